@@ -64,7 +64,7 @@ def main() -> int:
 
 async def _run(options: argparse.Namespace, folder: Path) -> list[str]:
     flags = [*flags_of(options.model, folder), *_FLAGS, "--lease-s", str(LEASE_S), "--tool-call-parser", "hermes"]
-    cluster = Cluster(folder, flags, ["--no-conditional-disaggregation"])
+    cluster = Cluster(folder, flags, ["--strict-roles"])
     if options.commit:
         old = _code_of(options.commit, folder / "old")
         cluster.code = {"prefill": old, "decode": old}

@@ -49,7 +49,6 @@ _TEXT_METAVARS = {
     "node_allow": "HOST",
     "vllm_kv_events": "[URL=]EVENTS:REPLAY",
     "gpus": "IDS",
-    "rate_card": "[ROLE=]FILE",
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
@@ -108,9 +107,7 @@ def _check_further_ports(config: NodeConfig) -> None:
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
     from router.drawn_keys import drawn_key
-    from router.nodes.cards import read_cards
 
-    read_cards(config.rate_cards)  # with several workers each would fail
     port = check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)

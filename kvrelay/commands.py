@@ -167,7 +167,7 @@ def _replay(
     incident: Annotated[Path, typer.Argument(metavar="FILE", help="A router's log in JSON, or a recorded incident.")],
     card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
     nodes: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")] = "",
-    policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "cost",
+    policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "price",
     record: Annotated[Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")] = None,
 ) -> int:
     """What if there had been other nodes, or another policy? Replays what a router has logged, in the simulator."""

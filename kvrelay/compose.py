@@ -265,6 +265,7 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
         port=_PORT,
         max_body_bytes=cluster.max_body_bytes,
         request_deadline_s=cluster.request_deadline_s,
+        strict_roles=cluster.strict_roles,
     )
     host = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
     return {

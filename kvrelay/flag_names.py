@@ -6,7 +6,7 @@ What is typed wrong is answered from here, and docs/migration.md has the same ta
 
 from __future__ import annotations
 
-__all__ = ["BEFORE", "SERVER", "SHORT", "VALUES", "VLLM", "answer_for"]
+__all__ = ["BEFORE", "GONE", "SERVER", "SHORT", "VALUES", "VLLM", "answer_for"]
 
 VLLM: dict[str, tuple[str, str]] = {
     "--kv-transfer-config": (
@@ -103,8 +103,18 @@ BEFORE = {
     "--speculative-tokens": "--speculative-config",
     "--ngram-max": "--speculative-config",
     "--ngram-min": "--speculative-config",
+    "--no-conditional-disaggregation": "--strict-roles",
 }
 """Our flags of other names until November 2026, and theirs now."""
+
+GONE = {
+    "--conditional-disaggregation": "leave it out; --strict-roles is its opposite",
+    "--balance": "leave it out; nodes change their roles unless --strict-roles is given",
+    "--rate-card": "leave it out; nodes measure themselves when they start, and say so",
+    "--prefill-deployment": "leave it out; have an autoscaler follow the metric kvrelay_router_role_use",
+    "--decode-deployment": "leave it out; have an autoscaler follow the metric kvrelay_router_role_use",
+}
+"""Flags that we had until November 2026, and a note."""
 
 
 VALUES = {
@@ -125,7 +135,11 @@ def answer_for(name: str) -> str:
         return answer_for(long) or f"here it is {long}"
     flag = "--" + name.lstrip("-").replace("_", "-")
     positive = flag.replace("--no-", "--", 1)
+    if flag in BEFORE:
+        return f"its name is {BEFORE[flag]} now"
     if positive in BEFORE:
-        return f"its name is {BEFORE[positive].replace('--', '--no-', 1) if flag != positive else BEFORE[positive]} now"
+        return f"its name is {BEFORE[positive].replace('--', '--no-', 1)} now"
+    if positive in GONE:
+        return GONE[positive]
     ours, note = VLLM.get(flag) or VLLM.get(positive) or ("", "")
     return f"here it is {ours} ({note})" if ours else note

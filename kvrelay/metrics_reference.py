@@ -56,7 +56,7 @@ def metrics_reference() -> list[MetricFact]:
 def _router_registries() -> list[CollectorRegistry]:
     """Of one process, of what several have in common, of one that follows pods."""
     rng, config = random.Random(0), RouterConfig(workers=2)
-    pool = Pool(["http://prefill"], ["http://decode"], rng)
+    pool = Pool(["http://prefill"], ["http://decode"])
     doors = Doors(pool, rng)
     of_pods = CollectorRegistry()
     listed_gauge(of_pods)

@@ -86,6 +86,8 @@ class ClusterConfig:
     """Longest request body."""
     request_deadline_s: float = 600.0
     """A request may take this long."""
+    strict_roles: bool = False
+    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by itself."""
     start_deadline_s: float = 600.0
     """Each process must be ready within this time."""
     stop_deadline_s: float = 45.0
@@ -206,6 +208,7 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
         port=machine.ports[0],
         max_body_bytes=config.max_body_bytes,
         request_deadline_s=config.request_deadline_s,
+        strict_roles=config.strict_roles,
     )
     env = base | ({API_KEY: config.api_key} if config.api_key else {})
     url = reachable(config.host, machine.ports[0])

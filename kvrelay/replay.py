@@ -16,13 +16,13 @@ from load.measures import percentile
 from load.workloads import TRACE_BLOCK_TOKENS
 from planning.planner import NETWORK_MS
 from planning.rate_card import RateCard
-from router.policies.by_name import POLICIES
 from simulator.incident import Incident, events_of, read_incident, streams_of_incident
 from simulator.setting import Setting
 from simulator.speeds import Speeds
 from simulator.world import simulate
 from wire.config import Role
 from wire.errors import ConfigError
+from wire.router_config import POLICY_NAMES
 
 __all__ = ["Replayed", "replayed", "run", "size_of"]
 
@@ -56,8 +56,8 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
 
 def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
     """What clients see. Raises ConfigError for a policy that there is not."""
-    if policy not in POLICIES:
-        raise ConfigError(f"--policy {policy!r} is none of {', '.join(sorted(POLICIES))}")
+    if policy not in POLICY_NAMES:
+        raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
     streams = streams_of_incident(incident)
     prefill, decode = size
     prefixes = any(stream.blocks for stream in streams)

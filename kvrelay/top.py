@@ -94,10 +94,10 @@ def drawn(picture: Picture, lost: str = "") -> RenderableType:
         Text(f"{_short(pair.prefill)} -> {_short(pair.decode)}: {pair.reason}", style="red")
         for pair in picture.failed_pairs
     ]
-    for of_model in picture.balance:
-        parts += [Text(), Text(f"balance of {of_model.model}: {of_model.why}")]
+    for of_model in picture.roles:
+        parts += [Text(), Text(f"roles of {of_model.model}: {of_model.why}")]
         parts += [
-            Text(f"  {picture.now - each.at:.0f} s ago, one more {each.role} node: {each.outcome}")
+            Text(f"  {picture.now - each.at:.0f} s ago, {_short(each.node)} to {each.role}: {each.outcome}")
             for each in of_model.changes[:_MOST_CHANGES]
         ]
     parts += [Text(), _requests(picture.requests[:_MOST_REQUESTS])]

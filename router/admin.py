@@ -17,7 +17,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from openai_api.json_body import json_response
-from router.balance.flips import BEGUN, TELL_DEADLINE_S, ask_role
 from router.legs.legs import Legs
 from router.membership.members import NodeSpec
 from router.nodes.node import Node, NodeKind
@@ -29,9 +28,12 @@ from wire.config import Role
 from wire.errors import ConfigError, Conflict, Forbidden, KvrelayError, NotFound, RequestError, Unavailable
 from wire.frames import MALFORMED
 
-__all__ = ["add_admin_routes"]
+__all__ = ["BEGUN", "add_admin_routes", "ask_role"]
 
+BEGUN = 202
+"""A node's answer when it begins to change its role."""
 _NO_SUCH_ROUTE = (404, 405)
+_TELL_DEADLINE_S = 5.0
 
 _log = logging.getLogger("kvrelay.router")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -94,6 +96,15 @@ def add_admin_routes(
         return json_response(await desk.reload(peer_of(request)))
 
 
+async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int, str]:
+    """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of the old one."""
+    body = msgspec.json.encode({"role": role})
+    status, message = await legs.tell(node, "/admin/role", body, _TELL_DEADLINE_S)
+    if status == BEGUN:
+        pool.flips(node, role, time.monotonic())
+    return status, message
+
+
 class _Desk:
     """What the routes do."""
 
@@ -148,7 +159,7 @@ class _Desk:
         await self._shared.drain(node, begin=begin)
         # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
         path = "/drain" if begin else "/undrain"
-        status, _ = await self._legs().tell(node, path, b"{}", TELL_DEADLINE_S)
+        status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
         if begin and status == 200:  # it says so itself from now on, and whoever asks it to end that is heard by all
             await self._shared.drain(node, begin=False)
         _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)

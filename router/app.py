@@ -30,13 +30,11 @@ from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
 from openai_api.types import ModelList
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
-from router.admin import add_admin_routes
+from router.admin import add_admin_routes, ask_role
 from router.admission.gate import Gate
 from router.admission.keys import Keyring
 from router.admission.poison import DEATHS, fingerprint_of
-from router.balance.balancer import balancing
-from router.balance.work import Counted
-from router.chores import Chores
+from router.chores import Chores, ended
 from router.client import headers_of
 from router.console.lookout import Lookout
 from router.console.routes import add_console_routes
@@ -49,27 +47,25 @@ from router.legs.legs import Legs
 from router.membership.heartbeats import hearing
 from router.membership.kubernetes_watch import discovering
 from router.metrics import Metrics
-from router.nodes.cards import read_cards
 from router.nodes.doors import Doors
 from router.nodes.health import watching
 from router.nodes.models import Models
-from router.nodes.node import NodeKind
+from router.nodes.node import Node, NodeKind
 from router.nodes.pairs import Meeting, Pairs
 from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
 from router.on_all_nodes import add_node_routes
-from router.policies.policy import Ask
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay
 from router.reply import Reply
+from router.roles import RoleChanges
 from router.shared import Alone, Make
 from router.state import health_of
 from router.timeline import Timeline
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
-from router.walk.binding import Binding
 from router.walk.deaths import Deaths
 from router.walk.handoff import Walk
 from router.walk.job import (
@@ -84,8 +80,8 @@ from router.walk.job import (
     with_salt_of,
 )
 from router.walk.joined_walk import JoinedWalk
-from router.walk.locality import Locality
 from router.walk.means import Means
+from router.walk.placer import Placer
 from router.walk.retries import RetryBudget
 from wire.config import Role
 from wire.errors import KvrelayError
@@ -107,40 +103,36 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random, shared: Make = Alone) -> None:
         self.config = config
-        policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
-        self.pool = Pool(config.prefill, config.decode, rng, policies, read_cards(config.rate_cards))
+        self.pool = Pool(config.prefill, config.decode)
         self.doors = Doors(self.pool, rng)
+        self.placer = Placer(config, self.pool, self.doors, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
+        self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.shared.reloads(config, self.take_over)
-        self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
+        self.gate = Gate(config, self.pool, self.placer, self.shared.limits, self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
-        self.counted: Counted | None = None
-        if config.balance:
-            self.counted = Counted(self.pool, self.gate.waiting_by_model, self._waiting_for_room)
         self.ending = False
         """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
-        self.endings = Endings(self.metrics, self.lookout, self.counted)
+        self.endings = Endings(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
-        binding = Binding(self.pool, self.doors, legs, self.chores, self.metrics)
         self._means = Means(
             self.pool,
             self.doors,
-            binding,
-            Locality(self.pool, self.doors, binding, self.metrics, self.config.conditional_disaggregation),
+            self.placer,
             legs,
             self.chores,
             self.metrics,
@@ -160,16 +152,7 @@ class Router:
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
                 self.endings.flow.looking(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port, self.may_be_node),
-                balancing(
-                    lambda: self.config,
-                    self.pool,
-                    self.shared,
-                    self.counted,
-                    self.legs,
-                    self.metrics,
-                    self.lookout,
-                    lambda: self.ending,
-                ),
+                self._changing_roles() if self.shared.leads else nullcontext(),
             ):
                 yield
         finally:
@@ -181,22 +164,33 @@ class Router:
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
 
+    @asynccontextmanager
+    async def _changing_roles(self) -> AsyncIterator[None]:
+        """Have nodes change their roles for the length of the block."""
+
+        async def ask(node: Node, role: Role) -> tuple[int, str]:
+            return await ask_role(self.pool, self.legs(), node, role)
+
+        self.lookout.roles = RoleChanges(lambda: self.config, self.pool, self.metrics, ask, lambda: self.ending)
+        task = asyncio.create_task(self.lookout.roles.look_for_ever())
+        try:
+            yield
+        finally:
+            await ended([task])
+
     def take_over(self, config: RouterConfig) -> None:
         """This is the configuration for requests that come from now on. Nodes are told to the pool by others."""
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
         self.models.take_over(config.aliases)
         self.gate.take_over(config)
-        self.pool.policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        self.placer.take_over(config)
         if self._means is not None:
             self._means = self._means.under(config)
 
     def may_be_node(self, url: str) -> bool:
         """See RouterConfig."""
         return self.config.may_be_node(url)
-
-    def _waiting_for_room(self) -> dict[str, int]:
-        return {} if self._means is None else self._means.binding.waiting_by_model()
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
@@ -240,21 +234,16 @@ class Router:
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
             walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths)
-            turn = await self.gate.enter(caller, job, timeline.arrived)
+            turn = await self.gate.enter(caller, job, walk.wanted(), timeline.arrived)
         except KvrelayError as why:
-            if self.counted is not None and walk is not None and not isinstance(walk, VllmWalk):
-                self.counted.refused(walk, why)
             job_of = None if walk is None else walk.job
             self.endings.refused(request.state.job_id, path, caller.name, why, traced, job_of)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
-        if self.counted is not None and not isinstance(walk, VllmWalk):
-            self.counted.asked(walk)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        walk.on_placed = partial(self.gate.placed, turn)
         self._live.add(job.id)
         self.endings.begins(walk, turn.caller.name)
 
@@ -275,11 +264,21 @@ class Router:
         means, vllm_legs = self._means, self._vllm_legs
         assert means is not None
         assert vllm_legs is not None
-        kind = self.pool.kind_for(Ask(Role.PREFILL, job.model, job.prompt_tokens))
+        kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
             attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
             return VllmWalk(
-                job, kind, headers, timeline, self.pool, vllm_legs, self.metrics, deaths, attempts, deadline_s
+                job,
+                kind,
+                headers,
+                timeline,
+                self.pool,
+                self.placer,
+                vllm_legs,
+                self.metrics,
+                deaths,
+                attempts,
+                deadline_s,
             )
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:

@@ -1,5 +1,5 @@
-"""Where a request leaves what was measured of it when it has ended: metrics, console, balance of roles, one log line,
-the span of its trace. Its tokens are counted before, by router/flow.py.
+"""Where a request leaves what was measured of it when it has ended: metrics, console, one log line, the span of its
+trace. Its tokens are counted before, by router/flow.py.
 
 Measures nothing itself: a timeline and a walk have it all. Without tracing a request costs nothing for it.
 """
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from openai_api.stage_times import StageTime
 from openai_api.stages import STAGES
 from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
-from router.balance.work import Counted
 from router.console.lookout import Lookout
 from router.entry import shown_error
 from router.flow import Flow
@@ -61,8 +60,8 @@ class Traced:
 class Endings:
     """Of all requests of a router."""
 
-    def __init__(self, metrics: Metrics, lookout: Lookout, counted: Counted | None = None) -> None:
-        self._metrics, self._lookout, self._counted = metrics, lookout, counted
+    def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
+        self._metrics, self._lookout = metrics, lookout
         self.flow = Flow(metrics, lookout.flowed)
 
     def begins(self, walk: Walk | JoinedWalk | VllmWalk, key: str) -> None:
@@ -98,13 +97,12 @@ class Endings:
         model = self.flow.ends(walk, ended)
         self._metrics.finished(model, path, status, timeline, stages_s, walk.output_tokens, walk.answers)
         self._lookout.ended(walk, path, status, key, failed, stages_s)
-        if self._counted is not None and not isinstance(walk, VllmWalk):
-            self._counted.ended(walk, status)
         more = Fields(model=job.model, client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:
             more["error"] = failed
+        more["placed"] = repr(walk.placement)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s",
             job.id,

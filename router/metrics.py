@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,13 +17,12 @@ from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from router.prefix.metrics import PrefixMetrics
 from router.timeline import Timeline
-from router.walk.conditional import Reason
 from wire.config import Role
 from wire.errors import KV_CAUSES
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 
-LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value, Reason.IN_TIME.value)
+LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
 """Why a prompt is computed on a decode node: the first two whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -115,12 +114,8 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self.waiting_for_room = self._level("kvrelay_router_waiting_for_room", "Decode legs that wait for KV room.")
-        self.room_waits = Counter(
-            "kvrelay_router_room_waits",
-            "Decode legs that have waited for KV room, by how that ended.",
-            ["outcome"],
-            registry=registry,
+        self.waiting_for_room = self._level(
+            "kvrelay_router_waiting_for_room", "Begun requests that wait for a place on a node, again."
         )
         registry.register(_Breakers(pool, doors))
         self.meetings = Counter(
@@ -138,8 +133,14 @@ class Metrics:
         )
         self.role_changes = Counter(
             "kvrelay_router_role_changes",
-            "Decisions to have one node more take a role, by model, this role and how it ended.",
+            "Nodes that were asked to take a role because it was short of them: begun or refused.",
             [_MODEL, "role", "outcome"],
+            registry=registry,
+        )
+        self.role_use = Gauge(
+            "kvrelay_router_role_use",
+            "What its work takes of the nodes of a role; above 0.85 it is short of them.",
+            [_MODEL, "role"],
             registry=registry,
         )
         registry.register(_Nodes(pool))
@@ -156,7 +157,6 @@ class Metrics:
             (self.releases, ("yes", "no")),
             (self.poison, ("stopped", "refused")),
             (self.kv_failures, KV_CAUSES),
-            (self.room_waits, ("room", "late", "gone", "failed")),
             (self.meetings, ("met", "failed", "busy", "never")),
         ):
             for value in values:
@@ -228,9 +228,9 @@ class _Choices(Collector):
     def collect(self) -> Iterator[Metric]:
         """One counter."""
         says = "Nodes chosen. prefix: whether the node was believed to have some of the prompt."
-        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "policy", "prefix"])
+        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "prefix"])
         for (role, some), count in self._pool.choices.items():
-            choices.add_metric([role.value, self._pool.policies[role], "some" if some else "none"], count)
+            choices.add_metric([role.value, "some" if some else "none"], count)
         yield choices
 
 

@@ -115,6 +115,7 @@ class Relay(Response):
         self._walking = True
         try:
             await self._turn.begun()
+            self._walk.placed = self._turn.placed
             await self._walk.run()
         except KvrelayError as why:
             return why

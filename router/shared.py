@@ -13,7 +13,6 @@ from typing import Protocol
 from openai_api.response_store import KeptHere, Responses
 from router.admission.poison import Poison
 from router.admission.rate_limits import HeldHere, Limits
-from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
@@ -36,7 +35,7 @@ class Shared(Protocol):
     responses: Responses
     poison: Poison
     leads: bool
-    """Whether this one does what one of them must do alone: it has nodes meet, and balances roles."""
+    """Whether this one does what one of them must do alone: it has nodes meet, and change their roles."""
 
     async def add(self, spec: NodeSpec) -> None:
         """An operator names a node. Raises Unavailable."""
@@ -92,14 +91,6 @@ class Shared(Protocol):
 
     async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
         """What the others see, if they answer. Raises Unavailable."""
-        ...
-
-    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
-        """For the balance of roles, which one of them keeps: what this one has counted since the last time."""
-        ...
-
-    async def work_elsewhere(self) -> list[dict[str, Work]]:
-        """What the others have counted since the last time, if they answer. Raises Unavailable."""
         ...
 
     def workers(self) -> dict[str, int] | None:
@@ -186,13 +177,6 @@ class Alone:
         """See Shared."""
 
     async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
-        """See Shared."""
-        return []
-
-    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
-        """See Shared."""
-
-    async def work_elsewhere(self) -> list[dict[str, Work]]:
         """See Shared."""
         return []
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from router.console.picture import Health
+from router.node_load import UNKNOWN
 from router.nodes.models import Models
 from router.nodes.node import Node
 from router.nodes.pairs import Pairs
@@ -38,6 +39,9 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "held_blocks": node.held_blocks,
         "kv_events": pool.prefixes.trusts(node.url),
         "queue_depth": round(node.depth, 3),
+        "prompt_share": round(node.state.prompt_share, 3),
+        "limit_left": round(node.state.limit_left, 3),
+        "costs": None if node.state.costs is UNKNOWN else msgspec.structs.asdict(node.state.costs),
         "load": msgspec.structs.asdict(node.load),
         "breakers": {leg: standing.breaker.facts(now) for leg, standing in node.standing.items()},
     }

@@ -18,10 +18,12 @@ from wire.config_checks import (
 from wire.key_config import KeyConfig
 from wire.node_hosts import check_node_allow, is_node_allowed
 
-__all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "RouterConfig"]
+__all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "RouterConfig"]
 
 # How a router may choose nodes (router/policies/).
-POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
+PRICE = "price"
+"""The policy that is none: both nodes of a request are chosen at once (router/placement.py)."""
+POLICY_NAMES = ("least_queue", "prefix", PRICE, "round_robin", "session")
 MAX_WORKERS = 256
 MAX_DRAIN_S = 3600.0
 """The longest drain_deadline_s."""
@@ -29,7 +31,7 @@ LIVE = frozenset(
     {
         *("prefill", "decode", "alias", "api_key", "keys"),
         *("max_body_bytes", "request_deadline_s", "max_queue", "ttft_target_ms", "tpot_target_ms", "attempts"),
-        *("prefill_policy", "decode_policy", "conditional_disaggregation", "log_bodies"),
+        *("prefill_policy", "decode_policy", "strict_roles", "log_bodies"),
     }
 )
 """Settings that a running router takes over when its file is read again (router/reload.py). All others are fixed at its
@@ -125,29 +127,17 @@ class RouterConfig:
     """Let these pages send what the browser adds by itself, such as a client's certificate; not with ["*"]."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
-    prefill_policy: str = "cost"
-    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
-    decode_policy: str = "cost"
+    prefill_policy: str = PRICE
+    """How a prefill node is chosen: by price, or by a policy: prefix, session, least_queue or round_robin. With one no
+    decode node computes a prompt that a prefill node can."""
+    decode_policy: str = PRICE
     """How a decode node is chosen: one of the same."""
-    conditional_disaggregation: bool = True
-    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
-    compute prompts only where no prefill node can."""
-    rate_card: tuple[str, ...] = ()
-    """A file of `kvrelay profile`: how fast nodes of its model are, until that is seen. prefill=FILE and decode=FILE
-    are about nodes of one role. Give it again for more."""
-    balance: bool = False
-    """Have nodes change their roles, one at a time, as work shifts between prefill and decode, so that ttft_target_ms
-    and tpot_target_ms are kept."""
+    strict_roles: bool = False
+    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by itself."""
     least_prefill: int = 1
-    """So many prefill nodes of each model are left, whatever the balance."""
+    """So many prefill nodes of each model keep their role, whatever the load."""
     least_decode: int = 1
-    """So many decode nodes of each model are left, whatever the balance."""
-    prefill_deployment: str = ""
-    """Balance by scaling: the Kubernetes Deployment of the prefill nodes, in kubernetes_namespace. No node changes its
-    role then: one Deployment gets a pod more and the other one less. For routers of one model, without another
-    autoscaler."""
-    decode_deployment: str = ""
-    """The Deployment of the decode nodes; with prefill_deployment."""
+    """So many decode nodes of each model keep their role, whatever the load."""
     p2p_nccl_port: int = 0
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     vllm_kv_events: tuple[str, ...] = ()
@@ -205,10 +195,11 @@ class RouterConfig:
             "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
         )
         require(
-            not self.kubernetes_namespace or bool(self.kubernetes_selector or self.prefill_deployment),
+            not self.kubernetes_namespace or bool(self.kubernetes_selector),
             f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which chooses its pods",
         )
-        self._check_balance()
+        for name in ("least_prefill", "least_decode"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         require(
             re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace) is not None,
             f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace can have",
@@ -235,16 +226,6 @@ class RouterConfig:
         return {name: model for name, _, model in pairs}
 
     @property
-    def rate_cards(self) -> list[tuple[str, str]]:
-        """What `rate_card` says: the role, empty for both, and the file."""
-        found = []
-        for text in self.rate_card:
-            role, equals, path = text.partition("=")
-            one_role = bool(equals) and role in ("prefill", "decode")
-            found.append((role, path) if one_role else ("", text))
-        return found
-
-    @property
     def vllm_event_ports(self) -> dict[str, tuple[int, int]]:
         """What `vllm_kv_events` says, by a node's address, which is empty for all that are not named. Replay port 0:
         none. Raises ConfigError."""
@@ -265,27 +246,6 @@ class RouterConfig:
             require(url not in ports, f"vllm_kv_events names {url or 'all nodes'} twice; say it once")
             ports[url] = both
         return ports
-
-    def _check_balance(self) -> None:
-        for name in ("least_prefill", "least_decode"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(
-            not self.balance or (self.ttft_target_ms > 0 and self.tpot_target_ms > 0),
-            "balance needs ttft_target_ms and tpot_target_ms above 0, got "
-            f"{self.ttft_target_ms:g} and {self.tpot_target_ms:g}: they say what nodes change their roles for",
-        )
-        require(
-            bool(self.prefill_deployment) == bool(self.decode_deployment),
-            "prefill_deployment and decode_deployment belong together: give both, or neither",
-        )
-        require(
-            self.balance or not self.prefill_deployment,
-            f"prefill_deployment {self.prefill_deployment!r} is scaled by the balance of roles; set balance, too",
-        )
-        require(
-            not self.prefill_deployment or self.prefill_deployment != self.decode_deployment,
-            f"prefill_deployment and decode_deployment are both {self.prefill_deployment!r}; each role has its own",
-        )
 
     def _check_entry(self) -> None:
         for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):

@@ -19,7 +19,10 @@ from wire.outputs import Finish, TokenLogprobs
 from wire.sampling import SamplingDefaults
 from wire.versions import PACKS_PROMPTS, Versions
 
-__all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
+__all__ = ["SPILL_REFUSED", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
+
+SPILL_REFUSED = "spill_refused"
+"""The code of a 429 to a leg with `spill`: its prompt would delay others too much, and is to go the other way."""
 
 _ID_BYTES = 4
 

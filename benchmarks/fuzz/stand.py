@@ -240,7 +240,7 @@ class Stand:
         node += ["--request-deadline-s", "50", *self.flags]
         node += [kv_events()]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
-        router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]
+        router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--strict-roles"]
         self._launch("router", router)
         self._launch("prefill", [*node, *ranks])
         self._launch("decode", node)

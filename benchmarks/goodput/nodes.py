@@ -85,21 +85,20 @@ async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str
 async def cluster(
     prefill: int, decode: int, flags: Sequence[str], router_flags: Sequence[str], logs: Path
 ) -> AsyncIterator[Nodes]:
-    """`kvrelay up`; with `router_flags` another router with these in front of the same nodes. Raises RuntimeError."""
+    """`kvrelay up`, and a router with `router_flags` before its nodes, which keep their roles. Raises RuntimeError."""
     began, key = time.monotonic(), secrets.token_urlsafe(24)
     port, other = free_ports(2)
     environment = environ() | {NODE_API_KEY: key}
     words = [f"--prefill={prefill}", f"--decode={decode}", f"--port={port}", f"--log-dir={logs}", *flags]
+    words.append("--strict-roles")
     async with _running([("up", words, environment, port)], logs):
         async with aiohttp.ClientSession(timeout=_CALL) as session:
             rows = await nodes_of(session, f"http://127.0.0.1:{port}")
             urls = [row["url"] for row in rows]
             gpus = gpus_taken([await _ranks(session, url) for url in urls], _visible(flags))
-        if not router_flags:
-            yield Nodes(f"http://127.0.0.1:{port}", urls, key, time.monotonic() - began, gpus)
-            return
+        keep = [f"--least-{role}={prefill + decode}" for role in ("prefill", "decode")]
         named = [f"--{row['role']}={row['url']}" for row in rows]
-        words = [f"--port={other}", *named, *router_flags]
+        words = [f"--port={other}", *named, *keep, *router_flags]
         async with _running([("router", words, environment, other)], logs):
             yield Nodes(f"http://127.0.0.1:{other}", urls, key, time.monotonic() - began, gpus)
 

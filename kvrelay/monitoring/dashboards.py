@@ -287,11 +287,6 @@ _FAULTS = Row(
             "As many as --kv-checksums draws. One wrong block is one too many.",
         ),
         Panel(
-            "Waits for KV room",
-            (Query(rate("kvrelay_router_room_waits_total", "outcome"), "{{outcome}}"),),
-            "cps",
-        ),
-        Panel(
             "KV given back", (Query(rate("kvrelay_router_releases_total", "told"), "node was told: {{told}}"),), "cps"
         ),
         Panel(

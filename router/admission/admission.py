@@ -1,32 +1,25 @@
 """Which requests begin now, which wait, and which are told to come back, and when. Pure: times are given, in seconds.
 
-One queue for the nodes of one model, bounded. The first in it begins as soon as a prefill node wants work and a decode
-node has room, for its KV and within its target of time per token. Whoever cannot have its first token in time is told
-so on arrival, with the time that the queue takes.
+One queue for the nodes of one model, bounded. The first in it begins as soon as it can be placed. How a request would
+be placed is asked of `Look`: a place, or that there is none now, or that a target would be missed wherever it went.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-import msgspec
+from router.admission.fair_queue import Entrant, FairQueue
+from router.placement import Refuse, Wait
 
-from router.admission.fair_queue import Ahead, Entrant, FairQueue
-from router.admission.saturation import (
-    Freed,
-    Nodes,
-    Promised,
-    own_tpot_s,
-    own_ttft_s,
-    ttft_s,
-    until_decode_s,
-    until_prefill_s,
-)
+__all__ = ["Admission", "Arrival", "Look", "Refusal"]
 
-__all__ = ["Admission", "Arrival", "Refusal"]
-
-_NOBODY = Ahead()
+P = TypeVar("P")
+Look = Callable[[Entrant], P | Wait | Refuse]
+"""Say where a request would be placed now; nothing is taken."""
+_RATE_WEIGHT = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,176 +32,129 @@ class Refusal:
     """How long it would wait from now on if it came again; None: it will never be taken as it is. 0 is not known."""
 
 
-class Arrival(msgspec.Struct, frozen=True):
-    """What becomes of a newcomer: refused, or it begins, or it waits; and who must leave the queue for it."""
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[P]):
+    """The fate of a newcomer: it begins with a place, or is refused, or waits; and who must leave the queue for it."""
 
     begins: bool = False
+    place: P | None = None
     refusal: Refusal | None = None
     displaced: Entrant | None = None
     displacement: Refusal | None = None
 
 
 class Admission:
-    """Who is not refused leaves exactly once: by `leave` or `late` while it waits, by `ended` once it began."""
+    """A queue in front of one model's nodes. Who waits leaves once: by `next`, `late` or `leave`."""
 
     def __init__(self, max_queue: int) -> None:
         self.queue = FairQueue()
         self._max_queue = max_queue
-        self._begun: set[Entrant] = set()
-        self._promised = Promised()
-        self._not_prefilling: set[Entrant] = set()
-        self._not_decoding: set[Entrant] = set()
-        self._freed = Freed()
+        self._begun_at: float | None = None
+        self._each_s = 0.0
+        """Between two that begin out of the queue, on average of late; 0: none has."""
         self._next_late = math.inf
         """Nobody in the queue is late before."""
 
     def take_over(self, max_queue: int) -> None:
-        """So many may wait from now on; those that wait go on waiting."""
+        """Have so many wait at most from now on; those that wait go on waiting."""
         self._max_queue = max_queue
 
-    def arrive(self, entrant: Entrant, nodes: Nodes, now: float, max_of_key: int = 0) -> Arrival:
-        """A newcomer. `max_of_key` bounds how many of its key may wait; 0 does not."""
-        never = self._never(entrant, nodes)
-        if never is not None:
-            return Arrival(refusal=never)
-        decode_s: float | None = None
-        if not self.queue and until_prefill_s(nodes, self._promised) == 0:
-            decode_s = until_decode_s(entrant, nodes, self._promised, self._freed, _NOBODY)
-        has_room = decode_s == 0 or not (self.queue or self._begun)
-        if entrant.ttft_s is not None or not has_room:
-            late = self._late(entrant, nodes)
-            if late is not None:
-                return Arrival(refusal=late)
-        if has_room:
-            self._begin(entrant)
-            return Arrival(begins=True)
-        return self._line_up(entrant, nodes, max_of_key)
+    def arrive(self, entrant: Entrant, look: Look[P], max_of_key: int = 0) -> Arrival[P]:
+        """Take in a newcomer. `max_of_key` bounds how many of its key may wait; 0 does not."""
+        found = look(entrant)
+        if isinstance(found, Refuse):
+            return Arrival(refusal=_refusal(found))
+        if not (self.queue or isinstance(found, Wait)):
+            self.queue.begin(entrant)
+            return Arrival(True, found)
+        return self._line_up(entrant, max_of_key)
 
-    def next(self, nodes: Nodes) -> Entrant | None:
-        """Begin the first that waits, if there is room for it. `nodes` may change from one call to the next."""
+    def next(self, look: Look[P], now: float) -> tuple[Entrant, P | Refusal] | None:
+        """Begin the first that waits, if there is a place for it; or take it out, if there will never be one."""
         first = self.queue.first()
         if first is None:
             return None
-        # With nothing under way there is nothing to wait for, whatever the nodes are thought to hold.
-        if self._begun and (
-            until_prefill_s(nodes, self._promised) or until_decode_s(first, nodes, self._promised, self._freed, _NOBODY)
-        ):
+        found = look(first)
+        if isinstance(found, Refuse) and found.never:
+            self.queue.remove(first)
+            return first, _refusal(found)
+        if isinstance(found, Wait | Refuse):  # a target that would be missed now: `late` says when it is over
             return None
-        self._begin(first)
-        return first
+        self.queue.begin(first)
+        if self._begun_at is not None:
+            passed = now - self._begun_at
+            self._each_s += _RATE_WEIGHT * (passed - self._each_s) if self._each_s else passed
+        self._begun_at = now if self.queue else None
+        return first, found
 
-    def late(self, nodes: Nodes, now: float) -> list[tuple[Entrant, Refusal]]:
+    def late(self, now: float) -> list[tuple[Entrant, Refusal]]:
         """Take those out of the queue whose time is over: of the request, or for a first token as it was wanted."""
         if now < self._next_late:
             return []
         found: list[tuple[Entrant, Refusal]] = []
         for entrant in [entrant for entrant in self.queue if entrant.begin_by <= now]:
             self.queue.remove(entrant)
-            if entrant.ttft_s is None or entrant.deadline <= now:
-                why = f"the request waited for {now - entrant.arrived:.1f} s, until its deadline, and no node had room"
-                found.append((entrant, Refusal("deadline", f"{why}; try again later", None)))
+            waited = now - entrant.arrived
+            if entrant.deadline <= now:
+                why = (
+                    f"the request waited for {waited:.1f} s, until its deadline, and no node had room; try again later"
+                )
+                found.append((entrant, Refusal("deadline", why, None)))
             else:
-                why = f"the request waited for {now - entrant.arrived:.2f} s, and its target for the first token is "
-                again = self._expected_s(entrant, nodes)
-                found.append((entrant, Refusal("ttft_passed", f"{why}{entrant.ttft_s:g} s; {_LATER}", again)))
+                target = f"its target for the first token is {entrant.ttft_s or 0.0:g} s"
+                why = f"the request waited for {waited:.2f} s, and {target}; {_LATER}"
+                found.append((entrant, Refusal("ttft_passed", why, self._wait_s)))
         self._next_late = min((entrant.begin_by for entrant in self.queue), default=math.inf)
         return found
 
     def leave(self, entrant: Entrant) -> None:
-        """It waits no more: its client has gone."""
+        """Take it out of the queue: its client has gone."""
         self.queue.remove(entrant)
 
-    def waits(self, entrant: Entrant) -> bool:
-        """Whether it is in the queue."""
-        return entrant in self.queue
+    def ended(self, entrant: Entrant, tokens: int) -> None:
+        """Note what one that began has cost in fact, however it ended."""
+        self.queue.correct(entrant, tokens)
 
-    def placed(self, entrant: Entrant, *, prefilling: bool, decoding: bool) -> None:
-        """Nodes count it themselves from now on."""
-        if prefilling and entrant in self._not_prefilling:
-            self._not_prefilling.discard(entrant)
-            self._promised.prefill_requests -= 1
-            self._promised.prefill_tokens -= entrant.uncached
-        if decoding and entrant in self._not_decoding:
-            self._not_decoding.discard(entrant)
-            self._promised.decode_requests -= 1
-            self._promised.kv_tokens -= entrant.tokens
+    @property
+    def _wait_s(self) -> float:
+        """How long the queue takes; 0 is not known."""
+        return self._each_s * len(self.queue)
 
-    def ended(self, entrant: Entrant, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """It began and is over, however it ended, after so many tokens."""
-        self._begun.discard(entrant)
-        self.placed(entrant, prefilling=True, decoding=True)
-        self.queue.correct(entrant, prompt_tokens + output_tokens)
-        if output_tokens:
-            self._freed.ended(prompt_tokens + output_tokens, now)
-
-    def _expected_s(self, entrant: Entrant, nodes: Nodes) -> float:
-        """How long a newcomer waits for its first token, behind all that would begin before it. 0 is not known."""
-        ahead = self.queue.ahead(entrant)
-        decode_s = until_decode_s(entrant, nodes, self._promised, self._freed, ahead)
-        return ttft_s(entrant, nodes, self._promised, ahead, decode_s)
-
-    def _begin(self, entrant: Entrant) -> None:
-        self.queue.begin(entrant)
-        for promised in (self._begun, self._not_prefilling, self._not_decoding):
-            promised.add(entrant)
-        self._promised.prefill_requests += 1
-        self._promised.prefill_tokens += entrant.uncached
-        self._promised.decode_requests += 1
-        self._promised.kv_tokens += entrant.tokens
-
-    def _line_up(self, entrant: Entrant, nodes: Nodes, max_of_key: int) -> Arrival:
+    def _line_up(self, entrant: Entrant, max_of_key: int) -> Arrival[P]:
         mine = self.queue.waiting(entrant.key)
         if max_of_key and mine >= max_of_key:
             why = f"{mine} requests of this key wait, and its limit is {max_of_key}; {_LATER}"
-            return Arrival(refusal=Refusal("key_queue_full", why, self._expected_s(entrant, nodes)))
+            return Arrival(refusal=Refusal("key_queue_full", why, self._wait_s))
         if len(self.queue) < self._max_queue:
-            self._push(entrant, nodes)
+            self._push(entrant)
             return Arrival()
         full = f"{len(self.queue)} requests wait, and the limit is {self._max_queue}; {_LATER}"
         displaced = self.queue.displaced_by(entrant)
         if displaced is None:
-            return Arrival(refusal=Refusal("queue_full", full, self._expected_s(entrant, nodes)))
+            return Arrival(refusal=Refusal("queue_full", full, self._wait_s))
         self.queue.remove(displaced)
-        self._push(entrant, nodes)
+        self._push(entrant)
         less = "less important" if displaced.priority > entrant.priority else "of a key with more of them"
-        again = self._expected_s(displaced, nodes)
-        return Arrival(displaced=displaced, displacement=Refusal("displaced", f"{full} (it was {less})", again))
+        return Arrival(displaced=displaced, displacement=Refusal("displaced", f"{full} (it was {less})", self._wait_s))
 
-    def _push(self, entrant: Entrant, nodes: Nodes) -> None:
-        in_time = math.inf if entrant.ttft_s is None else entrant.arrived + entrant.ttft_s - own_ttft_s(entrant, nodes)
-        entrant.begin_by = min(entrant.deadline, in_time)
+    def _push(self, entrant: Entrant) -> None:
+        target = math.inf if entrant.ttft_s is None else entrant.arrived + entrant.ttft_s
+        entrant.begin_by = min(entrant.deadline, target)
         self._next_late = min(self._next_late, entrant.begin_by)
         self.queue.push(entrant)
 
-    def _never(self, entrant: Entrant, nodes: Nodes) -> Refusal | None:
-        """Targets that an idle cluster would miss, too."""
-        if entrant.ttft_s is not None and (alone := own_ttft_s(entrant, nodes)) > entrant.ttft_s:
-            return Refusal(
-                "ttft_never",
-                f"the first token of this prompt takes about {alone * 1e3:.0f} ms without any queue, and the target is "
-                f"{entrant.ttft_s * 1e3:g} ms; send a shorter prompt or a higher target",
-                None,
-            )
-        if entrant.tpot_s is not None and (alone := own_tpot_s(nodes)) > entrant.tpot_s:
-            takes = f"a token takes about {alone * 1e3:.1f} ms on an idle node"
-            return Refusal(
-                "tpot_never", f"{takes}, and the target is {entrant.tpot_s * 1e3:g} ms; send a higher one", None
-            )
-        return None
 
-    def _late(self, entrant: Entrant, nodes: Nodes) -> Refusal | None:
-        """A first token that would come behind its target."""
-        if entrant.ttft_s is None:
-            return None
-        expected = self._expected_s(entrant, nodes)
-        if expected <= entrant.ttft_s:
-            return None
-        return Refusal(
-            "ttft",
-            f"the first token would take about {expected * 1e3:.0f} ms, and the target is {entrant.ttft_s * 1e3:g} ms; "
-            f"{_LATER}, or send a higher target",
-            expected - entrant.ttft_s,
-        )
+def _refusal(why: Refuse) -> Refusal:
+    limit = f"the target is {why.limit_ms:g} ms"
+    if why.what == "tpot":
+        takes = f"a token takes about {why.expected_ms:.1f} ms on an idle node"
+        return Refusal("tpot_never", f"{takes}, and {limit}; send a higher one", None)
+    if why.never:
+        takes = f"the first token of this prompt takes about {why.expected_ms:.0f} ms without any queue"
+        return Refusal("ttft_never", f"{takes}, and {limit}; send a shorter prompt or a higher target", None)
+    takes = f"the first token would take about {why.expected_ms:.0f} ms"
+    later = f"{_LATER}, or send a higher target"
+    return Refusal("ttft", f"{takes}, and {limit}; {later}", (why.expected_ms - why.limit_ms) / 1e3)
 
 
 _LATER = "try again after the time in Retry-After"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Ahead", "FairQueue", "Entrant"]
+__all__ = ["FairQueue", "Entrant"]
 
 
 @dataclass(eq=False, slots=True)
@@ -23,31 +23,15 @@ class Entrant:
     weight: float = 1.0
     priority: int = 0
     """As vLLM has it: the lower is served first."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Of the prompt, those that a prefill node is believed to have."""
-    output_tokens: int = 0
-    """Expected."""
-    model: str = ""
+    tokens: int = 0
+    """What its turn costs: its prompt, and what it is expected to generate."""
     ttft_s: float | None = None
     """Target for the first token, from `arrived`; None: there is none."""
-    tpot_s: float | None = None
-    """Target for each further token."""
     deadline: float = float("inf")
     begin_by: float = float("inf")
     """When it must have begun for its deadline, and for its target as was known when it lined up."""
     charged: float = 0.0
     """Tokens by which its key's clock has run for it."""
-
-    @property
-    def uncached(self) -> int:
-        """Tokens of its prompt to compute."""
-        return max(0, self.prompt_tokens - self.cached_tokens)
-
-    @property
-    def tokens(self) -> int:
-        """What its turn costs, and whose KV it needs room for in the end."""
-        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -62,17 +46,6 @@ class _Line:
     """Requests of one key and one priority, oldest first."""
 
     entrants: dict[Entrant, None] = field(default_factory=dict)
-    tokens: int = 0
-    uncached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What waits ahead of somebody: requests, their tokens, and those of their prompts that are to be computed."""
-
-    requests: float = 0.0
-    tokens: float = 0.0
-    uncached: float = 0.0
 
 
 class FairQueue:
@@ -107,8 +80,6 @@ class FairQueue:
         key.waiting += 1
         line = self._lines.setdefault(entrant.priority, {}).setdefault(entrant.key, _Line())
         line.entrants[entrant] = None
-        line.tokens += entrant.tokens
-        line.uncached += entrant.uncached
         self._length += 1
 
     def remove(self, entrant: Entrant) -> None:
@@ -116,8 +87,6 @@ class FairQueue:
         lines = self._lines[entrant.priority]
         line = lines[entrant.key]
         del line.entrants[entrant]
-        line.tokens -= entrant.tokens
-        line.uncached -= entrant.uncached
         if not line.entrants:
             del lines[entrant.key]
             if not lines:
@@ -150,25 +119,6 @@ class FairQueue:
         # Cheaper than thought is no credit: the clock is not put back behind the time of all.
         key.clock = max(key.clock + (tokens - entrant.charged) / entrant.weight, min(key.clock, self._now))
         entrant.charged = float(tokens)
-
-    def ahead(self, entrant: Entrant) -> Ahead:
-        """About what would begin before this newcomer does."""
-        requests = tokens = uncached = 0.0
-        key = self._keys.get(entrant.key)
-        mine = self._lines.get(entrant.priority, {}).get(entrant.key)
-        starts = max(key.clock if key else 0.0, self._now) + (mine.tokens if mine else 0) / entrant.weight
-        for priority, lines in self._lines.items():
-            if priority > entrant.priority:
-                continue
-            for name, line in lines.items():
-                share = 1.0
-                if priority == entrant.priority and name != entrant.key:
-                    before = max(0.0, starts - self._keys[name].clock) * next(iter(line.entrants)).weight
-                    share = min(1.0, before / line.tokens) if line.tokens else 1.0
-                requests += share * len(line.entrants)
-                tokens += share * line.tokens
-                uncached += share * line.uncached
-        return Ahead(requests, tokens, uncached)
 
     def displaced_by(self, entrant: Entrant) -> Entrant | None:
         """Who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
 from router.admission.rate_limits import Exceeded, Limits, Taken
-from router.admission.saturation import Nodes
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
-from router.walk.job import Job, Targets, prefix_of
-from wire.config import Role
+from router.placement import Refuse, Wait
+from router.walk.job import Job, Targets
+from router.walk.placer import Found, Placed, Placer, Wanted
 from wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
 from wire.router_config import RouterConfig
 
@@ -33,6 +34,8 @@ _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
 _LONGEST_S = 60.0
 """The longest Retry-After for a queue. OpenAI's clients take more for a mistake, and return at once."""
+
+_log = logging.getLogger("kvrelay.router")
 
 
 class _State(enum.Enum):
@@ -54,9 +57,13 @@ class Turn:
     """One request's. `begun` before anything of it is sent to a node, `Gate.leave` once, at its end."""
 
     caller: Caller
+    job: Job
+    wanted: Wanted
     entrant: Entrant
     line: _Line
     taken: Taken
+    placed: Placed | None = None
+    """Since its turn has come; None for what is placed otherwise (nodes of another project)."""
     state: _State = _State.BEGUN
     news: asyncio.Future[KvrelayError | None] | None = None
     """Only of one that waits."""
@@ -81,14 +88,17 @@ class Turn:
 class Gate:
     """All turns of one router. `limits` may have its state elsewhere. `close` at the end."""
 
-    def __init__(self, config: RouterConfig, pool: Pool, limits: Limits, metrics: AdmissionMetrics) -> None:
+    def __init__(
+        self, config: RouterConfig, pool: Pool, placer: Placer, limits: Limits, metrics: AdmissionMetrics
+    ) -> None:
         self._config = config
         self._pool = pool
+        self._placer = placer
         self._limits = limits
         self._metrics = metrics
         self._lines: dict[str, _Line] = {}
         self._looking: asyncio.Task[None] | None = None
-        metrics.waiting.read = lambda: {model: requests for model, (requests, _) in self.waiting_by_model().items()}
+        metrics.waiting.read = self.waiting_by_model
 
     def take_over(self, config: RouterConfig) -> None:
         """Its limits and targets are for those who come from now on."""
@@ -100,13 +110,9 @@ class Gate:
         """Requests in all queues."""
         return sum(len(line.admission.queue) for line in self._lines.values())
 
-    def waiting_by_model(self) -> dict[str, tuple[int, int]]:
-        """By model, the requests in its queue, and tokens of their prompts."""
-        return {
-            model: (len(queue), sum(each.uncached for each in queue))
-            for model, queue in ((model, line.admission.queue) for model, line in self._lines.items())
-            if queue
-        }
+    def waiting_by_model(self) -> dict[str, int]:
+        """By model, the requests in its queue."""
+        return {model: len(line.admission.queue) for model, line in self._lines.items() if line.admission.queue}
 
     def targets(self, ttft_s: float | None, tpot_s: float | None) -> Targets:
         """What holds for a request that asks for these."""
@@ -114,52 +120,59 @@ class Gate:
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
         return Targets(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
 
-    async def enter(self, caller: Caller, job: Job, arrived: float) -> Turn:
-        """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
-        now = time.monotonic()
+    async def enter(self, caller: Caller, job: Job, wanted: Wanted, arrived: float) -> Turn:
+        """Let a request begin now, or wait.
+
+        Raises Overloaded, RateLimited, with the time after which to return; NoNode, KvNotLoaded.
+        """
         base = self._pool.base_of(job.model)
         line = self._lines.get(base)
         if line is None:
             line = self._lines[base] = _Line(Admission(self._config.max_queue))
-        nodes = self._nodes(job.model)
-        entrant = self._entrant(caller, job, arrived, nodes)
+        wanted = self._placer.limited(wanted, job.targets)
+        output = math.ceil(min(wanted.request.output, wanted.request.most_output))
+        entrant = Entrant(
+            key=caller.name,
+            arrived=arrived,
+            weight=caller.weight,
+            priority=job.priority,
+            tokens=job.prompt_tokens + output,
+            ttft_s=job.targets.ttft_s,
+            deadline=arrived + self._config.request_deadline_s,
+        )
         tokens = entrant.tokens
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
-            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
-        taken = await self._take(caller, tokens, now)
-        now = time.monotonic()
-        turn = Turn(caller, entrant, line, taken)
+            tokens = max(job.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+        taken = await self._take(caller, tokens, time.monotonic())
+        turn = Turn(caller, job, wanted, entrant, line, taken)
         try:
-            arrival = line.admission.arrive(entrant, nodes, now, caller.max_queue)
+            arrival = line.admission.arrive(entrant, lambda _: self._look(turn), caller.max_queue)
             if arrival.refusal is not None:
                 raise self._refused(caller, arrival.refusal, taken.headers)
         except BaseException:
-            self._limits.give_back(taken, None, now)
+            self._limits.give_back(taken, None, time.monotonic())
             raise
         if arrival.displaced is not None and arrival.displacement is not None:
             self._end_waiting(line, arrival.displaced, arrival.displacement)
         if arrival.begins:
+            self._begin(turn, arrival.place)
             self._metrics.admitted(caller.name, "at_once")
             return turn
         turn.state, turn.news = _State.WAITING, asyncio.get_running_loop().create_future()
         line.waiting[entrant] = turn
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+            self._looking = asyncio.create_task(self._look_on())
         return turn
-
-    @staticmethod
-    def placed(turn: Turn, role: Role) -> None:
-        """A node of this role counts the request itself from now on."""
-        prefilling = role is Role.PREFILL
-        turn.line.admission.placed(turn.entrant, prefilling=prefilling, decoding=not prefilling)
 
     def leave(self, turn: Turn, prompt_tokens: int, output_tokens: int) -> None:
         """It is over, however it ended, after so many tokens."""
         now = time.monotonic()
         line = turn.line
+        if turn.placed is not None:
+            self._placer.give_back(turn.placed)
         if turn.state is _State.BEGUN:
-            line.admission.ended(turn.entrant, prompt_tokens, output_tokens, now)
+            line.admission.ended(turn.entrant, prompt_tokens + output_tokens)
             self._limits.give_back(turn.taken, prompt_tokens + output_tokens, now)
             self._metrics.ended(turn.caller.name, prompt_tokens)
         else:
@@ -168,7 +181,7 @@ class Gate:
                 line.admission.leave(turn.entrant)
                 self._metrics.refused(turn.caller.name, "client_gone")
             self._limits.give_back(turn.taken, None, now)
-        self._pump(line, now)
+        self._pump_safely(line, now)
 
     @asynccontextmanager
     async def question(self, caller: Caller) -> AsyncIterator[None]:
@@ -187,32 +200,22 @@ class Gate:
             self._looking.cancel()
             await asyncio.wait((self._looking,))
 
-    def _entrant(self, caller: Caller, job: Job, arrived: float, nodes: Nodes) -> Entrant:
-        each = nodes.decode[0].rates.output_tokens(job.max_tokens) if nodes.decode else 0.0
-        targets = job.targets
-        # Without a target nothing is estimated that it would change.
-        prompt, cached = (job.prompt_tokens, 0) if targets.ttft_s is None else self._known(job, nodes)
-        return Entrant(
-            key=caller.name,
-            arrived=arrived,
-            weight=caller.weight,
-            priority=job.priority,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            output_tokens=math.ceil(each) * max(job.choices, job.best_of),
-            model=job.model,
-            ttft_s=targets.ttft_s,
-            tpot_s=targets.tpot_s,
-            deadline=arrived + self._config.request_deadline_s,
-        )
+    def _look(self, turn: Turn) -> Found | Wait | Refuse | None:
+        """Say where a request would be placed now; None: its walk chooses its nodes by itself."""
+        if self._pool.kind_for(turn.job.model) is not NodeKind.KVRELAY:
+            return None
+        wanted, limit_ms = turn.wanted, turn.wanted.request.ttft_limit_ms
+        left_ms = limit_ms - (time.monotonic() - turn.entrant.arrived) * 1e3
+        try:
+            found = self._placer.find(replace(wanted, request=replace(wanted.request, ttft_limit_ms=left_ms)))
+        except Overloaded as why:
+            return Wait(why.message)
+        if isinstance(found, Refuse) and found.what == "ttft":
+            return replace(found, limit_ms=limit_ms, never=found.never and found.expected_ms > limit_ms)
+        return found
 
-    def _known(self, job: Job, nodes: Nodes) -> tuple[int, int]:
-        """Tokens of its prompt, and those that the luckiest prefill node is believed to have."""
-        prefix = prefix_of(job)
-        if any(node.kind is not NodeKind.KVRELAY for node in self._pool.up(Role.PREFILL, model=job.model)):
-            prefix = prefix.for_contents()
-        cached = self._pool.prefixes.lookup(prefix)
-        return cached.prompt_tokens, max((cached.get(node.url) for node in nodes.prefill), default=0)
+    def _begin(self, turn: Turn, found: Found | None) -> None:
+        turn.placed = None if found is None else self._placer.take(found)
 
     async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
         taken = await self._limits.take(caller.name, caller.quota, tokens, now)
@@ -232,31 +235,42 @@ class Gate:
         _tell_when(error, None if again_s is None else min(again_s, _LONGEST_S), headers)
         return error
 
-    def _nodes(self, model: str) -> Nodes:
-        prefill, decode = (self._pool.up(role, model=model) for role in (Role.PREFILL, Role.DECODE))
-        return Nodes(prefill, decode, self._config.conditional_disaggregation)
-
-    async def _look(self) -> None:
+    async def _look_on(self) -> None:
         try:
             while self.waiting():
                 await asyncio.sleep(_LOOK_S)
                 now = time.monotonic()
                 for line in self._lines.values():
-                    self._pump(line, now)
+                    self._pump_safely(line, now)
         finally:
             self._looking = None
 
+    def _pump_safely(self, line: _Line, now: float) -> None:
+        """Look at a queue; a mistake of ours must end neither the looking nor the request that has just ended."""
+        try:
+            self._pump(line, now)
+        except Exception:  # noqa: BLE001
+            _log.exception("a queue could not be looked at")
+
     def _pump(self, line: _Line, now: float) -> None:
         """Begin what may begin, and end what has waited for too long."""
-        first = line.admission.queue.first()
-        if first is None:
-            return
-        for entrant, refusal in line.admission.late(self._nodes(first.model), now):
+        for entrant, refusal in line.admission.late(now):
             self._end_waiting(line, entrant, refusal)
         while (first := line.admission.queue.first()) is not None:
-            if line.admission.next(self._nodes(first.model)) is None:
+            try:
+                begun = line.admission.next(lambda entrant: self._look(line.waiting[entrant]), now)
+            except KvrelayError as why:  # there are no nodes any more
+                line.admission.leave(first)
+                line.waiting.pop(first).tell(_State.REFUSED, why)
+                continue
+            if begun is None:
                 return
-            turn = line.waiting.pop(first)
+            entrant, place = begun
+            if isinstance(place, Refusal):
+                self._end_waiting(line, entrant, place)
+                continue
+            turn = line.waiting.pop(entrant)
+            self._begin(turn, place)
             self._metrics.admitted(turn.caller.name, "queued", now - first.arrived)
             turn.tell(_State.BEGUN)
 

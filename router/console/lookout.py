@@ -7,20 +7,21 @@ Owns the clock of the console. What is counted and put together is in router/con
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from prometheus_client.registry import Collector
 
 from openai_api.routes import version
 from openai_api.stages import MOVED
 from router.admission.gate import Gate
-from router.console.picture import BalanceSeen, BreakerSeen, FailedPair, NodeSeen, Picture, WorkerSeen, picture_of
+from router.console.picture import BreakerSeen, FailedPair, NodeSeen, Picture, RolesSeen, WorkerSeen, picture_of
 from router.console.recent import Ended, Recent
 from router.metrics import Metrics
 from router.nodes.models import Models
 from router.nodes.node import Node
 from router.nodes.pairs import Pairs
 from router.nodes.pool import DRAINS, Pool
+from router.roles import RoleChanges
 from router.shared import Shared
 from router.state import of_models
 from router.vllm.walk import VllmWalk
@@ -40,8 +41,8 @@ class Lookout:
         self._metrics, self._shared = metrics, shared
         self._recent = Recent()
         self._began = time.monotonic()
-        self.balance: Callable[[], list[BalanceSeen]] = list
-        """What is told of the balance of roles, where that is kept."""
+        self.roles: RoleChanges | None = None
+        """In the process that has nodes change theirs."""
         metrics.on_handover = lambda prefill, decode: self._recent.handed_over(time.monotonic(), prefill, decode)
         shared.shows(self.seen)
 
@@ -90,6 +91,7 @@ class Lookout:
                 decode,
                 moved,
                 stages_s,
+                walk.placement,
             )
         )
 
@@ -106,6 +108,7 @@ class Lookout:
         """What this process sees, with the requests that ended after this Unix time."""
         now = time.monotonic()
         workers = self._shared.workers()
+        roles = {} if self.roles is None else self.roles.models
         return WorkerSeen(
             0 if workers is None else workers["index"],
             now - self._began,
@@ -123,7 +126,7 @@ class Lookout:
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
             [FailedPair(*pair) for pair in self._pairs.failed()[:_MOST_FAILED_PAIRS]],
-            self.balance(),
+            [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 
     async def picture(self, since: float) -> Picture:
@@ -168,6 +171,8 @@ def _node(node: Node, pool: Pool, now: float) -> NodeSeen:
         {leg.value: _breaker(standing.breaker.facts(now)) for leg, standing in node.standing.items()},
         int(node.up),
         node.flips_to or "",
+        round(node.state.prompt_share, 3),
+        round(node.state.limit_left, 3),
     )
 
 

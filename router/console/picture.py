@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from router.console.recent import SLOT_S, SLOTS, Edge, Ended, Slot, quantile
+from wire.config import Role
 
 __all__ = [
     "EDGE_WINDOW_S",
-    "BalanceSeen",
     "BreakerSeen",
     "EdgeRow",
     "FailedPair",
@@ -27,7 +27,7 @@ __all__ = [
     "Percentiles",
     "Picture",
     "RoleChange",
-    "RoleSeen",
+    "RolesSeen",
     "Series",
     "WorkerRow",
     "WorkerSeen",
@@ -78,6 +78,10 @@ class NodeSeen(msgspec.Struct, frozen=True):
     """So many workers see it up."""
     flips_to: str = ""
     """The role that it is changing to."""
+    prompt_share: float = 0.0
+    """Of its time, what prompts take that come."""
+    limit_left: float = 0.0
+    """Of its time, what is left for prompts until tokens take too long there."""
 
 
 class FailedPair(msgspec.Struct, frozen=True):
@@ -88,39 +92,25 @@ class FailedPair(msgspec.Struct, frozen=True):
     reason: str
 
 
-class RoleSeen(msgspec.Struct, frozen=True):
-    """One role of a model, as the balance of roles has last seen it."""
-
-    nodes: int
-    """That take legs."""
-    use: float
-    """Work that came, as a share of the time of these nodes."""
-    in_time: float
-    """The share of requests that kept the role's target."""
-    backlog_s: float
-    """Node-seconds of work that waits."""
-
-
 class RoleChange(msgspec.Struct, frozen=True):
-    """A decision to have one node more take a role, and what came of it."""
+    """A decision that a node should take a role, and what the node answered."""
 
     at: float
     """Unix time."""
     role: str
-    where: str
-    """The node's address, or the Deployments; empty if none began."""
+    node: str
     why: str
     outcome: str
 
 
-class BalanceSeen(msgspec.Struct, frozen=True):
-    """The balance of roles of one model. `looked` is the Unix time of the last look, 0 before the first."""
+class RolesSeen(msgspec.Struct, frozen=True):
+    """The roles of one model's nodes."""
 
     model: str
     why: str
     """Why nothing changes now, or what does."""
-    looked: float
-    roles: dict[str, RoleSeen]
+    use: dict[Role, float]
+    """What its work takes of the nodes of each role."""
     changes: list[RoleChange]
     """The newest first."""
 
@@ -138,8 +128,8 @@ class WorkerSeen(msgspec.Struct, frozen=True):
     requests: list[Ended]
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
-    balance: list[BalanceSeen] = []
-    """Of the process that balances roles, if one does."""
+    roles: list[RolesSeen] = []
+    """By model; of the process that has nodes change."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -223,8 +213,8 @@ class Picture(msgspec.Struct, frozen=True):
     counts: dict[str, dict[str, float]]
     requests: list[Ended]
     """The newest first."""
-    balance: list[BalanceSeen] = []
-    """By model; empty if roles are not balanced."""
+    roles: list[RolesSeen] = []
+    """By model."""
 
 
 def picture_of(
@@ -264,7 +254,7 @@ def picture_of(
         failed_pairs=[pair for each in seen for pair in each.failed_pairs],
         counts=_counts(seen),
         requests=newest[:_MOST_REQUESTS],
-        balance=[of_model for each in seen for of_model in each.balance],
+        roles=[of_model for each in seen for of_model in each.roles],
         **_figures(slots, monotonic),
     )
 

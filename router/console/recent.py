@@ -59,6 +59,8 @@ class Ended(msgspec.Struct, frozen=True):
     """That its decode node has fetched; 0 if none, or if that does not say."""
     stages_s: dict[str, float]
     """As openai_api/stages.py names them."""
+    placed: str = "-"
+    """Where, at what price, and what the best other way would have cost."""
 
 
 class Edge(msgspec.Struct):

@@ -59,12 +59,12 @@ _log = logging.getLogger("kvrelay.router")
 class _Leg:
     """One leg on a stream. `ended` is its last frame's kind, or what went wrong."""
 
-    def __init__(self, number: int, node: Node, take: TakeFrame, give_back: Callable[[int, int], None]) -> None:
+    def __init__(self, number: int, lease: Lease, take: TakeFrame, give_back: Callable[[int, int], None]) -> None:
         self.number = number
         self.ended: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
         self.over = False
         """The node will say nothing more."""
-        self.node = node
+        self.lease = lease
         self._take = take
         self._give_back = give_back
         self._taken = 0
@@ -99,7 +99,7 @@ class _Leg:
             return None
         try:
             if frame.load is not None:
-                self.node.note_load(frame.load)
+                self.lease.note_load(frame.load)
             if frame.kind in _GOES_ON:
                 return self._take(frame)
             self.over = True
@@ -150,7 +150,7 @@ class LegStream(asyncio.Protocol):
     async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
         """As Legs.run."""
         self._numbers += 1
-        leg = self._legs[self._numbers] = _Leg(self._numbers, lease.node, take, self._give_back)
+        leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._give_back)
         self._say(message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body))))
         lease.cut = lambda: leg.fail(LegFailed(LOST, lost=True))
         try:
@@ -258,7 +258,7 @@ class LegStream(asyncio.Protocol):
         except MALFORMED as why:
             raise NodeFailed(f"a node sent a malformed answer: {why}") from why
         if answer.load is not None:
-            leg.node.note_load(answer.load)
+            leg.lease.note_load(answer.load)
         if answer.status != 200:
             leg.over = True
             leg.fail(refusal(answer.status, answer.error, answer.retry_after_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -12,9 +11,6 @@ from router.nodes.node import Lease
 from router.nodes.standing import Passage
 
 __all__ = ["LegWatch", "LegWatches"]
-
-_AGAIN_S = 1.0
-"""How often a leg that waits is looked at."""
 
 
 class LegWatches:
@@ -54,26 +50,19 @@ class LegWatches:
 
 
 class LegWatch:
-    """A context around one leg. `silent` once it was cut for its silence, `moves` if because another node has room."""
+    """A context around one leg. `silent` once it was cut for its silence."""
 
     def __init__(
         self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
     ) -> None:
         """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
         self.patience_s = patience_s
-        self.silent = self.moves = False
+        self.silent = False
         self._among, self._lease, self._passage = among, lease, passage
         self._may_cut = may_cut
-        self._waits_s = math.inf
-        self._may_move: Callable[[], bool] = lambda: False
         self._since = time.monotonic()
         self.due = self._since + patience_s
         """The first moment at which it may be too late."""
-
-    def moves_after(self, waits_s: float, may_move: Callable[[], bool]) -> None:
-        """Ask `may_move` again and again, too, while the leg has waited for longer without a word. Before it begins."""
-        self._waits_s, self._may_move = waits_s, may_move
-        self.due = min(self.due, self._since + waits_s)
 
     def __enter__(self) -> LegWatch:
         """Look from now on."""
@@ -87,14 +76,10 @@ class LegWatch:
     def look(self, now: float) -> None:
         """Cut the leg if its node has said nothing for too long."""
         heard = max(self._since, self._passage.heard_at)
-        if not (self.silent or self.moves or self._lease.cut is None):
+        if not self.silent and self._lease.cut is not None:
             self.silent = heard + self.patience_s <= now and self._may_cut()
-            waits = self._passage.first_s is None and heard + self._waits_s <= now
-            self.moves = not self.silent and waits and self._may_move()
-            if self.silent or self.moves:
+            if self.silent:
                 self._lease.cut()
         if heard + self.patience_s <= now:
             heard = self._since = now
         self.due = heard + self.patience_s
-        if self._passage.first_s is None:
-            self.due = min(self.due, max(heard + self._waits_s, now + _AGAIN_S))

@@ -81,7 +81,7 @@ class Legs:
         try:
             async with asyncio.timeout(None) as scope:
                 lease.cut = lambda: scope.reschedule(0)
-                return await self._exchange(lease.node, path, body, headers, take)
+                return await self._exchange(lease, path, body, headers, take)
         except aiohttp.ClientError as why:
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
             detail = f"{name}: {why}"
@@ -186,22 +186,22 @@ class Legs:
             return 503, f"it could not be reached: {type(why).__name__}"
 
     async def _exchange(
-        self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
     ) -> FrameKind:
         answer = await self._session.post(
-            node.url + path,
+            lease.node.url + path,
             data=body,
             headers={"content-type": "application/json", "accept": FRAMES_MEDIA_TYPE, **self._auth, **headers},
             allow_redirects=False,
         )
         ended: FrameKind | None = None
         try:
-            _note_load_header(node, answer.headers.get(LOAD_HEADER))
+            _note_load_header(lease, answer.headers.get(LOAD_HEADER))
             if answer.status != 200:
                 raise _refusal(answer, await read_short(answer.content))
             if answer.content_type != FRAMES_MEDIA_TYPE:
                 raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
-            ended = await _read_frames(node, answer.content, take)
+            ended = await _read_frames(lease, answer.content, take)
             return ended
         finally:
             if ended is None:
@@ -210,7 +210,7 @@ class Legs:
                 self._chores.spawn(read_rest(answer))
 
 
-async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrame) -> FrameKind:
+async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFrame) -> FrameKind:
     reader = FrameReader()
     while chunk := await content.readany():
         try:
@@ -219,7 +219,7 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
             raise LegFailed(f"the node's answer is malformed: {why}") from why
         for frame in frames:
             if frame.load is not None:
-                node.note_load(frame.load)
+                lease.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
                 if frame.kind is not FrameKind.ERROR:
                     take(frame)
@@ -262,13 +262,13 @@ async def read_short(content: aiohttp.StreamReader) -> bytes:
     return bytes(body)
 
 
-def _note_load_header(node: Node, value: str | None) -> None:
+def _note_load_header(lease: Lease, value: str | None) -> None:
     if value is None:
         return
     try:
-        node.note_load(Load.parse(value))
+        lease.note_load(Load.parse(value))
     except MALFORMED:
-        _log.warning("node %s reports a malformed load: %.80r", node.url, value)
+        _log.warning("node %s reports a malformed load: %.80r", lease.node.url, value)
 
 
 async def read_rest(answer: aiohttp.ClientResponse) -> None:

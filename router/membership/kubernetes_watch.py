@@ -1,5 +1,4 @@
-"""Follows the pods of a Kubernetes namespace and tells the pool. This file and router/balance/deployments.py are the
-only ones that know the `kubernetes` package.
+"""Follows the pods of a Kubernetes namespace and tells the pool. This file alone knows the `kubernetes` package.
 
 List, watch from there on for 2 s, list again, and so on. A watch may lose a DELETE, or fall silent, and never say
 so; so what counts is the list, and the watch makes it quick. The first list is read from where the truth is (and in

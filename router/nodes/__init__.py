@@ -1,5 +1,5 @@
-"""What the router knows of its nodes: their reports, depth and rates, whether they may take a leg, and room by credit.
+"""What the router knows of its nodes: their reports, what is placed on them, and whether they may take a leg.
 
-Refuses to own: which of those that may is chosen (router/policies/), who belongs to the cluster at all
+Refuses to own: which of those that may is chosen (router/placement.py), who belongs to the cluster at all
 (router/membership/), and how a leg reaches a node (router/legs/).
 """

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from router.nodes.breaker import State
 from router.nodes.node import Node, NodeKind
 from router.nodes.outliers import EVERY_S, Samples, outliers
-from router.nodes.pairing import FailedPairs, unlike
+from router.nodes.pairing import FailedPairs, Links, unlike
 from router.nodes.pool import Pool
 from router.nodes.standing import Passage, Standing
+from router.placement import LINK_MS
 from router.policies.policy import Ask
 from wire.config import Role
 from wire.errors import NoNode, Overloaded
@@ -30,9 +31,8 @@ _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.01
 _PATIENCE_TIMES = 8.0
 _FADING = 0.999
-# A decode leg that has waited so long goes to a node that has room. Its node may be computing the prompt after all, if
-# its KV did not come: the longer that takes, the longer it stays.
-_WAITS_S = 10.0
+# A pair that failed lately is worth a detour of so long.
+_AVOIDED_MS = 10_000.0
 
 _UNTIL_THEY_MEET_AGAIN_S = 75.0
 
@@ -44,6 +44,7 @@ class Doors:
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
         self.faults = FailedPairs()
+        self.links = Links()
         self.ejections: dict[tuple[str, Role], int] = {}
         """By URL and kind of leg, since the start."""
         self._pool = pool
@@ -78,13 +79,7 @@ class Doors:
         if awake:
             return awake
         soonest = math.ceil(min(max(door.opens_in(now) for door in each) for each in doors.values()))
-        none: NoNode | Overloaded
-        if through:
-            none = Overloaded(f"no {ask.role} node has room now; try again in {max(1, soonest)} s")
-        else:
-            none = NoNode(f"all {ask.role} nodes break now, and the router is trying them; try again")
-        none.retry_after_s = max(1, soonest)
-        raise none
+        raise _nobody(ask.role, max(1, soonest), rest=bool(through))
 
     def _sound(self, node: Node, now: float) -> bool:
         breakers = [standing.breaker for standing in node.standing.values()]
@@ -99,6 +94,20 @@ class Doors:
         if not self.faults:
             return able
         return [node for node in able if not self.faults.avoided(_name(peer), _name(node), now)] or able
+
+    def link_ms(self, now: float) -> Callable[[str, str], float] | None:
+        """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
+        if not (self.faults or self.links.differ):
+            return None
+
+        def link_ms(prefill: str, decode: str) -> float:
+            p, d = self._pool.find(prefill), self._pool.find(decode)
+            if p is None or d is None:
+                return LINK_MS
+            avoided = self.faults.avoided(_name(p), _name(d), now)
+            return _AVOIDED_MS if avoided else self.links.ms(prefill, decode)
+
+        return link_ms
 
     def with_partner(self, prefill: Sequence[Node], model: str) -> tuple[list[Node], str]:
         """Of prefill nodes, those whose KV a decode node can take that serves this model; and why not, of another."""
@@ -116,11 +125,6 @@ class Doors:
     def patience_s(self, tokens: int) -> float:
         """How long a leg that has so many tokens to wait for may say nothing before it is taken to be lost."""
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
-
-    @staticmethod
-    def waits_s(tokens: int) -> float:
-        """How long a decode leg that fetches KV of so many tokens waits on its node, if another one has room."""
-        return _WAITS_S + tokens * _PATIENCE_S_PER_TOKEN
 
     def began(self, passage: Passage) -> None:
         """The leg's first frame came."""
@@ -169,6 +173,16 @@ class Doors:
                 by_url[url].samples = Samples()
                 self._troubled.add(known[url])
                 self.ejections[url, leg] = self.ejections.get((url, leg), 0) + 1
+
+
+def _nobody(role: Role, soonest_s: int, *, rest: bool) -> NoNode | Overloaded:
+    none: NoNode | Overloaded
+    if rest:
+        none = Overloaded(f"no {role} node has room now; try again in {soonest_s} s")
+    else:
+        none = NoNode(f"all {role} nodes break now, and the router is trying them; try again")
+    none.retry_after_s = soonest_s
+    return none
 
 
 def _name(node: Node) -> str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from ipaddress import ip_address
+from math import inf
 
+from router.placement import LINK_MS
 from wire.errors import KV_CAUSES
 from wire.transfer import KvFacts
 
-__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "unlike"]
+__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "Links", "unlike"]
 
 _SAME_HOST_PLANE = "direct"
+_MOST_LINKS, _LINK_WEIGHT = 4096, 1 / 16
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
 PAIR_FAULTS = frozenset(KV_CAUSES) - {"LeaseLost"}
 """Causes of a fetch that did not come which the pair is to blame for; a lease that ran out is not."""
@@ -65,6 +68,31 @@ class Kinds:
             return
         met.add(facts)
         self.mixed = self.mixed or any(unlike(facts, other) or unlike(other, facts) for other in met)
+
+
+class Links:
+    """How long the KV of a request is under way behind its prefill, by pair: bounded means of what was seen."""
+
+    def __init__(self) -> None:
+        self._ms: dict[tuple[str, str], float] = {}
+        self.differ = False
+        """Whether it matters which pair it is."""
+
+    def saw(self, prefill: str, decode: str, ms: float) -> None:
+        """Learn from a hand-over."""
+        if not 0 <= ms < inf:
+            return
+        pair = prefill, decode
+        known = self._ms.pop(pair, None)
+        if known is None and len(self._ms) >= _MOST_LINKS:
+            del self._ms[next(iter(self._ms))]
+        self._ms[pair] = ms if known is None else known + _LINK_WEIGHT * (min(ms, 8 * known + 1) - known)
+        self.differ = len(self._ms) > 1
+
+    def ms(self, prefill: str, decode: str) -> float:
+        """Return what is expected."""
+        known = self._ms.get((prefill, decode))
+        return LINK_MS if known is None else known
 
 
 @dataclass(slots=True)

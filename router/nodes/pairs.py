@@ -122,7 +122,7 @@ class Pairs:
 
     def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
         known = [node for node in nodes if node.generation]
-        return sorted(known, key=lambda node: (self._partners[node.url], -node.requests, node.url))
+        return sorted(known, key=lambda node: (self._partners[node.url], -node.depth, node.url))
 
     def _forget(self, key: _Key) -> None:
         del self._outcomes[key]

@@ -11,29 +11,24 @@ more takes no new legs and is watched until its last one has ended.
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
-import msgspec
-
-from planning.rate_card import RateCard
 from router.membership.members import Change, Members, NodeSpec, Source
-from router.nodes.credit import likely_kv_tokens
+from router.node_load import UNKNOWN, Share
 from router.nodes.fates import Fates
 from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
 from router.nodes.pairing import Kinds
-from router.nodes.rates import NodeRates
 from router.nodes.roster import Roster
-from router.policies.by_name import POLICIES
-from router.policies.policy import Ask
 from router.prefix.index import Prefix, PrefixIndex
 from wire.config import Role
 from wire.outputs import Load
+from wire.step_costs import StepCosts
 
 __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
+
+_depth = attrgetter("depth")
 
 LOST_AFTER_MISSES = 3
 DRAINS = "it is draining"
@@ -46,34 +41,20 @@ _log = logging.getLogger("kvrelay.router")
 class Pool(Roster):
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
-    def __init__(
-        self,
-        prefill: Sequence[str],
-        decode: Sequence[str],
-        rng: random.Random,
-        policies: Mapping[Role, str] = MappingProxyType({}),
-        cards: Mapping[tuple[Role, str], RateCard] = MappingProxyType({}),
-    ) -> None:
-        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is;
-        `cards` say by role and model how fast nodes are that were not measured yet.
-
-        Raises RequestError for an address that is none.
-        """
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        """Begin with these, the static list of nodes. Raises RequestError for an address that is none."""
         super().__init__()
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
         self.prefixes = PrefixIndex()
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
-        self._rng = rng
-        self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
         self.kinds = Kinds()
         self.fates = Fates()
-        self._fleets: dict[tuple[Role, str], NodeRates] = {}
-        self._cards = cards
+        self._typical: dict[str, StepCosts] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
 
@@ -145,7 +126,7 @@ class Pool(Roster):
         """A node is of this role from now on. Its legs go on; its prefix index, breakers and connections stay."""
         if node.role is not role:
             _log.info("%s node %s is a %s node now", node.role, node.url, role)
-            node.take_role(role)
+            node.role, node.flips_to = role, None
             self._changed()
 
     def _replaced(self, spec: NodeSpec, now: float) -> None:
@@ -171,59 +152,33 @@ class Pool(Roster):
             for _, left in self._followers:
                 left(node)
 
-    def kind_for(self, ask: Ask) -> NodeKind:
-        """Of which kind the nodes are to be that a request goes to: that of the one which the policy would choose."""
-        kinds = self.node_kinds(ask.model) if self._foreign else ()
+    def kind_for(self, model: str) -> NodeKind:
+        """Return of which kind the nodes are to be that a request goes to: that of the shortest queue."""
+        kinds = self.node_kinds(model) if self._foreign else ()
         if len(kinds) < 2:
             return kinds[0] if kinds else NodeKind.KVRELAY
-        nodes = [node for node in self.up(ask.role, model=ask.model) if node.kind in kinds]
-        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng).kind
+        return min((node for node in self.up(Role.PREFILL, model=model) if node.kind in kinds), key=_depth).kind
 
-    @contextmanager
-    def lease(
-        self,
-        ask: Ask,
-        exclude: Collection[Node] = (),
-        kind: NodeKind = NodeKind.KVRELAY,
-        among: Sequence[Node] | None = None,
-    ) -> Iterator[Lease]:
-        """A place on the node that the policy chooses, of all of a kind or `among` these, for the length of the block.
+    def typical(self, model: str) -> StepCosts:
+        """Return the card of a middling node of a model, by which what users expect of it is reckoned."""
+        base = self.base_of(model)
+        costs = self._typical.get(base)
+        if costs is None:
+            known = [node.state.costs for node in self.nodes if node.model == base and node.state.costs is not UNKNOWN]
+            ordered = sorted(known, key=lambda each: each.decode_ms(1, 0))
+            costs = self._typical[base] = ordered[len(ordered) // 2] if ordered else UNKNOWN
+        return costs
 
-        Raises NoNode."""
-        nodes = self.up(ask.role, exclude, ask.model, kind) if among is None else among
-        if not nodes:
-            raise self.no_node(ask.role, ask.model)
-        lease = self.hold(ask, nodes)
-        try:
-            yield lease
-        finally:
-            self.give_back(lease)
-
-    def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
-        """A place on one of these, until it is given back."""
-        node, ask = self.choose(ask, nodes)
+    def hold(self, node: Node, share: Share, tokens: int, prefix: Prefix | None, cached: Mapping[str, int]) -> Lease:
+        """Take a place on a node for a leg that computes so many tokens there, until it is given back."""
         self._turns += 1
         node.turn = self._turns
-        rates, prefills = node.rates, ask.role is Role.PREFILL  # who decodes is ahead in no queue
-        lease = Lease(
-            node,
-            ask.uncached(node),
-            likely_kv_tokens(ask, node),
-            cached_tokens=ask.cached.get(node.url, 0),
-            company=node.requests,
-            expected_queue_ms=rates.queue_ms(node.tokens, node.requests) if prefills else rates.prompts_ms(node.tokens),
-        )
-        self.choices[ask.role, lease.cached_tokens > 0] += 1
+        lease = Lease(node, tokens, share, cached.get(node.url, 0))
+        self.choices[node.role, lease.cached_tokens > 0] += 1
         node.take(lease)
-        if isinstance(ask.prefix, Prefix):
-            lease.sent = self.prefixes.send(ask.prefix, node.url, ask.cached)
+        if prefix is not None:
+            lease.sent = self.prefixes.send(prefix, node.url, cached)
         return lease
-
-    def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
-        """The one of these that the policy chooses, and what it was told."""
-        if isinstance(ask.prefix, Prefix) and not ask.informed:
-            ask = self._with_cached(ask, ask.prefix)
-        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
@@ -233,12 +188,6 @@ class Pool(Roster):
         lease.node.give_back(lease)
         if not lease.node.wanted:
             self._end_if_idle(lease.node)
-
-    def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
-        """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
-        cached = self.prefixes.lookup(prefix)
-        tokens = cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens
-        return msgspec.structs.replace(ask, cached=cached, informed=True, tokens=tokens)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -267,10 +216,9 @@ class Pool(Roster):
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            fleet = self.fleet(node.role, report.model)
-            if node.rates.fleet is not fleet:
-                node.rates = NodeRates(fleet)
-            node.rates.age(now)
+            if report.costs is not None and report.costs.is_sane and report.costs != node.state.costs:
+                node.state.measured(report.costs, report.max_gap_ms or node.state.gap_ms)
+                self._typical.clear()
             node.model, node.max_model_len = report.model, report.max_model_len
             if report.kv != node.kv:
                 node.kv = report.kv
@@ -291,16 +239,6 @@ class Pool(Roster):
             self._refile(node, report.role)
         elif listed is not None:
             self._refile(node, listed.role)
-
-    def fleet(self, role: Role, model: str) -> NodeRates:
-        """What the nodes of a role and model have in common."""
-        fleet = self._fleets.get((role, model))
-        if fleet is None:
-            card = self._cards.get((role, model))
-            fleet = self._fleets[role, model] = NodeRates(card=card)
-            if role is Role.DECODE and card is None:  # which seldom compute prompts
-                fleet.prefills_like(self.fleet(Role.PREFILL, model))
-        return fleet
 
     def note_emptied(self, node: Node) -> None:
         """Forget what was sent there: its prefix cache was reset. A node that tells KV events says so itself."""

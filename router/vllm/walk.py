@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -28,7 +28,6 @@ from router.legs.legs import LegFailed
 from router.metrics import Metrics
 from router.nodes.node import Lease, Node, NodeKind
 from router.nodes.pool import Pool
-from router.policies.policy import Ask
 from router.prefix.contents import keys_of_prompt
 from router.reply import Reply
 from router.timeline import LegSeen, Timeline
@@ -47,6 +46,7 @@ from router.vllm.legs import NotReached, VllmLegs
 from router.vllm.measured import DecodeTimes, prefilled
 from router.walk.deaths import Deaths
 from router.walk.job import CHAT_PATH, Job, prefix_of
+from router.walk.placer import Placed, Placer, Wanted
 from wire.config import Role
 from wire.errors import DeadlineExceeded, NodeFailed
 
@@ -65,6 +65,7 @@ class VllmWalk:
         headers: Mapping[str, str],
         timeline: Timeline,
         pool: Pool,
+        placer: Placer,
         legs: VllmLegs,
         metrics: Metrics,
         deaths: Deaths,
@@ -76,15 +77,16 @@ class VllmWalk:
         self.job = job
         self.reply = Reply()
         self.timeline = timeline
-        self.on_placed: Callable[[Role], None] = lambda _: None
-        """Told when a node has a leg of it."""
+        self.placed: Placed | None = None
+        """None: it is placed leg by leg."""
+        self.placement = "-"
         self.prompt_tokens: int | None = None
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
         self._kind = kind
         self._prefix = prefix_of(job).for_contents()
         self._headers = headers
-        self._pool = pool
+        self._pool, self._placer = pool, placer
         self._index = pool.prefixes
         self._legs = legs
         self._metrics, self._deaths = metrics, deaths
@@ -96,6 +98,10 @@ class VllmWalk:
         """The prefill node whose KV the decode leg fetches."""
         self._round = 0
         self._handed = False
+
+    def wanted(self) -> Wanted:
+        """Say what is known of it."""
+        return self._placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
     @property
     def answers(self) -> int:
@@ -158,6 +164,7 @@ class VllmWalk:
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node = lease.node
+                expected_ms = node.state.wait_ms  # its own prompt is in it
                 headers = self._named(lease, decode)
                 if forces_tools(self.job) and not self._legs.forces_tools(node):
                     return headers, None, "forced_tools"
@@ -174,7 +181,7 @@ class VllmWalk:
                     failure = LegFailed(why.message)
                 else:
                     self.timeline.told(leg, 1, time.monotonic())
-                    self._handed_over(lease, handover, time.monotonic() - leg.began)
+                    self._handed_over(lease, handover, expected_ms, time.monotonic() - leg.began)
                     if with_ids:
                         self._learn(node, handover.token_ids)
                     if decode is not None or handover.params is not None:
@@ -190,14 +197,12 @@ class VllmWalk:
                 return headers, None, "forced_tools"
             await self._blame(lease, Role.PREFILL, failure)
 
-    def _handed_over(self, lease: Lease, handover: Handover, took_s: float) -> None:
+    def _handed_over(self, lease: Lease, handover: Handover, expected_ms: float, took_s: float) -> None:
         """A prefill leg has ended well."""
         self.prompt_tokens = handover.prompt_tokens or None
-        cached = lease.cached_tokens
         if handover.cached_tokens is not None:
-            self._metrics.prefix.cached(cached, handover.cached_tokens)
-            cached = handover.cached_tokens
-        prefilled(lease, handover.prompt_tokens, cached, took_s)
+            self._metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
+        prefilled(lease.node, expected_ms, took_s)
 
     def _wants_ids(self, node: Node) -> bool:
         """Whether its blocks are called by their content, and those of this prompt are not known yet."""
@@ -237,7 +242,7 @@ class VllmWalk:
 
     async def _decoded(self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]) -> None:
         job = self.job
-        times = DecodeTimes(lease, self._source, self.prompt_tokens or 0, leg.began)
+        times = DecodeTimes(lease.node)
         one = max(job.choices, job.best_of) == 1
         if not job.stream:
             leg.tokens = leg.began  # nobody sees when its first token is there: most of an answer are its steps
@@ -253,13 +258,13 @@ class VllmWalk:
                 self.timeline.tokens(now)
             self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
             if one:
-                times.whole(ending.prompt_tokens, ending.output_tokens, now)
+                self._placer.answered(job.model, self.output_tokens)
             self.reply.put(self._timed(ending.body, leg))
             return
 
         async def put(events: bytes) -> None:
             if not self.output_tokens:
-                lease.node.answered(lease, 0)
+                lease.answered()
             self.timeline.tokens(now := time.monotonic())
             leg.tokens = leg.tokens or now
             count = events.count(b"data: {")
@@ -281,6 +286,7 @@ class VllmWalk:
                 f"after; send the request again ({why.message})"
             ) from why
         if one:
+            self._placer.answered(job.model, self.output_tokens)
             times.streamed((job.path == CHAT_PATH) + job.include_usage)
 
     def _timed(self, end: bytes, leg: LegSeen) -> bytes:
@@ -293,24 +299,12 @@ class VllmWalk:
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
-        job, decoding = self.job, role is Role.DECODE
-        ask = Ask(
-            role,
-            job.model,
-            tokens,
-            kv_tokens=(self.prompt_tokens or job.prompt_tokens) if decoding else 0,
-            output_tokens=job.max_tokens if decoding else 0,
-            priority=job.priority,
-            session=job.session,
-            prefix=self._prefix,
-            peer=self._last[Role.PREFILL] if decoding else "",
-        )
-        with self._pool.lease(ask, self._tried[role], self._kind) as lease:
-            self.on_placed(role)
-            if decoding and tokens:
-                self.on_placed(Role.PREFILL)  # it is computed here, too
-            self._last[role] = lease.node.url
+        lease = self._placer.hold_alone(role, self.wanted(), self._tried[role], self._kind, tokens)
+        self._last[role] = lease.node.url
+        try:
             yield lease
+        finally:
+            self._pool.give_back(lease)
 
     def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
         """The headers of both legs. An id is used for one hand-over: what the last one has left must not be met."""

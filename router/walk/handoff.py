@@ -15,44 +15,55 @@ Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
+
+import msgspec
 
 from router.chores import ended
 from router.legs.leg_watch import LegWatch
 from router.legs.legs import LegFailed, Refused
-from router.nodes.measured import learn
 from router.nodes.node import Lease, Node
+from router.nodes.pairing import unlike
 from router.nodes.standing import GAP_EVERY
-from router.policies.policy import Ask
 from router.reply import Reply
 from router.timeline import LegSeen, Timeline
-from router.walk.asks import decode_ask, prefill_ask, prompt_tokens
-from router.walk.binding import ROOM_DEADLINE_S, Wish
 from router.walk.blame import broke, is_full, kv_did_not_come
 from router.walk.deaths import Deaths
 from router.walk.job import Job, decode_body, prefill_body, prefix_of
-from router.walk.locality import Source
 from router.walk.means import Means
+from router.walk.placer import Found, Placed, Wanted
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, PoisonRequest, Unavailable, without_frames
+from wire.errors import (
+    DeadlineExceeded,
+    KvrelayError,
+    NodeFailed,
+    NoNode,
+    Overloaded,
+    PoisonRequest,
+    Unavailable,
+    without_frames,
+)
 from wire.frames import Frame, FrameKind
-from wire.transfer import KvTransferParams
+from wire.transfer import SPILL_REFUSED, KvTransferParams
 
 __all__ = ["Walk"]
 
 _log = logging.getLogger("kvrelay.router")
 
 
-class _Moves(Exception):
-    """A decode leg was cut because it waits for room that another node has."""
-
-
-def _nobody(_: Role) -> None:
-    """Is told."""
+ROOM_DEADLINE_S = 30.0
+"""How long a leg that must be placed again waits for room, if the client has nothing of its answer."""
+_LOOK_S = 0.05
+_RENEW_S = 1.0
+"""Where a node does not say how long its leases are."""
+_RENEWALS = 4.0
+"""Of KV that is held for a request while it waits, within a lease."""
 
 
 class Walk:
@@ -73,8 +84,8 @@ class Walk:
         self.progress = Progress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
-        self.on_placed: Callable[[Role], None] = _nobody
-        """Told when a node has a leg of it."""
+        self.placed: Placed | None = None
+        """Where it was placed last; set before `run` if its turn has come with a place."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
@@ -84,11 +95,15 @@ class Walk:
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
-        self._moves = 0  # of decode legs; each puts it at the end of another queue, so they become rare
-        self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
+        self._kv_failed = False  # a decode node could not get it
+        self._spills = True  # until a node has refused its prompt
         self._prefilling: asyncio.Task[bool] | None = None
         self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
+
+    def wanted(self) -> Wanted:
+        """Say what it wants before anything of it has begun."""
+        return self._means.placer.wanted(self.job, self._prefix)
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -113,6 +128,11 @@ class Walk:
     def answers(self) -> int:
         """How many come beside each other."""
         return self.job.choices
+
+    @property
+    def placement(self) -> str:
+        """Where it was placed last, and at what price."""
+        return "-" if self.placed is None else str(self.placed.placement)
 
     @property
     def parts(self) -> list[Walk]:
@@ -142,17 +162,18 @@ class Walk:
             try:
                 await ended([task for task in (self._prefilling, self._decoding) if task is not None])
             finally:
-                self.on_placed = _nobody
+                if self.placed is not None:
+                    means.placer.give_back(self.placed)
                 self._give_back()
 
     async def _walk(self) -> None:
         """Both legs, the second beside the first as soon as there is a ticket."""
-        source = self._means.locality.source(prefill_ask(self.job, self._prefix), self._decode_ask())
-        if source is None:
-            self.timeline.local = True
+        placed = self.placed = self.placed or await self._place(Tries(self._means), Tries(self._means))
+        if placed.prefill is None:
+            self._local(placed)
             await self._decode()
             return
-        self._prefilling = asyncio.create_task(self._prefill(source))
+        self._prefilling = asyncio.create_task(self._prefill())
         try:
             goes_on = await self._prefilling
         except asyncio.CancelledError:
@@ -183,96 +204,181 @@ class Walk:
             raise
         self._prefilling.cancel()
 
-    async def _prefill(self, source: Source) -> bool:
+    async def _prefill(self) -> bool:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
-        no prefill node is left."""
-        ask, tries = source.ask, Tries(self._means)
-        nodes: Sequence[Node] = [] if source.node is None else [source.node]
-        failure: LegFailed | Refused
+        the prompt is computed on a decode node now."""
+        tries = Tries(self._means)
         while True:
-            if not nodes:
-                nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
-                nodes, _ = self._doors.with_partner(nodes, self.job.model)
-            with self._pool.lease(ask, among=nodes) as lease:
-                self.prefill_node, self.timeline.prefilled = lease.node, None
-                self.on_placed(Role.PREFILL)
-                try:
-                    ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
-                    # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
-                    return ended is FrameKind.HANDOVER or not self.progress.ended
-                except LegFailed as why:
-                    failure = without_frames(why)
-                except Refused as why:
-                    if not is_full(self._means, lease, why):
-                        raise
-                    failure = without_frames(why)
-            nodes = []
+            assert self.placed is not None
+            lease = self.placed.prefill
+            if lease is None:
+                self._local(self.placed)
+                return True
+            failure: LegFailed | Refused
+            self.prefill_node, self.timeline.prefilled = lease.node, None
+            try:
+                ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
+                # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
+                return ended is FrameKind.HANDOVER or not self.progress.ended
+            except LegFailed as why:
+                failure = without_frames(why)
+            except Refused as why:
+                if not is_full(self._means, lease, why):
+                    raise
+                failure = without_frames(why)
+            finally:
+                self._pool.give_back(lease)
             tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
-            if self._goes_local_instead(ask, tries, failure):
-                return True
+            if isinstance(failure, LegFailed) and not tries.may_go_on(failure, begun=self.progress.forwarded):
+                raise tries.failure(Role.PREFILL, failure) from failure
+            placer = self._means.placer
+            placer.give_back(self.placed)
+            if isinstance(failure, Refused) and not placer.can_prefill(self.wanted(), tries.nodes()):
+                raise failure
+            with contextlib.suppress(NoNode, Overloaded):
+                self.placed = await self._place(tries, Tries(self._means), patient=False)
+                if isinstance(failure, LegFailed):
+                    self._metrics.failovers.labels("prefill").inc()
+                continue
+            raise tries.failure(Role.PREFILL, failure) from failure
 
     async def _decode(self) -> None:
         """Decode legs, each from where the answer stands, until one ends it."""
-        tries = Tries(self._means)
-        if self._bound_by is None:
-            self._bound_by = time.monotonic() + ROOM_DEADLINE_S
+        tries, until = Tries(self._means), time.monotonic() + ROOM_DEADLINE_S
         while True:
-            params = self.progress.decode_params()
-            wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
-            lease, fetches = await self._means.binding.place(wish)
-            try:
-                self.decode_node = lease.node
-                if self.timeline.sent is None:
-                    self.on_placed(Role.PREFILL)  # what would have been computed there
-                self.on_placed(Role.DECODE)
-                params = self._bound(params, fetches)
-                body = decode_body(self.job, params, lease.node.leg_version)
-                await self._leg(lease, body, Place.behind(params), params, wish)
-                return
-            except _Moves:
-                self._moves += 1
-                self._doors.rest(lease.node, Role.DECODE, None, time.monotonic())  # or it would be chosen again
-                self._metrics.full.labels(Role.DECODE.value).inc()
-                self._bound_by = time.monotonic() + ROOM_DEADLINE_S
+            assert self.placed is not None
+            lease, node, known = self.placed.decode, self.placed.decode.node, self.progress.output_tokens
+            if lease not in node.leases or not node.up:  # it was given back, or is gone since
+                self._pool.give_back(lease)
+                await self._again(tries, None)
                 continue
+            failure: LegFailed | None = None
+            anew = True
+            try:
+                self.decode_node = node
+                params = self._told(self._bound(self.progress.decode_params(), node))
+                await self._leg(lease, decode_body(self.job, params, node.leg_version), Place.behind(params), params)
+                return
             except Diverged as why:
                 # Nobody's fault; the next leg begins behind what the client has.
-                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
-                continue
+                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why)
+                anew = False
             except LegFailed as why:
-                tries.failed(lease.node, why, told=self.progress.output_tokens > known)
-                failure, self._bound_by = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
+                tries.failed(node, why, told=self.progress.output_tokens > known)
+                failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
+                if not tries.may_go_on(failure, begun=self.progress.forwarded):
+                    raise tries.failure(Role.DECODE, failure) from failure
+                self._metrics.failovers.labels("decode").inc()
             except Refused as why:
-                late = time.monotonic() > self._bound_by and not self.progress.output_tokens
-                if not is_full(self._means, lease, why) or late:
+                spilled = self._spills and why.body().code == SPILL_REFUSED
+                late = time.monotonic() > until and not self.progress.output_tokens
+                if not spilled and (not is_full(self._means, lease, why) or late):
                     raise
-                continue  # it rests, so it is not asked again at once
+                self._spills, anew = self._spills and not spilled, spilled
             finally:
-                self._means.binding.give_back(lease)
-            if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
-                raise tries.failure(Role.DECODE, failure) from failure
-            self._metrics.failovers.labels("decode").inc()
-            await self._rebuilt()
+                self._pool.give_back(lease)
+            await self._again(tries, failure, anew=anew)
 
-    async def _rebuilt(self) -> None:
-        """Have the prompt of an answer whose decode node is gone computed by a prefill node again, if that is cheaper
-        than to have the next decode node compute it. Best effort: if it fails, the decode node does."""
-        if not self._may_rebuild():
-            return
-        source = self._means.locality.again(prefill_ask(self.job, self._prefix))
-        if source is None:
+    async def _again(self, tries: Tries, failure: LegFailed | None, *, anew: bool = True) -> None:
+        """Place what is left of an answer: where its KV can be fetched or, if that is gone, by its price again.
+
+        A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that fails, the decode node
+        does it.
+        """
+        fetches = self.progress.decode_params().remote_engine_id is not None and not self._kv_failed
+        peer = self.prefill_node if fetches else None
+        none: KvrelayError | None = None
+        try:
+            self.placed = await self._place(Tries(self._means), tries, peer, alone=not (anew and self._may_rebuild()))
+        except (NoNode, Overloaded) as why:
+            none = without_frames(why)
+        if none is not None:  # raised here, the error before holds none of these frames
+            raise none if failure is None else tries.failure(Role.DECODE, failure) from failure
+        placed = self.placed
+        assert placed is not None
+        if placed.prefill is None:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
+        self._kv_failed = False
         claimed = self._claimed = asyncio.Event()
-        self._prefilling = asyncio.create_task(self._prefill_again(source))
+        self._prefilling = asyncio.create_task(self._prefill_again(placed.prefill))
         self._prefilling.add_done_callback(lambda _: claimed.set())
         await claimed.wait()
         await self._deaths.may_go_on()
+
+    async def _place(
+        self, prefill: Tries, decode: Tries, peer: Node | None = None, *, alone: bool = False, patient: bool = True
+    ) -> Placed:
+        """Wait for a place for what is left of the answer, with its KV on `peer` kept meanwhile.
+
+        Raises NoNode, Overloaded, KvNotLoaded. An answer of which a part is there goes where the least is lacking, and
+        waits for a node that is up.
+        """
+        placer, model, renew_at = self._means.placer, self._pool.base_of(self.job.model), 0.0
+        until = time.monotonic() + ROOM_DEADLINE_S
+        placer.waiting[model] += 1
+        try:
+            while True:
+                wanted, found = placer.wanted(self.job, self._prefix, self._tokens, peer), None
+                begun = self.progress.output_tokens > 0
+                try:
+                    found = placer.find(
+                        wanted, prefill.nodes(), decode.nodes(), anyway=begun, spills=self._spills, alone=alone
+                    )
+                except NoNode:
+                    if not begun or any(node.up for node in decode.nodes()):
+                        raise
+                except Overloaded:
+                    if not patient:
+                        raise
+                if isinstance(found, Found):
+                    return placer.take(found)
+                now = time.monotonic()
+                if now >= until and not begun:
+                    raise _late()
+                if peer is not None and now >= renew_at:
+                    renew_at = now + self._renew(peer)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            placer.waiting[model] -= 1
+
+    def _renew(self, peer: Node) -> float:
+        """Have a prefill node keep the KV that is fetched from it; how many seconds later it must be asked again."""
+        held = self.progress.held
+        if held is not None and held.remote_request_id is not None:
+            self._means.chores.spawn(self._means.legs.renew(peer, [held.remote_request_id]))
+        lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
+        return lease_s / _RENEWALS if lease_s else _RENEW_S
+
+    @property
+    def _tokens(self) -> int:
+        """Of its prompt and of what was generated, as far as they are known."""
+        prompt = self.prompt_tokens
+        return 0 if prompt is None else prompt + self.progress.output_tokens
+
+    def _local(self, placed: Placed) -> None:
+        """Note that a decode node computes the prompt, and why."""
+        self.timeline.local = True
+        none_fits = self._pool.kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
+        reason = "price" if placed.placement.spills else "incompatible" if none_fits else "no_prefill_node"
+        self._metrics.local(self.job.model, reason)
+
+    def _told(self, params: KvTransferParams) -> KvTransferParams:
+        """Return what the decode node is told, with what it announces of this request to all routers."""
+        assert self.placed is not None
+        request, placement = self.placed.wanted.request, self.placed.placement
+        each = min(request.output, request.most_output) - self.progress.output_tokens
+        expected = max(1, round(each / max(self.job.choices, self.job.best_of)))
+        params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
+        if not (placement.spills and self._spills):
+            return params
+        cached = request.cached.get(placement.decode, 0)
+        return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
@@ -283,74 +389,54 @@ class Walk:
         params = self.progress.decode_params()
         return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
 
-    async def _prefill_again(self, source: Node) -> bool:
-        with self._pool.lease(prefill_ask(self.job, self._prefix), among=[source]) as lease:
-            self.prefill_node = source
-            try:
-                await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
-            except (LegFailed, Refused) as why:
-                if isinstance(why, Refused):
-                    is_full(self._means, lease, why)
-                _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
+    async def _prefill_again(self, lease: Lease) -> bool:
+        source = self.prefill_node = lease.node
+        try:
+            await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
+        except (LegFailed, Refused) as why:
+            if isinstance(why, Refused):
+                is_full(self._means, lease, why)
+            _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
+        finally:
+            self._pool.give_back(lease)
         return True
 
-    def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
-        assert self._bound_by is not None
-        fetches = params.remote_engine_id is not None
-        peer = self.prefill_node if fetches else None
-        return Wish(
-            decode_ask(self.job, self._prefix, self.progress, params, peer),
-            tried,
-            peer,
-            params.remote_request_id if fetches else None,
-            is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
-            begun=lambda: self.progress.forwarded,
-            outlasts=lambda: self.progress.output_tokens > 0,
-            until=self._bound_by,
-        )
-
-    def _decode_ask(self) -> Ask:
-        """Of a decode leg that computes the prompt itself."""
-        return decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
-
-    def _bound(self, params: KvTransferParams, fetches: bool) -> KvTransferParams:
+    def _bound(self, params: KvTransferParams, node: Node) -> KvTransferParams:
         """What the decode leg is told, which its node may have to compute though there is KV."""
         if params.remote_engine_id is None:
             return params
-        if fetches:
+        assert self.prefill_node is not None
+        if unlike(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
             if not self._handed:
                 self._handed = True
                 self._metrics.handed_over(self.job.model, *self.nodes)
             return params
         if not self._kv_left:
             self._kv_left = True
-            self._metrics.local(self.job.model, "incompatible")
+            if not self._kv_failed:
+                self._metrics.local(self.job.model, "incompatible")
         return self.progress.without_kv()
 
-    async def _leg(
-        self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None, wish: Wish | None = None
-    ) -> FrameKind:
-        """One leg on one node, its frames passed on; of a decode leg `params` and `wish`. Raises LegFailed, Refused,
-        Diverged, _Moves, PoisonRequest."""
+    async def _leg(self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None) -> FrameKind:
+        """One leg on one node, its frames passed on; of a decode leg `params`.
+
+        Raises LegFailed, Refused, Diverged, PoisonRequest."""
         decoding, node = place.decoding, lease.node
         peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
         role = Role.DECODE if decoding else Role.PREFILL
         computes = decoding and peer is None
         passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
-        kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
-        kv_failed, begin, grows_at = False, place.at.get(0, 0), 0
-        held, block_size = kv_tokens + sum(place.at.values()), node.load.block_size if decoding else 0
-
+        kv_failed = False
         timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
         def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
-            nonlocal kv_failed, held, grows_at
+            nonlocal kv_failed
             now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
             if frame.kind is not FrameKind.TOKENS:
-                payload = self._take_end(frame, place, seen, begin, lease, peer, now)
+                payload = self._take_end(frame, seen, node, peer, now)
             if frame.kv_error and peer is not None:
-                kv_failed = True
+                kv_failed = self._kv_failed = True
                 kv_did_not_come(self._means, peer, node, frame.kv_error)
             if progress.take(frame, place):
                 if ids:
@@ -366,16 +452,11 @@ class Walk:
                 passage.gap_frames += 1
             elif passage.heard(now, tokens=bool(ids)):
                 self._doors.began(passage)
-                node.answered(lease, kv_tokens)
+                lease.answered()
                 if peer is not None and not kv_failed:
                     self._doors.kv_came(peer, node)
             if frame.kind is FrameKind.TICKET and not decoding:
                 self._take_ticket(frame, lease, place.again)
-            if ids and block_size:
-                held += len(ids)
-                if held >= grows_at:  # a block further
-                    node.grown(lease, held)
-                    grows_at = -(-held // block_size) * block_size + 1
             flow = reply.flow
             if flow is None or not flow.write_paused:
                 return None
@@ -384,9 +465,6 @@ class Walk:
 
         patience_s = self._doors.patience_s(lease.tokens)
         watch = LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding))
-        if peer is not None and wish is not None:
-            waits_s = self._doors.waits_s(kv_tokens) * 2**self._moves
-            watch.moves_after(waits_s, lambda: self._may_move(wish, node))
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:
@@ -395,10 +473,7 @@ class Walk:
                     raise LegFailed("the node handed a decode leg over")
                 passage.ended(time.monotonic())
                 return ended
-            except LegFailed as why:
-                if watch.moves:
-                    _log.info("id=%s: its decode leg goes from %s to where there is room", self.job.id, node.url)
-                    raise _Moves from why
+            except LegFailed as why:  # noqa: F841 - it is raised below
                 if watch.silent:
                     why = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, why)
@@ -416,14 +491,14 @@ class Walk:
                 passage.close()
                 self._doors.look(now)
 
-    def _take_end(
-        self, frame: Frame, place: Place, seen: LegSeen, begin: int, lease: Lease, peer: Node | None, now: float
-    ) -> bytes:
+    def _take_end(self, frame: Frame, seen: LegSeen, node: Node, peer: Node | None, now: float) -> bytes:
         """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""
         if frame.timing is not None:
             self.timeline.inside(frame.timing, seen)
-            generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
-            learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
+            if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
+                self._doors.links.saw(peer.url, node.url, frame.timing["exposed"])
+        if frame.kind is FrameKind.END and frame.usage is not None:
+            self._means.placer.answered(self.job.model, frame.usage[1] // max(1, self.job.choices))
         self.counts = frame.usage or self.counts
         stamped = frame.kind is FrameKind.END and self.job.wants_stages
         return self.timeline.stamped(frame.payload, now) if stamped else frame.payload
@@ -445,31 +520,11 @@ class Walk:
         """A prefill leg runs."""
         return self._prefilling is not None and not self._prefilling.done()
 
-    def _may_move(self, wish: Wish, node: Node) -> bool:
-        """Whether a decode leg, which has waited for long on this node, has all that it waits for on another."""
-        return not self._is_prefilling and self._means.binding.has_room_beside(wish, node)
-
     def _may_give_up(self, decoding: bool) -> bool:
         """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
         if self.reply.full or (decoding and self._is_prefilling):
             return False
         return self._means.retries.take(time.monotonic())
-
-    def _goes_local_instead(self, ask: Ask, tries: Tries, why: LegFailed | Refused) -> bool:
-        """After a prefill leg that broke: whether a decode node computes the prompt, and not another prefill node.
-
-        Raises what the client is told when there is nowhere left to go, or too much is tried again already."""
-        another, failure = tries.another(ask), tries.failure(ask.role, why)
-        if isinstance(why, LegFailed) and not tries.may_go_on(why, begun=self.progress.forwarded):
-            raise failure from why
-        if not another:
-            if isinstance(failure, Refused):
-                raise failure
-            self._means.locality.local(self._decode_ask(), "no_prefill_node", failure)
-            self.timeline.local = True
-        if isinstance(why, LegFailed):
-            self._metrics.failovers.labels("prefill").inc()
-        return not another
 
     def _give_back(self) -> None:
         """Whatever is held on a prefill node and will not be fetched by a decode leg is released.
@@ -480,3 +535,9 @@ class Walk:
             return
         if handover is not None and handover.remote_request_id is not None:
             self._means.release(node, [handover.remote_request_id])
+
+
+def _late() -> Overloaded:
+    full = Overloaded(f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again later")
+    full.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as long as those before it have waited
+    return full

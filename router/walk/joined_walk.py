@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from openai_api.join import joined_body, joined_end
 from router.chores import ended
@@ -13,7 +12,7 @@ from router.reply import Reply
 from router.timeline import Timeline
 from router.walk.handoff import Walk
 from router.walk.job import Job
-from wire.config import Role
+from router.walk.placer import Placed, Wanted
 
 __all__ = ["JoinedWalk"]
 
@@ -29,18 +28,19 @@ class JoinedWalk:
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
         self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
-        self._unplaced = {role: set(self._walks) for role in (Role.PREFILL, Role.DECODE)}
-        for each in self._walks:
-            each.on_placed = partial(self._placed, each)
-        self.on_placed: Callable[[Role], None] = lambda _: None
-        """Told when nodes have a leg of each part."""
 
-    def _placed(self, walk: Walk, role: Role) -> None:
-        left = self._unplaced[role]
-        if walk in left:
-            left.discard(walk)
-            if not left:
-                self.on_placed(role)
+    def wanted(self) -> Wanted:
+        """Say what its first part wants; the others are placed when it begins."""
+        return self._walks[0].wanted()
+
+    @property
+    def placed(self) -> Placed | None:
+        """See Walk."""
+        return self._walks[0].placed
+
+    @placed.setter
+    def placed(self, placed: Placed | None) -> None:
+        self._walks[0].placed = placed
 
     @property
     def parts(self) -> list[Walk]:
@@ -67,6 +67,11 @@ class JoinedWalk:
     def answers(self) -> int:
         """How many come beside each other."""
         return sum(walk.answers for walk in self._walks)
+
+    @property
+    def placement(self) -> str:
+        """Of all walks."""
+        return "; ".join(walk.placement for walk in self._walks)
 
     @property
     def nodes(self) -> tuple[str, str]:

@@ -12,8 +12,7 @@ from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
-from router.walk.binding import Binding
-from router.walk.locality import Locality
+from router.walk.placer import Placer
 from router.walk.retries import RetryBudget
 from wire.router_config import RouterConfig
 
@@ -26,8 +25,7 @@ class Means:
 
     pool: Pool
     doors: Doors
-    binding: Binding
-    locality: Locality
+    placer: Placer
     legs: Legs
     chores: Chores
     metrics: Metrics
@@ -40,9 +38,7 @@ class Means:
 
     def under(self, config: RouterConfig) -> Means:
         """The same under another configuration, for walks that begin from now on."""
-        conditional = config.conditional_disaggregation
-        locality = Locality(self.pool, self.doors, self.binding, self.metrics, conditional)
-        return replace(self, locality=locality, attempts=config.attempts, deadline_s=config.request_deadline_s)
+        return replace(self, attempts=config.attempts, deadline_s=config.request_deadline_s)
 
     def release(self, node: Node, request_ids: Sequence[str]) -> None:
         """Have a prefill node told that nobody will fetch these."""

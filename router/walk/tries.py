@@ -6,10 +6,9 @@ import time
 
 from router.legs.legs import LegFailed, Refused
 from router.nodes.node import Node
-from router.policies.policy import Ask
 from router.walk.means import Means
 from wire.config import Role
-from wire.errors import NodeFailed, NoNode, Overloaded
+from wire.errors import NodeFailed
 
 __all__ = ["Tries"]
 
@@ -37,18 +36,6 @@ class Tries:
             self._in_vain += not why.draining
         if isinstance(why, Refused) or not (why.lost or why.draining):
             self._generations[node] = node.generation
-
-    def another(self, ask: Ask, patient: bool = False) -> bool:
-        """Whether there is another node, now or soon; also if there is none, to who waits for one."""
-        try:
-            nodes = self._means.doors.takers(ask, self.nodes(), time.monotonic())
-        except Overloaded:
-            return ask.role is Role.DECODE  # it will wait for them
-        except NoNode:
-            return patient
-        if ask.role is Role.DECODE:
-            return True
-        return bool(self._means.doors.with_partner(nodes, ask.model)[0])
 
     def may_go_on(self, why: LegFailed, *, begun: bool) -> bool:
         """Whether a leg may be tried again, for which the retry budget is asked where it must be.

@@ -13,7 +13,6 @@ import msgspec
 
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
-from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from wire.errors import KvrelayError
@@ -27,7 +26,6 @@ __all__ = [
     "Added",
     "Address",
     "Answer",
-    "AskWork",
     "Begin",
     "Begun",
     "Died",
@@ -66,7 +64,6 @@ __all__ = [
     "TakeOver",
     "Told",
     "Took",
-    "WorkOf",
     "packed",
 ]
 
@@ -157,13 +154,7 @@ class Seen(_Message, frozen=True):
     workers: list[WorkerSeen]
 
 
-class WorkOf(_Message, frozen=True):
-    """Asked: by all workers but the one that asks; or by one. By model, since it was last asked for."""
-
-    work: list[dict[str, Work]]
-
-
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen | WorkOf
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -286,10 +277,6 @@ class Look(_Message, frozen=True):
     since: float
 
 
-class AskWork(_Message, frozen=True):
-    """What was counted of requests is wanted, for the balance of roles. Also from the parent."""
-
-
 FromWorker = (
     Answer
     | Added
@@ -310,7 +297,6 @@ FromWorker = (
     | Legs
     | Reload
     | Look
-    | AskWork
 )
 
 
@@ -390,7 +376,6 @@ FromParent = (
     | Spared
     | Legs
     | Look
-    | AskWork
 )
 
 _encoder = msgspec.msgpack.Encoder()

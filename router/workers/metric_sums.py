@@ -25,6 +25,7 @@ LARGEST = frozenset(
         "kvrelay_router_kv_event_doubted_nodes",
         "kvrelay_router_prefix_texts",
         "kvrelay_router_prefix_blocks",
+        "kvrelay_router_role_use",
         "process_start_time_seconds",
         "process_open_fds",
         "process_max_fds",

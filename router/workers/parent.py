@@ -31,7 +31,6 @@ from router.workers.messages import (
     Adapter,
     Added,
     Address,
-    AskWork,
     Begin,
     Begun,
     Died,
@@ -68,7 +67,6 @@ from router.workers.messages import (
     TakeOver,
     Told,
     Took,
-    WorkOf,
 )
 from router.workers.metric_sums import collected, lasting, summed, text_of
 from wire.errors import ConfigError, NotFound, RequestError, Unavailable
@@ -121,7 +119,7 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
         heartbeat_port=0,
         p2p_nccl_port=0,
         kubernetes_selector="",
-        kubernetes_namespace=config.kubernetes_namespace if config.prefill_deployment else "",
+        kubernetes_namespace="",
     )
 
 
@@ -241,8 +239,6 @@ class Parent:
                 return self._legs(peer)
             case Look():
                 return self._look(peer, message)
-            case AskWork():
-                return self._work(peer, message)
             case Added() | Removed() | Drained() | Adapter() | Emptied():
                 return self._change(message)
             case Met() | Died() | Spared():
@@ -309,10 +305,6 @@ class Parent:
     async def _look(self, peer: _Peer, asked: Look) -> Seen:
         told = await self._ask_all(asked, Seen, but=peer)
         return Seen([worker for _, seen in told for worker in seen.workers])
-
-    async def _work(self, peer: _Peer, asked: AskWork) -> WorkOf:
-        told = await self._ask_all(asked, WorkOf, but=peer)
-        return WorkOf([work for _, each in told for work in each.work])
 
     async def _exposition(self) -> Exposition:
         await self._sample()

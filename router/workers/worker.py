@@ -18,7 +18,6 @@ from typing import Any
 from openai_api.response_store import Responses, Stored, missing
 from router.admission.poison import Poison
 from router.admission.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
-from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
@@ -34,7 +33,6 @@ from router.workers.messages import (
     Added,
     Address,
     Answer,
-    AskWork,
     Begin,
     Begun,
     Died,
@@ -68,7 +66,6 @@ from router.workers.messages import (
     TakeOver,
     Told,
     Took,
-    WorkOf,
 )
 from router.workers.metric_sums import collected
 from wire.errors import KvrelayError, RequestError, Unavailable
@@ -151,7 +148,6 @@ class Worker:
         self.leads = begin.index == 0
         self._take_over: TakesOver = nobody
         self._look: Callable[[float], WorkerSeen] | None = None
-        self._take_work: Callable[[], dict[str, Work]] = dict
         now = time.monotonic()
         for names in begin.names:
             pool.tell(names.source, names.specs, now)
@@ -224,14 +220,6 @@ class Worker:
         """See Shared."""
         return (await self._link.ask(Look(since), Seen)).workers
 
-    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
-        """See Shared."""
-        self._take_work = take
-
-    async def work_elsewhere(self) -> list[dict[str, Work]]:
-        """See Shared."""
-        return (await self._link.ask(AskWork(), WorkOf)).work
-
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
         return {"index": self._begin.index, "listening": self._begun, "wanted": self._begin.count}
@@ -247,8 +235,6 @@ class Worker:
                 return LegsOf({node.url: len(node.leases) for node in nodes if node.leases})
             case Look():
                 return Seen([] if self._look is None else [self._look(message.since)])
-            case AskWork():
-                return WorkOf([self._take_work()])
             case Begun():
                 self._begun = message.listening
             case Told():

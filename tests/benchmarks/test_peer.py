@@ -138,13 +138,7 @@ def test_nodes_are_started_with_flags_that_they_have(kind: Kind, caching: bool) 
 ROUTED = [arm for arm in ARMS.values() if arm.router is not None]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(arm.name, marks=pytest.mark.xfail(reason="the flag is being added") if arm.router else ())
-        for arm in ROUTED
-    ],
-)
+@pytest.mark.parametrize("name", [arm.name for arm in ROUTED])
 def test_routers_are_started_with_flags_that_they_have(name: str) -> None:
     argv = router_command(ARMS[name], ["http://a:1", "http://b:2"], 3)
     assert argv[-3 - len(ARMS[name].router or ()) :][:2] == ["--prefill=http://a:1", "--decode=http://b:2"]

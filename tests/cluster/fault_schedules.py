@@ -336,7 +336,7 @@ def cluster_of_faults(folder: Path) -> Iterator[Faults]:
         peers = [f"--{node.role}=http://127.0.0.1:{before[node.url].port}" for node in cluster.nodes]
         cluster.router = cluster.start(
             "router",
-            [*peers, "--no-conditional-disaggregation", "--health-interval-s", "0.2", "--health-deadline-s", "0.5"],
+            [*peers, "--strict-roles", "--health-interval-s", "0.2", "--health-deadline-s", "0.5"],
         )
         cluster.wait_ready(cluster.router)
         faults = Faults(cluster, before, control_ports)

@@ -272,7 +272,7 @@ def running(
         cluster.wait_ready(*cluster.nodes)
         peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
         # Tests of the hand-over have short prompts, which would stay on their decode node.
-        cluster.router = cluster.start("router", [*peers, "--no-conditional-disaggregation", *router_flags])
+        cluster.router = cluster.start("router", [*peers, "--strict-roles", *router_flags])
         cluster.wait_ready(cluster.router)
         cluster.wait_met(prefill * decode)
         yield cluster

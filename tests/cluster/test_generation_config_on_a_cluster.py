@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         decode=1,
         flags=flags,
         decode_flags=["--override-generation-config", json.dumps(wild)],
-        router_flags=["--no-conditional-disaggregation"],
+        router_flags=["--strict-roles"],
     ) as ours:
         yield ours
 

@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags = [*tiny_model(folder, max_position_embeddings=2048), "--served-model-name", "tiny"]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=KEYS) as ours:
         peers = [f"--{node.role}={node.url}" for node in ours.nodes]
-        ours.others = [ours.start("router", [*peers, "--no-conditional-disaggregation", "--isolate-keys", *KEYS])]
+        ours.others = [ours.start("router", [*peers, "--strict-roles", "--isolate-keys", *KEYS])]
         ours.wait_ready(*ours.others)
         yield ours
 

@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         roles = ("prefill", "prefill", "decode", "decode")
         cluster.nodes = [cluster.start(role, theirs, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
-        every = ["--no-conditional-disaggregation", "--prefill-policy", "round_robin", "--decode-policy", "random"]
+        every = ["--strict-roles", "--prefill-policy", "round_robin", "--decode-policy", "least_queue"]
         router_flags = [
             "--heartbeat-port",
             str(heartbeats),
@@ -70,7 +70,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         cluster.router = cluster.start("router", router_flags, env=KEYS)
         # At the nodes of this release it is the other way round: the router is of the one before.
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        cluster.others = [cluster.start("router", [*listed, *every], env=before)]
+        theirs = as_before(every) if "PYTHONPATH" in before else every
+        cluster.others = [cluster.start("router", [*listed, *theirs], env=before)]
         for node in cluster.nodes:
             wait_until(lambda node=node: _by_hand(cluster, "POST", node), START_DEADLINE_S, f"{node.url} is added")
             node.argv = [*(BEFORE.get(word, word) for word in node.argv), "--router", f"udp://127.0.0.1:{heartbeats}"]

@@ -29,7 +29,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("POISON_FAULT", str(folder / "fault"))
         patch.setenv("POISON_REFUSED_S", str(REFUSED_S))
-        with running(folder, prefill=2, decode=2, flags=flags) as ours:
+        # Streams on each node, whatever the busy machine has made of its card.
+        even = ["--decode-policy", "least_queue"]
+        with running(folder, prefill=2, decode=2, flags=flags, router_flags=even) as ours:
             yield ours
 
 

@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "prefill", "decode")]
-        every = ["--no-conditional-disaggregation", "--prefill-policy", "round_robin", "--decode-policy", "round_robin"]
+        every = ["--strict-roles", "--prefill-policy", "round_robin", "--decode-policy", "round_robin"]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*listed, *every, "--workers", "2"])
         cluster.others = [cluster.start("router", ["--heartbeat-port", str(beats), *every])]

@@ -24,9 +24,7 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode")]
         shown = ["--node-ssl-certfile", own_cert, "--node-ssl-keyfile", own_key, "--ssl-ca-certs", ca]
-        cluster.router = cluster.start(
-            "router", ["--heartbeat-port", str(hears), "--no-conditional-disaggregation", *shown]
-        )
+        cluster.router = cluster.start("router", ["--heartbeat-port", str(hears), "--strict-roles", *shown])
         cluster.wait_ready(cluster.router)
         wait_until(lambda: len((cluster.router.health() or {}).get("nodes", [])) == 2, 60, "two nodes")
         cluster.wait_met(1)

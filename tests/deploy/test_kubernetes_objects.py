@@ -28,19 +28,13 @@ MAY_HAVE = {
 }
 
 DISCOVERY = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
-SCALING = {
-    "apiGroups": ["apps"],
-    "resources": ["deployments/scale"],
-    "resourceNames": ["kvrelay-prefill", "kvrelay-decode"],
-    "verbs": ["get", "update"],
-}
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 with_discovery = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
 
 
 def test_there_are_these_overlays_and_the_readme_tells_of_each() -> None:
-    assert OVERLAYS == ["autoscaling", "balanced", "cpu-demo", "monitoring", "multi-node", "one-node-gpu"]
+    assert OVERLAYS == ["autoscaling", "cpu-demo", "monitoring", "multi-node", "one-node-gpu"]
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"overlays/{name}" in page for name in OVERLAYS)
     assert all(f"`{path.name}`" in page for path in FOLDER.glob("components/*"))
@@ -87,10 +81,9 @@ def test_what_an_api_server_would_refuse_is_seen(overlay: str, kind: str, path: 
 
 
 @with_discovery
-def test_the_router_may_follow_pods_and_scale_what_it_balances_and_nobody_may_do_anything_else(overlay: str) -> None:
-    scaling = [SCALING] if overlay == "balanced" else []
+def test_the_router_may_follow_pods_and_nobody_may_do_anything_else(overlay: str) -> None:
     roles = objects(overlay, "Role")
-    assert [rule for role in roles for rule in role["rules"]] == [DISCOVERY, *scaling]
+    assert [rule for role in roles for rule in role["rules"]] == [DISCOVERY]
     bindings = objects(overlay, "RoleBinding")
     assert [each["roleRef"]["name"] for each in bindings] == [role["metadata"]["name"] for role in roles]
     (router,) = pods(overlay, "router")
@@ -193,18 +186,10 @@ def test_what_scales_is_there_and_nobody_else_says_how_many() -> None:
     deployments = objects("autoscaling", "Deployment")
     assert sorted(targets) == sorted(("Deployment", each["metadata"]["name"]) for each in deployments)
     assert all("replicas" not in each["spec"] for each in deployments)
-
-
-def test_what_is_balanced_is_there_and_no_autoscaler_takes_part() -> None:
-    (router,) = pods("balanced", "router")
-    (*_, balance, prefill, decode) = router.main["args"]
-    assert balance == "--balance"
-    for role, flag in (("prefill", prefill), ("decode", decode)):
-        name = flag.removeprefix(f"--{role}-deployment=")
-        assert name in SCALING["resourceNames"]
-        (pod,) = [each for each in pods("balanced", "node") if each.owner["metadata"]["name"] == name]
-        assert pod.labels["kvrelay/role"] == role
-    assert not objects("balanced", "HorizontalPodAutoscaler", "ScaledObject")
+    most = {each["spec"]["scaleTargetRef"]["name"]: each["spec"].get("maxReplicaCount") for each in scalers}
+    (router,) = pods("autoscaling", "router")
+    for role in ("prefill", "decode"):  # no pod takes a role that its Deployment does not have
+        assert f"--least-{role}={most[f'kvrelay-{role}']}" in router.main["args"]
 
 
 @every_overlay

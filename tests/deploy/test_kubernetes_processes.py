@@ -229,9 +229,9 @@ def test_scalers_ask_for_metrics_that_there_are() -> None:
         for scaler in objects("autoscaling", "ScaledObject")
         for trigger in scaler["spec"]["triggers"]
     ]
-    assert len(queries) == 5
+    assert len(queries) == 7
     for query in queries:
-        name, labels = re.fullmatch(r"sum\(([a-z_:]+)\{([^}]*)\}\)", query).groups()  # type: ignore[union-attr]
+        name, labels = re.fullmatch(r"(?:sum|max)\(([a-z_:]+)\{([^}]*)\}\)", query).groups()  # type: ignore[union-attr]
         wanted = dict(re.findall(r'(\w+)="(\w+)"', labels))
         assert wanted.pop("namespace") == "kvrelay", "which Prometheus adds"
         assert known[name].kind == "gauge"

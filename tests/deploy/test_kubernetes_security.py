@@ -64,7 +64,7 @@ def test_each_talks_to_whom_it_must_and_to_nobody_else(overlay: str) -> None:
     def opened(source: Any, target: Any) -> set[int]:
         return {port for port in ports if network.lets(source, target, port)}
 
-    hub = {443} if overlay in ("autoscaling", "balanced", "multi-node") else set()
+    hub = {443} if overlay in ("autoscaling", "multi-node") else set()
     assert opened(ROUTER, NODE) == {HTTP, EVENTS, REPLAY}
     for source in (NODE, RANK):
         for target in (NODE, RANK):

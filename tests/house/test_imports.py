@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "node": {*_NODES, "prefill_node", "decode_node"},
     "load": {"wire"},
     "planning": {"load", "wire"},
-    "router": {"openai_api", "planning", "wire"},
+    "router": {"openai_api", "wire"},
     "simulator": {"load", "planning", "router", "wire"},
     "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "load", "planning", "router", "simulator"},
 }

@@ -31,6 +31,9 @@ SIGNED = {
 SEAL = {"expires_at", "signature"}
 # What nodes and router write into a ticket on its way. It leads nowhere: they could post it as a prompt as well.
 FREE = {
+    "tpot_ms",
+    "expected_output",
+    "spill",
     "do_remote_decode", "do_remote_prefill", "client_max_tokens", "created", "prompt_token_ids", "packed_prompt",
     "generated", "generated_logprobs", "sent_text", "seed", "cached_tokens", "pipelined", "part", "first_index",
     "finish", "leg_version", "other_choices", "prompt_logprobs", "sampling_defaults",

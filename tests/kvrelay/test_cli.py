@@ -93,14 +93,6 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     assert drawn[1].admin_key == "given"
 
 
-def test_a_rate_card_that_is_none_is_refused_before_anything_starts(
-    served: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["router", *PEERS, "--workers=2", "--rate-card=none.json"]) == 2
-    assert served == []
-    assert "none.json cannot be read" in capsys.readouterr().err
-
-
 def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "client")
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")

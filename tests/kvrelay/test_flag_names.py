@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvrelay import cli
-from kvrelay.flag_names import BEFORE, VLLM, answer_for
+from kvrelay.flag_names import BEFORE, GONE, VLLM, answer_for
 from scripts.reference.command_line import commands
 
 SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
@@ -17,9 +17,10 @@ FLAGS = {flag for each in commands() if each.name in SERVING for one in each.par
 def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
     told = [*BEFORE.values(), *(ours for ours, _ in VLLM.values() if ours)]
     assert {flag for text in told for flag in text.split()} <= FLAGS
-    named_in_notes = {flag for _, note in VLLM.values() for flag in re.findall(r"--[a-z-]+", note)}
+    notes = [*GONE.values(), *(note for _, note in VLLM.values())]
+    named_in_notes = {flag for note in notes for flag in re.findall(r"--[a-z-]+", note)}
     assert named_in_notes <= FLAGS
-    assert not FLAGS & {*BEFORE, *VLLM}
+    assert not FLAGS & {*BEFORE, *GONE, *VLLM}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
     [
         ("serve --max-running 4", "unknown flag --max-running; its name is --max-num-seqs now"),
         ("up --no-prefix-cache", "unknown flag --no-prefix-cache; its name is --no-enable-prefix-caching now"),
+        ("router --no-conditional-disaggregation", "; its name is --strict-roles now"),
+        ("router --no-balance", "; leave it out; nodes change their roles unless --strict-roles is given"),
         ("up --lora a=b", "unknown flag --lora; its name is --enable-lora --lora-modules now"),
         ("rank --node-rank 1", "unknown flag --node-rank; here it is --machine (of `kvrelay rank`)"),
         ("serve --trust-remote-code", "unknown flag --trust-remote-code; leave it out; no code of a model is run"),

@@ -33,7 +33,7 @@ def test_each_value_says_where_it_comes_from(
         f"keys:\n  - name: a\n    sha256: '{'0' * 64}'\n"
     )
     monkeypatch.setenv("KVRELAY_API_KEY", "of the environment")
-    words = ("router", "--config", str(file), "--port", "9001", "--no-conditional-disaggregation", "--prefill=http://a")
+    words = ("router", "--config", str(file), "--port", "9001", "--strict-roles", "--prefill=http://a")
     found = explained(capsys, *words)
     assert found["port"] == ("9001", "flag --port")
     assert found["max_queue"] == ("50", f"{file}:4")
@@ -43,7 +43,7 @@ def test_each_value_says_where_it_comes_from(
     assert found["admin_key"] == ('"(not shown)"', f"{file}:6")
     assert found["node_api_key"] == ('""', "default")
     assert found["prefill"] == ('["http://a"]', "flag --prefill")
-    assert found["conditional_disaggregation"] == ("false", "flag --no-conditional-disaggregation")
+    assert found["strict_roles"] == ("true", "flag --strict-roles")
     assert found["host"] == ('"127.0.0.1"', "default")
 
 

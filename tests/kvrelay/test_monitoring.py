@@ -36,7 +36,7 @@ def test_the_files_are_those_that_the_source_makes(repository: Path, tmp_path: P
 
 
 def test_a_target_is_a_bound_of_its_histogram() -> None:
-    pool = Pool(["http://p:1"], [], random.Random(0))
+    pool = Pool(["http://p:1"], [])
     pool.nodes[0].model = "m"
     text = Metrics(pool, Doors(pool, random.Random(0)), []).text().decode()
     for name, bound in (("time_to_first_token", FIRST_TOKEN_S), ("inter_token_latency", NEXT_TOKEN_S)):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.top import drawn
-from router.console.picture import BalanceSeen, FailedPair, RoleChange
+from router.console.picture import FailedPair, RoleChange, RolesSeen
 from router.drawn_keys import drawn_key
 from tests.router.router_doubles import cluster, decode, prefill
 
@@ -107,14 +107,14 @@ async def test_an_ipv6_address_is_shown_whole() -> None:
     assert "[fd00::1]:8100" in told.get()
 
 
-async def test_it_shows_the_balance_of_roles() -> None:
+async def test_it_shows_the_roles() -> None:
     async with cluster() as c:
         seen = await c.router.lookout.picture(0.0)
-    changes = [RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"done in {at} s") for at in range(5)]
-    balance = [BalanceSeen("tiny", "nobody is short of nodes", seen.now, {}, changes)]
+    changes = [RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"begun {at}") for at in range(5)]
+    roles = [RolesSeen("tiny", "no role is short of nodes", {}, changes)]
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
-        console.print(drawn(msgspec.structs.replace(seen, balance=balance)))
-    assert "balance of tiny: nobody is short of nodes" in told.get()
-    assert "9 s ago, one more prefill node: done in 2 s" in told.get()
-    assert "done in 3 s" not in told.get()
+        console.print(drawn(msgspec.structs.replace(seen, roles=roles)))
+    assert "roles of tiny: no role is short of nodes" in told.get()
+    assert "9 s ago, d to prefill: begun 2" in told.get()
+    assert "begun 3" not in told.get()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,10 +16,14 @@ import msgspec
 from aiohttp import web
 
 from router.app import Router
+from router.node_load import Share
+from router.nodes.node import Lease, Node
+from router.nodes.pool import Pool
 from router.reload import Reread
 from router.server import make_server
 from router.shared import Alone
 from tests.router.stream_doubles import Put, serve_stream
+from wire.config import Role
 from wire.errors import EngineDead, ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
@@ -147,11 +151,11 @@ async def decode_ok(call: Call) -> None:
     await call.end()
 
 
-def refuse(status: int, message: str = "no", headers: dict[str, str] | None = None) -> Script:
+def refuse(status: int, message: str = "no", headers: dict[str, str] | None = None, code: str | None = None) -> Script:
     """A script that answers with an OpenAI-shaped error."""
 
     async def script(call: Call) -> web.Response:
-        body = {"error": {"message": message, "type": "some_error", "param": "top_p", "code": None}}
+        body = {"error": {"message": message, "type": "some_error", "param": "top_p", "code": code}}
         return web.json_response(body, status=status, headers=headers)
 
     return script
@@ -274,6 +278,14 @@ class FakeNode:
             error = {"message": "it will not", "type": "invalid_request_error", "param": None, "code": None}
             return web.json_response({"error": error}, status=self.role_status)
         wanted = (await request.json())["role"]
+        if self.flips_to == wanted:
+            error = {
+                "message": "it changes already",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": "flipping",
+            }
+            return web.json_response({"error": error}, status=409)
         self.flips_to = None if wanted == self.role else wanted
         return web.json_response({}, status=202 if self.flips_to else 200)
 
@@ -380,7 +392,7 @@ async def cluster(
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
     async with _all_running(list(nodes)):
         every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
-        every["conditional_disaggregation"] = False  # prompts of these tests are short
+        every["strict_roles"] = True  # prompts of these tests are short
         every["admin_key"] = "operator"
         settings = RouterConfig(
             prefill=tuple(node.url for node in nodes if node.role == "prefill"),
@@ -430,3 +442,16 @@ async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
 
 def rng() -> random.Random:
     return random.Random(7)
+
+
+@contextmanager
+def leg_on(pool: Pool, role: Role, exclude: Collection[Node] = ()) -> Iterator[Lease]:
+    """A leg on the node of a role that has the fewest."""
+    nodes = pool.up(role, exclude)
+    if not nodes:
+        raise pool.no_node(role)
+    lease = pool.hold(min(nodes, key=lambda node: len(node.leases)), Share(), 0, None, {})
+    try:
+        yield lease
+    finally:
+        pool.give_back(lease)

@@ -8,12 +8,15 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
-from router.console.picture import BalanceSeen, RoleChange, RoleSeen
+from router.console.picture import RoleChange
+from router.roles import Roles
+from wire.config import Role
 from wire.frames import Frame, FrameKind
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -121,25 +124,18 @@ async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_i
         assert other.flips_to == "decode"
 
 
-async def test_the_balance_of_roles_is_shown_where_one_is_kept() -> None:
-    why = "prefill has work for 60% of its 1 node: nobody is short of nodes"
-    change = RoleChange(time.time() - 5, "prefill", "http://d:1", HOSTILE, "done in 5 s")
-    roles = {"prefill": RoleSeen(1, 0.6, 0.97, 0.25), "decode": RoleSeen(3, 0.1, 1.0, 0.0)}
-    shown = BalanceSeen("tiny", why, time.time(), roles, [change])
+async def test_roles_and_their_last_changes_are_shown() -> None:
     async with opened() as page, cluster(prefill(), decode()) as c:
+        roles = Roles()
+        roles.look({Role.PREFILL: 1, Role.DECODE: 3}, {Role.PREFILL: 0.6, Role.DECODE: 0.3}, 0.0)
+        roles.changes = [RoleChange(time.time() - 5, "prefill", "http://d:1", HOSTILE, "begun")]
+        c.router.lookout.roles = SimpleNamespace(models={"tiny": roles})  # type: ignore[assignment]
         await page.goto(f"{c.url}/console#key=operator")
-        await page.locator("#health[data-state=ok]").wait_for()
-        assert await page.locator("#balance-card").is_hidden()
-        c.router.lookout.balance = lambda: [shown]
-        card = page.get_by_role("region", name="Balance of roles")
-        await card.get_by_text(why).wait_for()
-        await card.get_by_text("1 node, 60 % of their time, 97 % in time, 250 ms of work waits").wait_for()
+        card = page.get_by_role("region", name="Roles", exact=True)
+        await card.get_by_text(roles.why).wait_for()
+        await card.get_by_text("60 %", exact=True).wait_for()
         row = card.locator("#changes tbody tr")
-        assert (await row.inner_text()).split("\t")[1:] == [
-            "one more prefill node of tiny: d:1",
-            "done in 5 s",
-            HOSTILE,
-        ]
+        assert (await row.inner_text()).split("\t")[1:] == ["d:1 of tiny to prefill", "begun", HOSTILE]
         assert await page.locator("img").count() == 0
 
 

@@ -215,7 +215,7 @@ def test_the_json_is_the_same_for_whoever_reads_it() -> None:
     assert set(seen) == {
         "now", "version", "health", "models", "asked", "wanted", "workers", "running", "waiting", "waiting_for_room",
         "requests_per_s", "output_tokens_per_s", "window_s", "ttft", "inter_token", "total", "series", "nodes",
-        "edge_window_s", "edges", "failed_pairs", "counts", "requests", "balance",
+        "edge_window_s", "edges", "failed_pairs", "counts", "requests", "roles",
     }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import time
 import pytest
 from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, until
 
-import router.walk.binding
 import router.walk.handoff
 from router.nodes.breaker import State
 from wire.config import Role
@@ -60,7 +59,6 @@ async def test_an_answer_that_has_begun_waits_for_a_node_longer_than_for_room(
         await (cut_after_token if len(d.calls) == 1 else rest)(call)
 
     monkeypatch.setattr(router.walk.handoff, "ROOM_DEADLINE_S", 0.05)
-    monkeypatch.setattr(router.walk.binding, "ROOM_DEADLINE_S", 0.05)
     d = decode(by_turns)
     async with cluster(prefill(), d) as c:
         asked = asyncio.create_task(c.text({"stream": stream}))

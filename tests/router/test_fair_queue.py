@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ sizes = st.integers(1, 1000)
 
 
 def entrant(key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0) -> Entrant:
-    return Entrant(key, arrived, weight, priority, prompt_tokens=tokens)
+    return Entrant(key, arrived, weight, priority, tokens=tokens)
 
 
 def begin_next(queue: FairQueue) -> Entrant:
@@ -120,18 +119,6 @@ def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> 
     for key in ("long", "short", "short"):
         queue.push(entrant(key, 100))
     assert [begin_next(queue).key for _ in range(3)] == ["short", "short", "long"]
-
-
-def test_what_is_ahead_is_what_would_begin_before() -> None:
-    queue = FairQueue()
-    for _ in range(10):
-        queue.push(entrant("heavy", 100))
-    assert queue.ahead(entrant("heavy", 1)).uncached == 1000
-    assert queue.ahead(entrant("light", 1)).uncached == 0
-    assert queue.ahead(entrant("light", 1, priority=1)).requests == 10
-    assert queue.ahead(entrant("heavy", 1, priority=-1)).requests == 0
-    queue.push(entrant("light", 300))
-    assert queue.ahead(entrant("light", 1)).uncached == pytest.approx(600)
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:

@@ -25,7 +25,7 @@ class Growing:
 
 
 def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
-    pool = Pool([], [], random.Random(0))
+    pool = Pool([], [])
     metrics, answer = Metrics(pool, Doors(pool, random.Random(0)), []), Growing()
     seen: list[tuple[float, int]] = []
     flow = Flow(metrics, lambda now, tokens: seen.append((now, tokens)))

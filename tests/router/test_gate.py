@@ -14,16 +14,12 @@ from router.admission.keys import hash_of
 from wire.frames import Frame, FrameKind
 from wire.key_config import KeyConfig
 from wire.outputs import Load
+from wire.step_costs import StepCosts
 
-ROOM = Load(free_blocks=100, total_blocks=100, block_size=16)
-FULL = Load(free_blocks=0, total_blocks=100, block_size=16)
+ROOM = Load(free_blocks=100, total_blocks=100, block_size=16, legs=1)
+FULL = Load(free_blocks=0, total_blocks=100, block_size=16, legs=1)
+COSTS = StepCosts(8.0, 0.1, 0.0, 0.0, 0.04, 0.0)
 ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request begins before there is room on a decode node."""
-    monkeypatch.setattr("router.admission.saturation._AHEAD_REQUESTS", 0)
 
 
 def keys(**alice: Any) -> tuple[KeyConfig, ...]:
@@ -192,8 +188,8 @@ async def test_who_waits_until_the_deadline_is_told_so() -> None:
 async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_computed() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        c.node(p).rates.prefilled(1_000, 40.0)
-        c.node(d).rates.stepped(1, 8.0)
+        for node in (p, d):
+            c.node(node).state.measured(COSTS, 50.0)
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"):
             status, body, headers = await asked(
                 c, {"messages": [{"role": "user", "content": "x" * 4000}]}, headers={name: "0.001"}
@@ -210,18 +206,21 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
 async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_takes() -> None:
     p = prefill(load=Load(waiting=50, waiting_tokens=10**6))
     async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
-        await until(lambda: c.node(p).tokens == 10**6)
+        c.node(p).state.measured(COSTS, 50.0)
+        await until(lambda: c.node(p).state.backlog_ms == 40_000)
         status, body, headers = await asked(c)
         assert (status, body["error"]["code"]) == (429, "ttft")
-        expected_s = c.node(p).rates.queue_ms(10**6, 50) / 1e3
-        assert int(headers["retry-after"]) == pytest.approx(expected_s, abs=2)
-        assert (await asked(c, headers={"x-slo-ttft-ms": "1e8"}))[0] == 200
+        assert int(headers["retry-after"]) == pytest.approx(39, abs=1)
+        p.load = Load()
+        await until(lambda: c.node(p).state.is_idle)
+        assert (await asked(c))[0] == 200
 
 
 async def test_nobody_is_sent_away_for_longer_than_clients_obey() -> None:
     p = prefill(load=Load(waiting=50, waiting_tokens=10**8))
     async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
-        await until(lambda: c.node(p).tokens == 10**8)
+        c.node(p).state.measured(COSTS, 50.0)
+        await until(lambda: c.node(p).state.backlog_ms == 4_000_000)
         assert (await asked(c))[2]["retry-after"] == "60"
 
 

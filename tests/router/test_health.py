@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ class Asked:
 
 
 async def test_a_check_that_fails_in_any_way_is_a_miss_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
-    pool, asked = Pool(["http://p"], [], random.Random(1)), Asked(2)
+    pool, asked = Pool(["http://p"], []), Asked(2)
     doubles: Any = asked
     with caplog.at_level(logging.WARNING, "kvrelay.router"):
         async with watching(pool, doubles, doubles, 0.01):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import socket
 import threading
 import time
@@ -125,7 +124,7 @@ def test_what_cannot_be_a_node_is_refused(facts: Heartbeat) -> None:
 
 
 async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard() -> None:
-    port, state, pool = free_udp_port(), NodeState.OK, Pool([], [], random.Random(1))
+    port, state, pool = free_udp_port(), NodeState.OK, Pool([], [])
 
     def facts() -> Heartbeat:
         return beat(0.0, state=state)
@@ -154,7 +153,7 @@ async def test_nodes_are_heard_at_ipv6_addresses(host: str) -> None:
         port = free_udp_port("::1")
     except OSError:
         pytest.skip("no IPv6 here")
-    pool = Pool([], [], random.Random(1))
+    pool = Pool([], [])
     async with hearing(pool, host, port, KEY):
         task = asyncio.create_task(Announcer([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run())
         await until(lambda: [node.url for node in pool.nodes] == ["http://p"])
@@ -167,7 +166,7 @@ async def test_a_port_that_is_taken_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(RequestError, match=f"127.0.0.1:{port}.*give another port"):
-            async with hearing(Pool([], [], random.Random(1)), "127.0.0.1", port, KEY):
+            async with hearing(Pool([], []), "127.0.0.1", port, KEY):
                 pass
         with pytest.raises(ConfigError, match=f"port {port}"):
             check_port("127.0.0.1", port, socket.SOCK_DGRAM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -54,7 +53,7 @@ async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[
 
 @asynccontextmanager
 async def following(pace: Pace = QUICK, **config: Any) -> AsyncIterator[Pool]:
-    pool = Pool([], [], random.Random(7))
+    pool = Pool([], [])
     async with discovering(pool, "app=kvrelay", config.get("namespace", ""), CollectorRegistry(), pace):
         yield pool
 

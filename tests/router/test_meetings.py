@@ -14,12 +14,15 @@ from router_doubles import FakeNode, cluster, decode, prefill, until
 from router.nodes.node import Node
 from router.nodes.pairs import AT_ONCE, PARTNERS, Meeting, Outcome, Pairs
 from wire.config import Role
+from wire.outputs import Load
 
 MET = Outcome()
 
 
 def node(role: Role, at: int, generation: str = "g", model: str = "m", requests: int = 0) -> Node:
-    return Node(f"http://{role}{at}", role=role, up=True, model=model, generation=generation, requests=requests)
+    made = Node(f"http://{role}{at}", role=role, up=True, model=model, generation=generation)
+    made.note_load(Load(running=requests))
+    return made
 
 
 def nodes(role: Role, count: int) -> list[Node]:
@@ -68,7 +71,7 @@ def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_som
 
 def test_the_busiest_are_first() -> None:
     prefill, decode = nodes(Role.PREFILL, 3), nodes(Role.DECODE, 3)
-    prefill[2].requests = decode[1].requests = 7
+    prefill[2], decode[1] = node(Role.PREFILL, 2, requests=7), node(Role.DECODE, 1, requests=7)
     first = Pairs().due(prefill, decode, 0.0)[0]
     assert (first.prefill, first.decode) == (prefill[2], decode[1])
 

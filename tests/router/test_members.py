@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_doubles import leg_on
 
 from router.membership.members import Change, Members, NodeSpec, Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
-from router.policies.policy import Ask
 from wire.config import Role
 from wire.errors import NoNode, RequestError
 
@@ -97,7 +95,7 @@ def up(pool: Pool, node: Node, generation: str = "g1", at: float = 1.0) -> None:
 
 
 def ready_pool() -> tuple[Pool, Node, Node]:
-    pool = Pool(["http://p/"], ["http://d"], random.Random(1))
+    pool = Pool(["http://p/"], ["http://d"])
     for node in pool.nodes:
         up(pool, node)
     return pool, pool.nodes[0], pool.nodes[1]
@@ -122,9 +120,9 @@ def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_en
     pool, node, _ = ready_pool()
     gone: list[Node] = []
     pool.follow(lambda _: None, gone.append)
-    with pool.lease(Ask(Role.PREFILL)):
+    with leg_on(pool, Role.PREFILL):
         pool.remove("http://p", [Source.STATIC], 2.0)
-        with pytest.raises(NoNode), pool.lease(Ask(Role.PREFILL)):
+        with pytest.raises(NoNode), leg_on(pool, Role.PREFILL):
             pass
         up(pool, node, at=3.0)  # it is watched, and stays out
         assert (node.up, pool.leaving, gone) == (False, [node], [])
@@ -134,7 +132,7 @@ def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_en
 def test_legs_of_a_removed_node_are_cut_when_its_process_has_ended() -> None:
     pool, _, _ = ready_pool()
     cuts: list[str] = []
-    with pool.lease(Ask(Role.PREFILL)) as lease:
+    with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
         pool.tell(Source.STATIC, [D], 2.0)
         assert cuts == []
@@ -144,7 +142,7 @@ def test_legs_of_a_removed_node_are_cut_when_its_process_has_ended() -> None:
 
 def test_a_node_that_comes_back_while_it_leaves_is_the_same_node() -> None:
     pool, node, _ = ready_pool()
-    with pool.lease(Ask(Role.PREFILL)):
+    with leg_on(pool, Role.PREFILL):
         pool.remove("http://p", [Source.STATIC], 2.0)
         pool.add(P, Source.HEARTBEATS, 3.0)
         assert pool.find("http://p") is node
@@ -160,7 +158,7 @@ def test_legs_are_cut_by_the_health_report_of_another_process_and_not_by_the_new
     pool, node, _ = ready_pool()
     cuts: list[str] = []
     pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
-    with pool.lease(Ask(Role.PREFILL)) as lease:
+    with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
         pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
         assert (cuts, node.up) == ([], False)
@@ -176,7 +174,7 @@ def test_legs_of_a_node_that_tells_no_generation_are_cut_by_the_news_of_another_
     node.generation = ""
     cuts: list[str] = []
     pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
-    with pool.lease(Ask(Role.PREFILL)) as lease:
+    with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
         pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
     assert cuts == ["cut"]

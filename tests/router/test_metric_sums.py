@@ -63,7 +63,7 @@ def test_of_a_worker_that_has_ended_the_counts_are_left() -> None:
 
 def test_every_gauge_says_how_it_is_joined() -> None:
     rng = random.Random(1)
-    pool = Pool(["http://p"], ["http://d"], rng)
+    pool = Pool(["http://p"], ["http://d"])
     families = collected(Metrics(pool, Doors(pool, rng), ["alice"]).registry)
     gauges = {family.name for family in families if family.kind == "gauge"}
     assert gauges == ADDED | LARGEST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.node_load import Share
 from router.nodes.node import HealthReport
 from router.nodes.pool import Pool
-from router.policies.policy import Ask
 from router.prefix.held_blocks import HeldBlocks
 from router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
@@ -306,19 +305,18 @@ def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
 
 
 def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
-    pool = Pool(["http://p1", "http://p2"], [], random.Random(1), {Role.PREFILL: "prefix"})
+    pool = Pool(["http://p1", "http://p2"], [])
     for at, node in enumerate(pool.nodes):
         pool.report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
-    text = Prefix.of(1, SYSTEM.encode())
-    ask = Ask(Role.PREFILL, tokens=1, prefix=text)
-    with pool.lease(ask) as first:
-        assert first.cached_tokens == 0
-        assert first.tokens == len(SYSTEM) // 4
+    text, first = Prefix.of(1, SYSTEM.encode()), pool.nodes[0]
+    lease = pool.hold(first, Share(), 100, text, pool.prefixes.lookup(text))
+    assert lease.cached_tokens == 0
+    pool.give_back(lease)
     for _ in range(4):
-        with pool.lease(ask) as again:
-            assert again.node is first.node
-            assert again.cached_tokens > 0.9 * len(SYSTEM) / 4
-            assert again.tokens == len(SYSTEM) // 4 - again.cached_tokens
-    pool.report(first.node, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
-    with pool.lease(ask) as after:
-        assert after.cached_tokens == 0
+        cached = pool.prefixes.lookup(text)
+        lease = pool.hold(first, Share(), 100, text, cached)
+        assert lease.cached_tokens > 0.9 * len(SYSTEM) / 4
+        assert set(cached) == {first.url}
+        pool.give_back(lease)
+    pool.report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
+    assert not pool.prefixes.lookup(text)

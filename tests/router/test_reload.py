@@ -70,7 +70,7 @@ class File:
     def __init__(self, *nodes: FakeNode, **fields: Any) -> None:
         lists = {"prefill": tuple(n.url for n in nodes if n.role == "prefill")}
         lists["decode"] = tuple(n.url for n in nodes if n.role == "decode")
-        fields = {"health_interval_s": 0.05, "conditional_disaggregation": False, "admin_key": "operator"} | fields
+        fields = {"health_interval_s": 0.05, "strict_roles": True, "admin_key": "operator"} | fields
         self.config = RouterConfig(**lists, **fields)
 
     def write(self, **fields: Any) -> None:
@@ -134,7 +134,7 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
                 },
             )
             await until(lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes))
-            assert c.router.pool.policies[Role.PREFILL] == "round_robin"
+            assert c.router.placer._policies[Role.PREFILL] == "round_robin"
             assert await status(c, "ann") == 401
             assert await status(c, "bob", model="best") == 200
             assert await status(c, "bob", user="x" * 2000) == 413

@@ -10,14 +10,12 @@ import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
 from router.membership.members import NodeSpec, Source
+from router.node_load import Share
 from router.nodes.doors import Doors
-from router.nodes.measured import learn
 from router.nodes.node import HealthReport, Node
 from router.nodes.pairs import Outcome, Pairs
 from router.nodes.pool import Pool
-from router.policies.policy import Ask
 from wire.config import Role
-from wire.frames import Frame, FrameKind
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -29,7 +27,7 @@ def told(node: Node, pool: Pool, role: Role, at: float, flips: int = 0, to: Role
 
 @pytest.fixture
 def pool() -> Pool:
-    pool = Pool(["http://p0", "http://p1"], ["http://d"], random.Random(1))
+    pool = Pool(["http://p0", "http://p1"], ["http://d"])
     for node in pool.nodes:
         told(node, pool, node.role, 1.0)
     return pool
@@ -79,45 +77,29 @@ def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Po
     pool.follow(lambda _: None, left.append)
     pool.prefixes.trust(node.url)
     standing = doors.standing(node, D)
-    with pool.lease(Ask(D, tokens=10)) as lease:
-        lease.cut = lambda: cuts.append("cut")
-        told(node, pool, P, 2.0, flips=1)
-        assert lease in node.leases
+    lease = pool.hold(node, Share(), 10, None, {})
+    lease.cut = lambda: cuts.append("cut")
+    told(node, pool, P, 2.0, flips=1)
+    assert lease in node.leases
+    pool.give_back(lease)
     assert (cuts, left, node.leases) == ([], [], set())
     assert pool.prefixes.trusts(node.url)
     assert node.standing[D] is standing
     assert pool.find(node.url) is node
 
 
-def test_how_fast_a_node_is_is_kept_apart_for_each_role(pool: Pool) -> None:
-    node = pool.nodes[0]
-    for _ in range(10):
-        node.rates.prefilled(1_000, 9_000.0)
-    with pool.lease(Ask(P, tokens=10), [pool.nodes[1]]) as lease:
-        told(node, pool, D, 2.0, flips=1)
-        alone = node.rates.step_ms(8)
-        frame = Frame(FrameKind.HANDOVER, timing={"queue": 0.0, "prefill": 9_000.0, "decode": 9_000.0})
-        learn(lease, frame, 11, None)  # it was a prefill leg
-    assert node.rates.step_ms(8) == alone
-    node.rates.prefilled(1_000, 20.0)
-    slow = node.rates_as[P].prefill_ms(1_000)
-    told(node, pool, P, 3.0, flips=2)
-    assert node.rates.prefill_ms(1_000) == pytest.approx(slow, rel=0.1)
-    assert slow > 7_000
-
-
 def test_every_way_of_membership_follows_the_node() -> None:
     """Heartbeats say the new role; static lists and labels of pods go on saying the old one."""
-    pool = Pool([], [], random.Random(1))
+    pool = Pool([], [])
     pool.tell(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 1.0)
     pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", P, generation="g1")], 1.0)
     pod, beating = pool.nodes
     for node in pool.nodes:
         told(node, pool, P, 2.0)
-    with pool.lease(Ask(P), [pod]) as lease:
-        assert lease.node is beating
-        pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
-        assert (pool.nodes, beating.role, beating.up) == ([pod, beating], D, False)
+    lease = pool.hold(beating, Share(), 0, None, {})
+    pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
+    assert (pool.nodes, beating.role, beating.up) == ([pod, beating], D, False)
+    pool.give_back(lease)
     told(beating, pool, P, 2.9)  # a check that was started before
     assert beating.role is D
     for node in pool.nodes:

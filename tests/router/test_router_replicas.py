@@ -27,7 +27,7 @@ async def test_two_routers_with_the_same_request_id_do_not_meet_on_a_node() -> N
         assert {call.headers["x-request-id"] for call in p.calls} == set(ids)
         # Each sees the other's legs in what the node reports, and its own at once.
         d.load = Load(running=2)
-        await until(lambda: one.node(d).requests == two.node(d).requests == 2)
+        await until(lambda: one.node(d).state.rows == two.node(d).state.rows == 2)
         permits.release()
         permits.release()
         await asyncio.gather(*asked)

@@ -30,6 +30,7 @@ from router_doubles import (
 
 from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
 from wire.outputs import Finish, Load, TokenLogprobs
+from wire.step_costs import StepCosts
 from wire.transfer import ChoiceSoFar, KvTransferParams
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -39,7 +40,9 @@ STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).dec
 
 
 def params_of(call: Call) -> KvTransferParams:
-    return msgspec.convert(call.params, KvTransferParams)
+    """What a leg was told, but for what its node is to announce of it."""
+    params = msgspec.convert(call.params, KvTransferParams)
+    return msgspec.structs.replace(params, tpot_ms=0.0, expected_output=0, spill=False)
 
 
 async def hold(call: Call) -> None:
@@ -147,7 +150,7 @@ async def test_a_node_that_reports_a_queue_is_avoided() -> None:
 
 @pytest.mark.parametrize("script", [refuse(500), refuse(503), broken(502), cut_at_once])
 async def test_a_broken_prefill_leg_is_tried_on_another_node(script: object) -> None:
-    bad, good, d = prefill(script), prefill(load=Load(running=5)), decode()
+    bad, good, d = prefill(script), prefill(load=Load(waiting=5, waiting_tokens=5000)), decode()
     async with cluster(bad, good, d) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert (len(bad.calls), len(good.calls), len(d.calls)) == (1, 1, 1)
@@ -168,8 +171,13 @@ async def test_a_refused_decode_leg_is_bound_again_from_the_same_lease(script: o
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(stream: bool) -> None:
-    p, bad, good = prefill(), decode(decode_cut_after_token), decode(decode_rest, load=Load(running=5))
-    async with cluster(p, bad, good, conditional_disaggregation=True) as c:  # costs are not known: computed there
+    async def dies(call: Call) -> None:
+        p.load = Load(waiting=9, waiting_tokens=20_000)  # so that its prompt is better computed by the next one
+        await until(lambda: c.node(p).state.backlog_ms > 1_000)
+        await decode_cut_after_token(call)
+
+    p, bad, good = prefill(), decode(dies), decode(decode_rest, load=Load(5, legs=9, spill_ms=100.0))
+    async with cluster(p, bad, good, strict_roles=False) as c:
         assert await c.text({"stream": stream}) == (STREAMED if stream else WHOLE.decode())
         params = params_of(good.calls[0])
         assert (params.prompt_token_ids, params.generated, params.sent_text) == (PROMPT_IDS, [11, 12], 2)
@@ -180,7 +188,7 @@ async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(s
 
 
 async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_a_decode_node() -> None:
-    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(running=5)), decode()
+    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(waiting=5, waiting_tokens=5000)), decode()
     async with cluster(p, other, d) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert other.calls == []
@@ -190,7 +198,7 @@ async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_
 
 
 async def test_a_prefill_leg_that_dies_unseen_is_done_again_elsewhere() -> None:
-    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(running=5)), decode()
+    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(waiting=5, waiting_tokens=5000)), decode()
     async with cluster(p, other, d) as c:
         assert await c.text({"stream": False}) == WHOLE.decode()
         assert len(other.calls) == 1
@@ -377,7 +385,7 @@ async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_
     caplog.set_level(logging.INFO, "kvrelay.router")
     d = decode()
     async with cluster(prefill(), d) as c:
-        c.node(d).rates.stepped(1, 8.0)
+        c.node(d).state.measured(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
         async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
             assert answer.status == 429
         (line,) = [message for message in caplog.messages if "status=429" in message]

@@ -205,7 +205,7 @@ async def rig(
         yield started
 
 
-@pytest.mark.parametrize("policy", ["cost", "prefix"])
+@pytest.mark.parametrize("policy", ["price", "prefix"])
 @pytest.mark.parametrize("version", VERSIONS[1:])
 async def test_a_request_goes_to_where_the_blocks_of_its_text_are(
     version: str, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +240,7 @@ async def test_hits_that_events_are_worth() -> None:
         rng, had = random.Random(5), 0
         documents = [text(at) for at in range(12)]
         async with rig(blocks=5 * 26, follow=follow) as r:
-            r.cluster.router.pool._rng.seed(3)
+            r.cluster.router.placer._rng.seed(3)
             for _ in range(40):
                 prompt = rng.choice(documents)
                 had += max(each.cache.has(prompt_of({"prompt": prompt})) for each in r.events)

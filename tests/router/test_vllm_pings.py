@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -114,7 +113,7 @@ async def test_pings_are_heard_at_ipv6_addresses(host: str) -> None:
             port = probe.getsockname()[1]
     except OSError:
         pytest.skip("no IPv6 here")
-    context, pool = zmq.asyncio.Context(), Pool([], [], random.Random(1))
+    context, pool = zmq.asyncio.Context(), Pool([], [])
     try:
         async with hearing_pings(pool, host, port, anybody):
             pings = context.socket(zmq.DEALER)

@@ -226,7 +226,7 @@ async def test_kv_offered_back_by_a_decode_node_is_kept_from_clients() -> None:
 async def test_a_broken_prefill_leg_goes_to_another_node_and_blames_no_other(broken: Any) -> None:
     store = Store()
     bad = VllmNode("prefill", broken, store)
-    good, d = VllmNode("prefill", ok, store, running_requests=9), VllmNode("decode", ok, store)
+    good, d = VllmNode("prefill", ok, store, waiting_requests=9), VllmNode("decode", ok, store)
     async with cluster(bad, good, d) as c:
         assert await said(c, {"stream": True}) == "abc"
         assert (len(bad.calls), len(good.calls), len(d.calls)) == (1, 1, 1)

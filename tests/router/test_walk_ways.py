@@ -30,7 +30,6 @@ from router_doubles import (
     NO_PROMPTS,
     WHOLE,
     Call,
-    Cluster,
     FakeNode,
     cluster,
     decode,
@@ -43,16 +42,13 @@ from router_doubles import (
     until,
 )
 
-import router.legs.leg_watch
 import router.nodes.doors
-import router.walk.binding
-from router.policies.policy import Ask
-from router.walk.binding import Wish
 from wire.config import Role
-from wire.errors import KvNotLoaded, NoNode
+from wire.errors import KvNotLoaded
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load
-from wire.transfer import KvFacts, KvTransferParams
+from wire.step_costs import StepCosts
+from wire.transfer import SPILL_REFUSED, KvFacts, KvTransferParams
 
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 
@@ -73,7 +69,9 @@ async def hold(call: Call) -> None:
 
 
 def params_of(call: Call) -> KvTransferParams:
-    return msgspec.convert(call.params, KvTransferParams)
+    """What a leg was told, but for what its node is to announce of it."""
+    params = msgspec.convert(call.params, KvTransferParams)
+    return msgspec.structs.replace(params, tpot_ms=0.0, expected_output=0, spill=False)
 
 
 def other_kind(**changes: object) -> KvFacts:
@@ -161,37 +159,42 @@ async def test_the_stages_of_an_answer_of_one_node_have_no_hand_over() -> None:
         assert 1.0 <= stages["queue_ms"] <= stages["total_ms"] + 1.0
 
 
-def measured(c: Cluster, *nodes: FakeNode) -> None:
-    """A prompt of these tests takes 1 ms, a hand-over 50 ms."""
-    for node in (c.node(each).rates for each in nodes):
-        for _ in range(9):
-            node.prefilled(10, 1.0)
-            node.stepped(1, 10.0)
-            node.fetched("", 10, 50.0)
+COSTS = StepCosts(5.0, 0.01, 0.0, 0.0, 0.02, 0.0)
+IDLE = Load(legs=1, spill_ms=250.0)
+BUSY = Load(waiting=9, waiting_tokens=20_000, legs=1, backlog_ms=400.0)
 
 
-async def test_a_prompt_that_is_cheaper_on_its_decode_node_stays_there_and_only_by_measured_costs() -> None:
-    p, d = prefill(kv=KV), decode(whichever, kv=KV)
-    async with cluster(p, d, conditional_disaggregation=True) as c:
+async def priced(p: FakeNode, d: FakeNode, **config: object) -> tuple[int, int, float]:
+    """One request to nodes that have said what they cost: the legs of both, and the prompts that have spilled."""
+    async with cluster(p, d, **{"strict_roles": False} | config) as c:
+        for node in (p, d):
+            c.node(node).state.measured(COSTS, 50.0)
         assert await c.text({"stream": True}) == STREAMED
-        assert len(p.calls) == 1  # nothing is known yet
-        measured(c, p, d)
-        another = {"stream": True, "messages": [{"role": "user", "content": "of which nobody has anything cached"}]}
-        assert await c.text(another) == STREAMED
-        assert (len(p.calls), len(d.calls)) == (1, 2)
-        assert c.metric("kvrelay_router_local_prefills_total", reason="cheaper") == 1
-        await c.text({"messages": [{"role": "user", "content": "word " * 4000}]})
-        assert len(p.calls) == 2
-        assert c.metric("kvrelay_router_disaggregated_total") == 2
+        return len(p.calls), len(d.calls), c.metric("kvrelay_router_local_prefills_total", reason="price")
 
 
-@pytest.mark.parametrize(("kv", "wanted"), [(NO_PROMPTS, True), (None, True), (KV, False)])
-async def test_no_prompt_stays_where_it_is_not_wanted(kv: KvFacts | None, wanted: bool) -> None:
-    p, d = prefill(kv=KV), decode(whichever, kv=kv)
-    async with cluster(p, d, conditional_disaggregation=wanted) as c:
-        measured(c, p, d)
-        await c.text()
-        assert len(p.calls) == 1
+async def test_an_idle_cluster_keeps_its_roles_and_a_busy_prefill_node_is_relieved() -> None:
+    assert await priced(prefill(kv=KV, load=IDLE), decode(whichever, kv=KV, load=IDLE)) == (1, 1, 0)
+    assert await priced(prefill(kv=KV, load=BUSY), decode(whichever, kv=KV, load=IDLE)) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("why", ["strict", "policy", "not wanted", "no time"])
+async def test_no_prompt_spills_where_it_is_not_wanted(why: str) -> None:
+    kv, load = NO_PROMPTS if why == "not wanted" else KV, Load(legs=1) if why == "no time" else IDLE
+    config = {"strict": {"strict_roles": True}, "policy": {"decode_policy": "round_robin"}}.get(why, {})
+    assert await priced(prefill(kv=KV, load=BUSY), decode(whichever, kv=kv, load=load), **config) == (1, 1, 0)
+
+
+async def test_a_prompt_that_its_decode_node_refuses_goes_the_other_way() -> None:
+    async def full_of_prompts(call: Call) -> object:
+        if call.params.get("spill"):
+            return await refuse(429, "no", code=SPILL_REFUSED)(call)
+        assert call.params["remote_engine_id"]  # its KV alone: the node tells of all tokens
+        return await all_of_it(call)
+
+    p, d = prefill(kv=KV, load=BUSY), decode(full_of_prompts, kv=KV, load=IDLE)  # type: ignore[arg-type]
+    assert await priced(p, d) == (1, 2, 1)
+    assert [bool(call.params.get("spill")) for call in d.calls] == [True, False]
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------
@@ -300,7 +303,7 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
 
 
 async def test_a_full_prefill_node_is_passed_over_and_rests() -> None:
-    busy, free = prefill(full()), prefill(load=Load(running=5))
+    busy, free = prefill(full()), prefill(load=Load(waiting=5, waiting_tokens=5000))
     async with cluster(busy, free, decode()) as c:
         for _ in range(3):
             await c.text()
@@ -315,7 +318,7 @@ async def test_when_all_prefill_nodes_rest_the_client_is_told_for_how_long() -> 
 
 
 async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.walk.binding, "_RENEW_S", 0.05)
+    monkeypatch.setattr("router.walk.handoff._RENEW_S", 0.05)
 
     async def full_once(call: Call) -> object:
         if len(d.calls) == 1:
@@ -327,107 +330,14 @@ async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatc
         assert await c.text({"stream": True}) == STREAMED
         assert len(d.calls) == 2
         assert p.renewed[:2] == [["held-1"], ["held-1"]]
-        assert c.metric("kvrelay_router_room_waits_total", outcome="room") == 1
         assert c.metric("kvrelay_router_waiting_for_room") == 0
-
-
-ROOMY = Load(running=1, free_blocks=60, total_blocks=64, block_size=16)
-
-
-@pytest.fixture
-def all_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if another router had taken the room since: admission lets nobody begin who would find none."""
-    monkeypatch.setattr("router.admission.admission.until_decode_s", lambda *_: 0.0)
-
-
-async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_node(
-    all_begin: None,
-) -> None:
-    async def hold_then_answer(call: Call) -> None:
-        await call.send()
-        await asyncio.wait_for(go[len(d.calls) - 1].wait(), 10)
-        await decode_ok(call)
-
-    go = [asyncio.Event() for _ in range(3)]
-    p, d = prefill(), decode(hold_then_answer, load=ROOMY)
-    async with cluster(p, d, health_interval_s=0.05) as c:
-        big = {"stream": True, "max_tokens": 500}
-        c.node(d).rates.generated(10**6)  # answers are expected to be as long as they may be
-        answers = []
-        for at in range(3):
-            answers.append(asyncio.create_task(c.text(big)))
-            await until(lambda at=at: len(p.calls) == at + 1)
-        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 2)
-        assert len(d.calls) == 1
-        for event_ in go:
-            event_.set()
-        assert await asyncio.gather(*answers) == [STREAMED] * 3
-        assert c.metric("kvrelay_router_room_waits_total", outcome="room") == 2
-
-
-async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
-    all_begin: None,
-) -> None:
-    p, d = prefill(), decode(hold, load=ROOMY)
-    async with cluster(p, d) as c:
-        c.node(d).rates.generated(10**6)
-        first, second = (asyncio.create_task(c.text({"stream": True, "max_tokens": 900})) for _ in range(2))
-        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
-        for task in (first, second):
-            task.cancel()
-        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
-        assert c.metric("kvrelay_router_waiting_for_room") == 0
-        assert c.metric("kvrelay_router_room_waits_total", outcome="gone") == 1
-        assert all(not node.leases for node in c.router.pool.nodes)
-        assert c.node(d).credit.left(60) == 60
-        await until(lambda: len(p.released) == 2)
-
-
-async def test_who_can_have_no_place_does_not_stay_in_the_queue(all_begin: None) -> None:
-    p, d = prefill(), decode(hold, load=ROOMY)
-    async with cluster(p, d, decode(model="other")) as c:
-        c.node(d).rates.generated(10**6)
-        tasks = [asyncio.create_task(c.text({"stream": True, "max_tokens": 900})) for _ in range(2)]
-        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
-        assert c.router._means is not None
-        no, soon = lambda: False, time.monotonic() + 1
-        wish = Wish(Ask(Role.DECODE, "gone", 1), list, None, None, is_new=True, begun=no, outlasts=no, until=soon)
-        with pytest.raises(NoNode):
-            await c.router._means.binding.place(wish)
-        assert c.metric("kvrelay_router_waiting_for_room") == 1
-        for task in tasks:
-            task.cancel()
-        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_who_waits_too_long_is_refused_or_served_anyway_if_an_answer_has_begun(
-    stream: bool, all_begin: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.walk.handoff.ROOM_DEADLINE_S", 0.2)
-
-    async def first_holds(call: Call) -> None:
-        await (hold if len(d.calls) == 1 else decode_ok)(call)
-
-    p, d = prefill(), decode(first_holds, load=ROOMY)
-    async with cluster(p, d) as c:
-        c.node(d).rates.generated(10**6)
-        first = asyncio.create_task(c.text({"stream": True, "max_tokens": 900}))
-        await d.called.wait()
-        async with c.post({"stream": stream, "max_tokens": 900}) as answer:
-            if stream:  # token 1 came at once from the prefill node
-                assert await answer.text() == STREAMED
-            else:
-                assert (answer.status, (await answer.json())["error"]["type"]) == (429, "overloaded_error")
-        assert c.metric("kvrelay_router_room_waits_total", outcome="late") == 1
-        first.cancel()
 
 
 # --- breakers, lost nodes, silence ---------------------------------------------------------------------------------
 
 
 async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens() -> None:
-    bad, good = prefill(refuse(500)), prefill(load=Load(running=20))
+    bad, good = prefill(refuse(500)), prefill(load=Load(waiting=20, waiting_tokens=5_000))
     async with cluster(bad, good, decode(), health_interval_s=0.02) as c:
         for _ in range(8):
             await c.text()
@@ -488,7 +398,10 @@ async def test_a_clusters_last_node_is_tried_one_leg_at_a_time_though_its_breake
 
 
 async def test_a_node_that_says_503_rests_for_as_long_as_it_says() -> None:
-    bad, good = prefill(refuse(503, "loading", {"retry-after": "20"})), prefill(load=Load(running=9))
+    bad, good = (
+        prefill(refuse(503, "loading", {"retry-after": "20"})),
+        prefill(load=Load(waiting=9, waiting_tokens=5_000)),
+    )
     async with cluster(bad, good, decode(), health_interval_s=0.02) as c:
         for _ in range(3):
             await c.text()
@@ -506,7 +419,7 @@ async def test_a_lost_node_is_down_at_once_and_its_legs_cost_no_retry_budget() -
         await die(call)
 
     all_there = asyncio.Event()
-    dying, other = prefill(come), prefill(load=Load(running=50))
+    dying, other = prefill(come), prefill(load=Load(waiting=50, waiting_tokens=5_000))
     async with cluster(dying, other, decode(), health_interval_s=5) as c:
         answers = [asyncio.create_task(c.text()) for _ in range(14)]
         await asyncio.gather(*answers)
@@ -532,7 +445,7 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
 
 async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.2)
-    hung, good = prefill(hold), prefill(load=Load(running=9))
+    hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert (len(hung.calls), len(good.calls)) == (1, 1)
@@ -540,40 +453,6 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: 
         await asyncio.wait_for(hung.aborted.wait(), 2)
         assert c.router._means is not None
         assert sum(c.router._means.retries._retries) == 1
-
-
-FULL = Load(running=9, waiting=9, total_blocks=100, free_blocks=0, block_size=16)
-
-
-@pytest.mark.parametrize("elsewhere", [Load(running=5), FULL], ids=["room", "no room"])
-async def test_a_decode_leg_that_waits_goes_to_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, elsewhere: Load
-) -> None:
-    """Nobody is blamed for it; and where no other node has room it stays."""
-    monkeypatch.setattr(router.nodes.doors, "_WAITS_S", 0.2)
-    monkeypatch.setattr(router.legs.leg_watch, "_AGAIN_S", 0.05)
-    let_in = asyncio.Event()
-
-    async def wait_in_line(call: Call) -> None:
-        await call.send()
-        await asyncio.wait_for(let_in.wait(), 5)
-        await decode_ok(call)
-
-    p, waits, other = prefill(), decode(wait_in_line), decode(load=elsewhere)
-    async with cluster(p, waits, other) as c:
-        asked = asyncio.create_task(c.text({"stream": True}))
-        if elsewhere is FULL:
-            await asyncio.sleep(0.6)
-            let_in.set()
-        assert await asyncio.wait_for(asked, 5) == STREAMED
-        moved = elsewhere is not FULL
-        assert (len(p.calls), len(waits.calls), len(other.calls)) == (1, 1, int(moved))
-        assert c.metric("kvrelay_router_full_nodes_total", leg="decode") == moved
-        assert c.metric("kvrelay_failovers_total", leg="decode") == 0
-        assert c.node(waits).up
-        if moved:
-            await asyncio.wait_for(waits.aborted.wait(), 2)
-            assert c.node(waits).standing[Role.DECODE].breaker.state(time.monotonic()) == "closed"
 
 
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(

@@ -105,7 +105,7 @@ class Pair:
         link = await Link.over(its, FromParent, hear, lambda: None)
         await until(lambda: bool(heard))
         rng = random.Random(1)
-        pool = Pool([], [], rng)
+        pool = Pool([], [])
         doors = Doors(pool, rng)
         worker.append(Worker(link, heard[0], pool, doors, Metrics(pool, doors, [])))
         self.pools.append(pool)

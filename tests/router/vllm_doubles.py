@@ -235,6 +235,7 @@ class VllmNode:
     health_status: int = 200
     health_hangs: bool = False
     running_requests: int = 0
+    waiting_requests: int = 0
     engines: int = 2
     started: float = 1.7952345678e9
     adapters: tuple[str, ...] = ()
@@ -296,7 +297,8 @@ class VllmNode:
         return web.json_response({"object": "list", "data": cards})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(self.running_requests, engines=self.engines, started=self.started))
+        text = metrics_text(self.running_requests, self.waiting_requests, engines=self.engines, started=self.started)
+        return web.Response(text=text)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"count": 3, "max_model_len": 128, "tokens": [1, 2, 3], "token_strs": None})

@@ -14,7 +14,7 @@ export function showCluster(picture, asks) {
   latency(picture);
   counts(picture);
   nodes(picture, asks);
-  balance(picture);
+  roles(picture);
   workers(picture);
 }
 
@@ -190,10 +190,11 @@ function nodes(picture, asks) {
     const trouble = bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ");
     say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
-    const [, , load, legs, depth, , held, breakers] = row.cells;
+    const [, , load, legs, depth, room, , held, breakers] = row.cells;
     say(load, `${node.running} / ${node.waiting}`);
     say(legs, count(node.legs));
     say(depth, node.queue_depth.toFixed(1));
+    say(room, `${percent(node.prompt_share)} / ${node.role === "decode" ? percent(node.limit_left) : "–"}`);
     row.kv.show(kvShare(node));
     mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_size} tokens are free` : null);
     say(held, count(node.held_blocks));
@@ -221,38 +222,30 @@ function makeRow(node, asks) {
   const row = h("tr", {},
     h("th", { scope: "row" }, h("span.name", { title: node.url }, short(node.url)), facts),
     h("td", {}, h("span.dot", { "aria-hidden": "true" }), state, why),
-    h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, flip, " ", button));
+    h("td.num"), h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, flip, " ", button));
   return Object.assign(row, { state, why, kv, button, flip, facts });
 }
 
 const percent = (share) => `${Math.round(share * 100)} %`;
 
-function balance(picture) {
-  const models = picture.balance;
-  byId("balance-card").hidden = !models.length;
-  if (!models.length) return;
-  const looked = Math.min(...models.map((each) => each.looked));
-  say(byId("balance-hint"), looked ? `looked at ${age(Math.max(0, picture.now - looked))} ago` : "not looked at yet");
+function roles(picture) {
+  const models = picture.roles;
+  byId("roles-card").hidden = !models.length;
   const rows = models.flatMap((each) => [
     [`${each.model} now`, each.why],
-    ...Object.entries(each.roles).map(([role, seen]) => [
-      `${each.model} ${role}`,
-      `${count(seen.nodes)} ${seen.nodes === 1 ? "node" : "nodes"}, ${percent(seen.use)} of their time, ${percent(seen.in_time)} in time${seen.backlog_s >= 0.1 ? `, ${time(seen.backlog_s)} of work waits` : ""}`,
-    ]),
+    ...Object.entries(each.use).map(([role, use]) => [`${each.model} ${role}`, percent(use)]),
   ]);
-  keyed(byId("balance"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
+  keyed(byId("roles"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
   const changes = models.flatMap((each) => each.changes.map((change) => ({ ...change, model: each.model }))).sort((left, right) => right.at - left.at);
   keyed(byId("changes").tBodies[0], changes.length ? changes : [null], (change) => (change ? `${change.at} ${change.model}` : "none"), makeChange, (row, change) => {
-    if (!change) return;
-    say(row.cells[0], `${age(Math.max(0, picture.now - change.at))} ago`);
-    say(row.cells[2], change.outcome);
+    if (change) say(row.cells[0], `${age(Math.max(0, picture.now - change.at))} ago`);
   });
 }
 
 function makeChange(change) {
-  if (!change) return h("tr.none", {}, h("td", { colspan: "4" }, "No role has changed since this process began."));
-  const what = `one more ${change.role} node of ${change.model}${change.where ? `: ${short(change.where)}` : ""}`;
-  return h("tr", {}, h("td.num"), h("th", { scope: "row" }, what), h("td"), h("td", {}, change.why));
+  if (!change) return h("tr.none", {}, h("td", { colspan: "4" }, "No node was asked since this process began."));
+  const what = `${short(change.node)} of ${change.model} to ${change.role}`;
+  return h("tr", {}, h("td.num"), h("th", { scope: "row" }, what), h("td", {}, change.outcome), h("td", {}, change.why));
 }
 
 function workers(picture) {

@@ -68,7 +68,7 @@ function draw() {
 }
 
 function make({ request, detail }) {
-  if (detail) return h("tr.detail", {}, h("td", { colspan: "8" }, details(request)));
+  if (detail) return h("tr.detail", {}, h("td", { colspan: "9" }, details(request)));
   const button = h("button.id", { type: "button", title: request.id, "aria-expanded": "false" }, request.id);
   const bad = request.status >= 500 ? "bad" : request.status >= 400 ? "odd" : null;
   const row = h("tr", { onclick: () => toggle(request) },
@@ -77,6 +77,7 @@ function make({ request, detail }) {
     h("td.num", { "data-status": bad }, request.status === 499 ? "left" : String(request.status)),
     h("td.num", { title: "of the prompt, and generated" }, `${count(request.prompt_tokens)} → ${count(request.output_tokens)}`),
     h("td.num", {}, time(request.ttft_s)), h("td.num", {}, time(request.inter_token_s)), h("td.num", {}, time(request.stages_s.total)),
+    h("td.why", {}, request.placed),
     h("td", {}, stageBar(request.stages_s, time)));
   return Object.assign(row, { button });
 }

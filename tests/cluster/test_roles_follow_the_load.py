@@ -27,17 +27,14 @@ CHANGES_WITHIN_S = 180.0
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """1P3D."""
-    folder = tmp_path_factory.mktemp("balance")
+    folder = tmp_path_factory.mktemp("roles")
     flags = [*tiny_model(folder, 8192), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(32 << 20)]
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode", "decode", "decode")]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        # What would come later than this is refused, and asked again. So a fast machine has all of its prefill node's
-        # time taken, a slow one has a backlog of seconds, and a very slow one has most requests refused.
-        aims = ["--balance", "--ttft-target-ms", "6000", "--tpot-target-ms", "60000", "--log-format", "json"]
-        others = ["--no-conditional-disaggregation", "--least-decode", "2", "--workers", "2"]
-        cluster.router = cluster.start("router", [*listed, *aims, *others])
+        others = ["--tpot-target-ms", "60000", "--least-decode", "2", "--workers", "2", "--log-format", "json"]
+        cluster.router = cluster.start("router", [*listed, *others])
         cluster.wait_ready(*cluster.nodes, cluster.router)
         cluster.wait_met(3)
         yield cluster
@@ -61,7 +58,7 @@ def body(at: int, salt: str) -> dict[str, Any]:
 def picture(cluster: Cluster) -> Any:
     """As the console shows it; nothing before the first look."""
     told = httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=10)
-    seen = json.loads(told.content)["balance"]
+    seen = json.loads(told.content)["roles"]
     return seen[0] if seen else {"changes": []}
 
 
@@ -76,9 +73,6 @@ async def ask_for_ever(
         asked = body(which, f"{at}-{turn}") | {"stream": True}
         async with session.post(f"{url}/v1/completions", json=asked) as answer:
             text = await answer.text()
-            if answer.status == 429:
-                await asyncio.sleep(0.2)
-                continue
             assert answer.status == 200, text
         assert text.endswith("data: [DONE]\n\n"), text[-300:]
         chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -97,15 +91,15 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
 
     def changed() -> Any:
         assert not any(each.done() for each in streams), [each for each in streams if each.done()]
-        done = [change for change in picture(cluster)["changes"] if change["outcome"].startswith("done")]
-        return done[0] if done else None
+        roles = [json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"] for node in cluster.nodes]
+        return roles.count("prefill") == 2 and picture(cluster)["changes"][0]
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         streams = [asyncio.create_task(ask_for_ever(session, cluster.url, at, wanted, stop)) for at in range(STREAMS)]
         try:
             change = await asyncio.to_thread(wait_until, changed, CHANGES_WITHIN_S, "a node has changed its role", 0.5)
             before = [node.metric("kvrelay_leases_released_total") for node in cluster.nodes]
-            flipped = next(at for at, node in enumerate(cluster.nodes) if node.url == change["where"])
+            flipped = next(at for at, node in enumerate(cluster.nodes) if node.url == change["node"])
 
             def serves() -> bool:
                 return cluster.nodes[flipped].metric("kvrelay_leases_released_total") > before[flipped] + 2
@@ -115,18 +109,15 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
             stop.set()
         assert sum(await asyncio.gather(*streams)) > 4
     assert change["role"] == "prefill"
-    assert change["where"] == max(node.url for node in cluster.of("decode"))
+    assert change["node"] == max(node.url for node in cluster.of("decode"))
     roles = [json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"] for node in cluster.nodes]
     assert sorted(roles) == ["decode", "decode", "prefill", "prefill"]
-    # With two decode nodes left, which is the least, it stays so.
-    wait_until(lambda: picture(cluster)["roles"]["prefill"]["nodes"] == 2, 30, "the balance sees both")
     text = httpx2.get(f"{cluster.url}/metrics", timeout=10).text
     changes = r'kvrelay_router_role_changes_total\{model_name="tiny",outcome="(\w+)",role="prefill"\} (\S+)'
-    assert re.findall(changes, text) == [("done", "1.0")]
+    assert re.findall(changes, text) == [("begun", "1.0")]
+    assert re.findall(r'kvrelay_router_role_use\{model_name="tiny",role="(\w+)"\}', text) == ["prefill", "decode"]
     assert cluster.router is not None
-    lines = [json.loads(line) for line in cluster.router.log.read_text().splitlines() if '"roles: ' in line]
-    assert [line["where"] for line in lines] == [change["where"]] * 2
-    assert (lines[0]["prefill_nodes"], lines[0]["decode_nodes"]) == (1, 3)
-    assert lines[0]["prefill_use"] > lines[0]["decode_use"]
+    lines = [line for line in cluster.router.log.read_text().splitlines() if "roles: " in line]
+    assert [change["node"] in line and change["why"] in line for line in lines] == [True]
     assert [line for line in cluster.router.log.read_text().splitlines() if "leg broke" in line] == []
     cluster.all_blocks_free(within_s=10)

@@ -1,0 +1,235 @@
+"""One node as placement sees it: what it has announced, and what was placed on it since. Pure; times are milliseconds.
+
+All routers and workers see the same of a node: it numbers the legs that it takes, and says up to which number an
+announcement has them. A router adds what it has placed since, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wire.decaying_mean import MEMORY_MS
+from wire.outputs import Load
+from wire.step_costs import StepCosts
+
+__all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
+
+LOST = 0.5
+"""A row that is delayed has on average half of its answer behind it."""
+BURST_MS = 250.0
+"""Prompts that take so long together may spill at once, or one that takes longer."""
+LEAST_LEFT = 0.08
+"""A decode node's steps are not thought to stretch further than by this share of its time."""
+MOST_SHARE = 0.97
+MOST_KV = 0.5
+"""Whoever needs more than this share of a node's KV need not wait until there is more."""
+UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
+"""A node that has not said what its steps cost, until something was seen of it."""
+_REQUEST_TOKENS = 512
+_LEAST_STEP_MS = 0.1
+_ANY = 1e9  # of a node that does not say how many prompts it has
+_TTFT_STEPS, _TTFT_PROMPTS, _TPOT_STEPS = 25.0, 2.2, 4.0
+
+
+def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
+    """Return a time to first token and a time per token that users of such nodes expect.
+
+    On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and 15 ms.
+    """
+    step = max(_LEAST_STEP_MS, costs.step or costs.decode_ms(1, 0))
+    return _TTFT_STEPS * step + _TTFT_PROMPTS * costs.chunk_ms(tokens), _TPOT_STEPS * step
+
+
+@dataclass(eq=False, slots=True)
+class Share:
+    """What one leg takes of a node."""
+
+    prompt_ms: float = 0.0
+    """Of prompts, to compute."""
+    kv_tokens: float = 0.0
+    context: float = 0.0
+    """Tokens that each of its steps reads, if it decodes there."""
+    output: float = 0.0
+    row_weight: float = 0.0
+    spill_ms: float = 0.0
+    number: int = 0
+    """By which the node's announcements count it; 0: it has not said."""
+    taken: bool = False
+
+
+class NodeLoad:
+    """A node as placement sees it: what it has announced, and what was placed on it since.
+
+    The prices of requests are made of what `_settle` keeps, so that a look at a hundred nodes costs little.
+    """
+
+    __slots__ = (
+        "_load",
+        "_pending",
+        "_row_weight",
+        "backlog_ms",
+        "base_ms",
+        "behind",
+        "context",
+        "context_ms",
+        "costs",
+        "gap_ms",
+        "kv_free",
+        "kv_most",
+        "linear_ms",
+        "lost",
+        "name",
+        "own",
+        "prompt_share",
+        "prompts",
+        "row_ms",
+        "rows",
+        "spill_ms",
+        "square_ms",
+        "stretch",
+        "token_rate",
+        "wait_ms",
+    )
+
+    def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
+        self.name, self.costs, self.gap_ms = name, costs, gap_ms
+        self.own = 0
+        """Legs that were placed here and have not ended."""
+        self._pending: dict[Share, None] = {}
+        self.announced(Load())
+
+    def measured(self, costs: StepCosts, gap_ms: float) -> None:
+        """Take over the node's card."""
+        self.costs, self.gap_ms = costs, gap_ms
+        self._settle()
+
+    def begins_anew(self) -> None:
+        """Forget what the process has announced that stood here before; its legs end by themselves."""
+        for share in self._pending:
+            share.number = 0
+        self.announced(Load())
+
+    def announced(self, load: Load) -> None:
+        """Take over what the node says. All legs are in it that the node has numbered up to `load.legs`.
+
+        A node that numbers none (another project's) is believed as far as it says more than was placed there.
+        """
+        self._load = load
+        if load.legs:
+            self._pending = {share: None for share in self._pending if not 0 < share.number <= load.legs}
+        rows = load.running + load.waiting
+        self.rows = float(rows if load.legs else max(0, rows - len(self._pending)))
+        self.context, self._row_weight = float(load.context_tokens), load.row_weight
+        self.backlog_ms, self.spill_ms = load.backlog_ms, load.spill_ms
+        if not load.legs:
+            tokens = load.waiting_tokens or _REQUEST_TOKENS * load.waiting
+            placed_ms = sum(share.prompt_ms for share in self._pending)
+            self.backlog_ms = max(0.0, tokens * self.costs.prompt_token - placed_ms)
+        self.prompt_share, self.token_rate = load.prompt_share, load.token_rate
+        counts = load.legs and load.block_size
+        self.kv_free = float(load.free_blocks * load.block_size - load.promised_tokens) if counts else math.inf
+        self.kv_most = MOST_KV * load.total_blocks * load.block_size if counts else math.inf
+        for share in self._pending:
+            self._add(share, 1)
+        self._settle()
+
+    def take(self, share: Share) -> None:
+        """Have a leg count from now on."""
+        share.taken = True
+        self.own += 1
+        self._pending[share] = None
+        self._add(share, 1)
+        self._settle()
+
+    def first_token(self, share: Share) -> None:
+        """Note that a leg's prompt is computed; twice is as once.
+
+        What the node has announced of a leg it changes itself: with its first token, and with its end.
+        """
+        if share in self._pending and share.prompt_ms:
+            self.backlog_ms = max(0.0, self.backlog_ms - share.prompt_ms)
+            self._settle()
+        share.prompt_ms = share.spill_ms = 0.0
+
+    def end(self, share: Share) -> None:
+        """Give back what a leg has left; twice is as once."""
+        if share.taken:
+            share.taken = False
+            self.own -= 1
+            if share in self._pending:
+                self._add(share, -1)
+                del self._pending[share]
+                self._settle()
+
+    def _add(self, share: Share, sign: int) -> None:
+        self.backlog_ms = max(0.0, self.backlog_ms + sign * share.prompt_ms)
+        self.kv_free -= sign * share.kv_tokens
+        self.rows = max(0.0, self.rows + sign)
+        self.context = max(0.0, self.context + sign * share.context)
+        self._row_weight = max(0.0, self._row_weight + sign * share.row_weight)
+        self.token_rate = max(0.0, self.token_rate + sign * share.output / MEMORY_MS)
+        self.prompt_share = max(0.0, self.prompt_share + sign * share.prompt_ms / MEMORY_MS)
+        if share.spill_ms:
+            most = max(share.spill_ms, BURST_MS) if sign > 0 else math.inf
+            self.spill_ms = min(self.spill_ms, most) - sign * share.spill_ms
+
+    def _settle(self) -> None:
+        costs, pace = self.costs, self._load.pace or 1.0
+        share = min(MOST_SHARE, self.prompt_share)
+        self.linear_ms, self.square_ms = pace * costs.prompt_token, pace * costs.prompt_context / 2
+        self.base_ms = pace * max(0.0, costs.step + costs.prompts)
+        self.wait_ms = self.backlog_ms + self.base_ms
+        self.prompts = self.rows if self._load.legs else _ANY
+        self.behind = stretched = 1 / (1 - share)
+        self.context_ms = pace * costs.row_context * stretched
+        self.row_ms = pace * costs.decode_ms(self.rows + 1, self.context) * stretched
+        self.stretch = 1 + (pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0)
+        left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
+        self.lost = LOST * self._row_weight / left
+
+    @property
+    def step_ms(self) -> float:
+        """An empty step."""
+        return (self._load.pace or 1.0) * self.costs.step
+
+    @property
+    def per_token_ms(self) -> float:
+        """What one token of an answer adds to a step."""
+        each = self.costs.row + self.costs.row_context * self.context / max(1.0, self.rows)
+        return (self._load.pace or 1.0) * each
+
+    @property
+    def depth(self) -> float:
+        """The queue in requests; so many tokens of prompts that wait are one more."""
+        each_ms = _REQUEST_TOKENS * (self.linear_ms + self.square_ms * _REQUEST_TOKENS)
+        return self.rows + (self.backlog_ms / each_ms if each_ms else 0.0)
+
+    @property
+    def price_parts(self) -> tuple[float, ...]:
+        """What the prices of requests are made of here."""
+        return self.wait_ms, self.behind, self.row_ms, self.context_ms, self.stretch, self.lost, self.spill_ms
+
+    @property
+    def limit_left(self) -> float:
+        """The share of its time left for prompts until tokens take longer than users expect; may be negative."""
+        return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / _TPOT_STEPS
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there or on its way there."""
+        return not (self.rows or self.own or self.backlog_ms)
+
+    def fits(self, kv_tokens: float) -> bool:
+        """Say whether so many tokens of KV find room; an idle node has what it has."""
+        return min(kv_tokens, self.kv_most) <= self.kv_free or self.is_idle
+
+    def prompt_ms(self, tokens: float, cached: float) -> float:
+        """Return what a prompt takes here, less what is cached."""
+        left = tokens - min(cached, tokens - 1)
+        return left * (self.linear_ms + self.square_ms * (2 * tokens - left))
+
+    def idle_ms(self, tokens: float) -> tuple[float, float]:
+        """Return the time to first token and the time per token of a request that is alone here."""
+        pace = self._load.pace or 1.0
+        return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(1, tokens)

@@ -1,0 +1,306 @@
+"""Where a prompt is computed and where its answer is generated: one price for every way. Pure.
+
+Decodes stay together on decode nodes, because a step has a fixed cost whatever its rows. A prompt goes to a prefill
+node, or to a decode node where that is cheaper for all: for the request, which waits, and for those whose tokens are
+delayed. A millisecond of waiting and one of decoding are made comparable by the targets of those who lose it.
+
+A decode node with `r` tokens per millisecond, of which each costs `b` of its steps, and with a share `u` of its time
+given to prompts settles at a time per token of `step / (1 - u - r * b)`. So what it can give to prompts has a limit
+that is known in advance (the node keeps it: Load.spill_ms), and near that limit each millisecond counts many times.
+
+`place` changes nothing. `NodeLoad.take`, `first_token` and `end` do (router/node_load.py). All times are milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from zlib import crc32
+
+from router.node_load import NodeLoad, Share
+
+__all__ = [
+    "LINK_MS",
+    "Cluster",
+    "Placement",
+    "PlacementRequest",
+    "Refuse",
+    "Wait",
+    "place",
+    "place_decode",
+    "place_prefill",
+    "shares_of",
+]
+
+LINK_MS = 2.0
+"""A hand-over between two nodes of which nothing else is known."""
+DEEP_MS = 1_000.0
+"""A node with so much before it needs no more for now: who comes then waits in the router, in fair order."""
+_LOOKED_AT = 4
+"""Where links differ, pairs are made of so many of the cheapest nodes of each role."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What placement knows of a request."""
+
+    tokens: int
+    """Of its prompt, and of what it has generated elsewhere."""
+    output: float
+    """Expected tokens of its answer: a mean of those that ended, never what it allows."""
+    ttft_ms: float
+    tpot_ms: float
+    """What a millisecond of its waiting and of its decoding is measured by."""
+    most_output: float = math.inf
+    """Tokens that it may generate at most; they count for its room alone."""
+    ttft_limit_ms: float = math.inf
+    """Later than this its first token is of no use: then it is refused."""
+    tpot_limit_ms: float = math.inf
+    tie: int = 0
+    """A hash of the request: among equals it chooses."""
+    cached: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of its prompt that nodes have, by their names."""
+
+    roomless: bool = False
+    """It goes where there is no room, too."""
+
+    @property
+    def kv_tokens(self) -> float:
+        """The tokens of KV that it will have where it decodes; what is cached there is among the free blocks."""
+        return self.tokens + min(self.output, self.most_output)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A prefill node and a decode node; the same, if the prompt is computed where the answer is generated."""
+
+    prefill: str
+    decode: str
+    price: float
+    other: tuple[str, str] | None
+    """The best other way of the two, if there is one, and its price."""
+    other_price: float
+    spills: bool
+    """Its prompt is computed on a decode node though a prefill node could."""
+
+    def __str__(self) -> str:
+        """Name the way and its price, and the best other one: `p0/d1 price=0.41, d1 alone 0.77`."""
+        other = "" if self.other is None else f", {_shown(*self.other)} {self.other_price:.2f}"
+        return f"{_shown(self.prefill, self.decode)} price={self.price:.2f}{other}"
+
+
+def _shown(prefill: str, decode: str) -> str:
+    source, target = (name.rpartition("/")[2] for name in (prefill, decode))
+    return f"{target} alone" if prefill == decode else f"{source}/{target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No way is open now: there is no room for its KV, or all nodes have enough before them."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A target would be missed whichever way it went."""
+
+    what: str
+    """Which: `ttft` or `tpot`."""
+    expected_ms: float
+    limit_ms: float
+    never: bool = False
+    """An idle cluster would miss it, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The nodes that may take a request now, and how they may be used."""
+
+    prefill: Sequence[NodeLoad]
+    decode: Sequence[NodeLoad]
+    link_ms: Callable[[str, str], float] | None = None
+    """What a hand-over from one to the other takes; None: LINK_MS between any two."""
+    spills: bool = True
+    """Decode nodes may compute prompts though a prefill node could."""
+    computes: Callable[[str], bool] | None = None
+    """Whether a decode node computes prompts at all; None: all do."""
+
+
+_NO_ROOM = Wait("no decode node has room for its KV")
+_first_three = itemgetter(0, 1, 2)
+_Way = tuple[float, float, NodeLoad, NodeLoad]
+"""Its price, milliseconds to the first token, and its nodes."""
+
+
+def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Refuse:
+    """Choose the cheapest way of those that are open."""
+    per_tpot, tokens = 1 / request.tpot_ms, request.tokens
+    targets = _targets(request, cluster.decode)
+    if not targets:
+        return _NO_ROOM
+    if request.tpot_limit_ms < math.inf:
+        fast = [(price, d) for price, d in targets if price <= request.tpot_limit_ms * per_tpot]
+        alone = min(d.idle_ms(tokens)[1] for d in cluster.decode)
+        if not fast and alone > request.tpot_limit_ms:
+            return Refuse("tpot", alone, request.tpot_limit_ms, never=True)
+        targets = fast or [(price, d) for price, d in targets if d.is_idle]
+        if not targets:
+            return Wait("one more would make tokens take longer than a target")
+    sources = [p for p in cluster.prefill if min(tokens, p.kv_most) <= p.kv_free or request.roomless or p.is_idle]
+    remote = _remote(request, sources, targets, cluster) if sources else None
+    # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
+    local = None if remote is not None and _is_free(remote, cluster) else _local(request, targets, cluster)
+    ways = sorted(filter(None, (remote, local)), key=lambda way: way[0])
+    if not ways:
+        return Wait("no prefill node has room for its KV")
+    in_time = [way for way in ways if way[1] <= request.ttft_limit_ms]
+    if not in_time:
+        return _too_late(request, cluster, min(way[1] for way in ways))
+    price, _, source, target = in_time[0]
+    if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.roomless:
+        return Wait("all nodes have enough before them")
+    other = next((way for way in ways if way[2] is not source), None)
+    return Placement(
+        source.name,
+        target.name,
+        price,
+        None if other is None else (other[2].name, other[3].name),
+        math.inf if other is None else other[0],
+        source is target and bool(cluster.prefill),
+    )
+
+
+def _is_free(remote: _Way, cluster: Cluster) -> bool:
+    """Say whether a prompt would be computed at once, and go where its node is no worse linked than others."""
+    _, _, source, target = remote
+    return not source.backlog_ms and (cluster.link_ms is None or cluster.link_ms(source.name, target.name) < DEEP_MS)
+
+
+def place_decode(
+    request: PlacementRequest, nodes: Sequence[NodeLoad], peer: str, link_ms: Callable[[str, str], float] | None = None
+) -> Placement | Wait:
+    """Choose the decode node for a prompt whose KV a prefill node, `peer`, has or will have."""
+    targets = _targets(request, nodes)
+    if not targets:
+        return _NO_ROOM
+    if link_ms is not None:
+        targets = [(price + link_ms(peer, d.name) / request.ttft_ms, d) for price, d in targets]
+    price, target = _cheapest(targets, request.tie)
+    return Placement(peer, target.name, price, None, math.inf, spills=False)
+
+
+def place_prefill(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> NodeLoad:
+    """Choose the prefill node alone, whatever room it has."""
+    return _cheapest(_sources(request, nodes), request.tie)[1]
+
+
+def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
+    """Return the prefill nodes, each with the price of waiting there and behind it.
+
+    The shortest prompt is computed first: of those that are there none counts as longer than this one.
+    """
+    per_ttft, tokens, cached = 1 / request.ttft_ms, request.tokens, request.cached
+    square, priced = tokens * tokens, []
+    for p in nodes:
+        own = p.prompt_ms(tokens, cached[p.name]) if p.name in cached else tokens * p.linear_ms + square * p.square_ms
+        before = min(p.backlog_ms, p.prompts * own)
+        priced.append(((p.base_ms + before + own * p.behind) * per_ttft, p))
+    return priced
+
+
+def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
+    """Return the decode nodes that have room, each with the price of its tokens."""
+    kv, per_tpot, tokens = request.kv_tokens, 1 / request.tpot_ms, request.tokens
+    return [
+        ((d.row_ms + d.context_ms * tokens) * per_tpot, d)
+        for d in nodes
+        if min(kv, d.kv_most) <= d.kv_free or request.roomless or d.is_idle
+    ]
+
+
+def _remote(
+    request: PlacementRequest, sources: list[NodeLoad], targets: list[tuple[float, NodeLoad]], cluster: Cluster
+) -> _Way:
+    """Return the cheapest pair: its own wait, what it adds to that of those who come behind it, and its decoding."""
+    per_ttft, tokens, cached = 1 / request.ttft_ms, request.tokens, request.cached
+    priced = _sources(request, sources)
+    if cluster.link_ms is None:
+        price, source = _cheapest(priced, request.tie)
+        decoding, target = _cheapest(targets, request.tie)
+        link = LINK_MS
+    else:
+        link_ms, few = cluster.link_ms, _few(targets, request.tie)
+        ways = [
+            (price + decoding + link_ms(p.name, d.name) * per_ttft, at, to, p, d)
+            for at, (price, p) in enumerate(_few(priced, request.tie))
+            for to, (decoding, d) in enumerate(few)
+        ]
+        total, _, _, source, target = min(ways, key=_first_three)
+        link = link_ms(source.name, target.name)
+        price, decoding = total - link * per_ttft, 0.0
+    first = source.wait_ms + source.prompt_ms(tokens, cached.get(source.name, 0)) + link
+    return price + decoding + link * per_ttft, first, source, target
+
+
+def _local(request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster) -> _Way | None:
+    """Return the cheapest node alone: its own wait, stretched by the steps of those who decode, and what they lose."""
+    must = not cluster.prefill
+    if not (must or cluster.spills):
+        return None
+    tokens, cached, computes = request.tokens, request.cached, cluster.computes
+    per_ttft, square = 1 / request.ttft_ms, tokens * tokens
+    priced: list[tuple[float, NodeLoad]] = []
+    for decoding, d in targets:
+        own = d.prompt_ms(tokens, cached[d.name]) if d.name in cached else tokens * d.linear_ms + square * d.square_ms
+        if must or own <= d.spill_ms:
+            priced.append(((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d))
+    if computes is not None:
+        priced = [(price, d) for price, d in priced if computes(d.name)]
+    if not priced:
+        return None
+    price, node = _cheapest(priced, request.tie)
+    return price, (node.wait_ms + node.prompt_ms(tokens, cached.get(node.name, 0))) * node.stretch, node, node
+
+
+def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, NodeLoad]]:
+    """Return the cheapest few, in order."""
+    if len(priced) > _LOOKED_AT:
+        most = sorted([price for price, _ in priced])[_LOOKED_AT - 1]
+        priced = [each for each in priced if each[0] <= most]
+    return sorted(priced, key=lambda each: (each[0], crc32(each[1].name.encode(), tie)))[:_LOOKED_AT]
+
+
+def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:
+    """Return the cheapest; the request's hash chooses among equals, the same for all routers."""
+    least = min([price for price, _ in priced])
+    equal = [each for each in priced if each[0] == least]
+    return equal[0] if len(equal) == 1 else min(equal, key=lambda each: crc32(each[1].name.encode(), tie))
+
+
+def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -> Refuse:
+    tokens, cached = request.tokens, request.cached
+    nodes = cluster.prefill or cluster.decode
+    alone = min(n.idle_ms(1)[0] + n.prompt_ms(tokens, cached.get(n.name, 0)) for n in nodes)
+    limit = request.ttft_limit_ms
+    return Refuse("ttft", alone if alone > limit else expected_ms, limit, never=alone > limit)
+
+
+def shares_of(
+    request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
+) -> tuple[Share | None, Share]:
+    """Return what a placement takes of its prefill node, if it has one of its own, and of its decode node."""
+    own = source.prompt_ms(request.tokens, request.cached.get(source.name, 0))
+    output = max(1.0, min(request.output, request.most_output))
+    row = Share(
+        kv_tokens=request.kv_tokens,
+        context=request.tokens + output / 2,
+        output=output,
+        row_weight=1 / (request.tpot_ms * output),
+    )
+    if source is target:
+        row.prompt_ms, row.spill_ms = own, own if placed.spills else 0.0
+        return None, row
+    return Share(prompt_ms=own, kv_tokens=request.tokens), row

@@ -1,0 +1,150 @@
+"""Roles follow the load: where one role of a model is short of nodes, a node of the other one takes it.
+
+Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time, and tokens
+`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py). Owns that decision, and who is asked:
+all routers see the same and ask the same node, which changes once (node/role.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import fsum, inf
+
+from router.admin import BEGUN
+from router.console.picture import RoleChange
+from router.metrics import Metrics
+from router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
+from router.nodes.node import Node, NodeKind
+from router.nodes.pool import DRAINS, Pool
+from wire.config import Role
+from wire.errors import Conflict
+from wire.router_config import RouterConfig
+
+__all__ = ["EVERY_S", "LOOKS", "OTHER", "RoleChanges", "Roles", "work_of"]
+
+EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
+LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+_log = logging.getLogger("kvrelay.router")
+
+
+def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> dict[Role, float]:
+    """Return how many nodes the work of each role takes; without a target for TPOT (0) by the default one."""
+    prompts = fsum(load.prompt_share for of in loads.values() for load in of)  # decode nodes spare prefill nodes some
+    decode = loads[Role.DECODE]
+    tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
+    left = fsum(1 - load.step_ms / (tpot_ms or default_targets(load.costs, 0)[1]) for load in decode)
+    return {Role.PREFILL: prompts, Role.DECODE: tokens / max(LEAST_LEFT, left / max(1, len(decode)))}
+
+
+class Roles:
+    """A decision about one model, from look to look. Times are seconds of any one clock."""
+
+    def __init__(self, least_prefill: int = 1, least_decode: int = 1) -> None:
+        self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
+        self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
+        self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
+        self.use, self.why = dict(self._work), ""
+        """What its work takes of each role's nodes, of late; and why nothing changes, or what does."""
+        self.changes: list[RoleChange] = []
+
+    def changed(self, role: Role, now: float) -> None:
+        """Note that a node has taken a role, whoever had it do so."""
+        self._changed, self._last, self._times = now, role, 0
+
+    def look(self, up: Mapping[Role, int], work: Mapping[Role, float], now: float, hindered: str = "") -> Role | None:
+        """Return the role that one of the nodes should take; `hindered` says why none can now."""
+        rests = now - self._changed < COOL_DOWN_S  # until then what had piled up says nothing of what is needed now
+        kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
+        self._work = {role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()}
+        self.use = use = {role: of / max(1, up[role]) for role, of in self._work.items()}
+        busy = max(use, key=lambda role: use[role])
+        idle = OTHER[busy]
+        # To a role of many nodes one more is less than any margin: what counts is the role that gives it away.
+        after = self._work[idle] / max(1, up[idle] - 1)
+        margin = MARGIN * (2 if self._last is idle and now - self._changed < REMEMBERS_S else 1)
+        against = (
+            (use[busy] <= LIMIT, "no role is short of nodes"),
+            (up[idle] <= self._least[idle], f"{idle} keeps its last {self._least[idle]}"),
+            (after > use[busy] * (1 - margin), f"one {idle} node less would have too much to do"),
+            (rests, "the last change was just now"),
+        )
+        why = hindered or next((reason for holds, reason in against if holds), "")
+        self._busy, self._times = busy, 0 if why else self._times % LOOKS + 1 if busy is self._busy else 1
+        decided = self._times == LOOKS
+        why = why or (f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes")
+        self.why = f"{why}: " + ", ".join(f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use)
+        return busy if decided else None
+
+
+@dataclass(slots=True)
+class RoleChanges:
+    """The looks of one process of a router. `ask` has a node change; once `ending` says so nobody is asked any more."""
+
+    config: Callable[[], RouterConfig]
+    pool: Pool
+    metrics: Metrics
+    ask: Callable[[Node, Role], Awaitable[tuple[int, str]]]
+    ending: Callable[[], bool]
+    models: dict[str, Roles] = field(default_factory=dict)
+    _known: dict[str, tuple[Role, str]] = field(default_factory=dict)
+    _rests: dict[str, float] = field(default_factory=dict)
+
+    async def look_for_ever(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                await self.look(time.monotonic())
+            except Exception:  # noqa: BLE001 - a mistake of ours must not end it
+                _log.exception("roles were not looked at; they will be again in %g s", EVERY_S)
+
+    async def look(self, now: float) -> None:
+        """Look once at every model."""
+        config, known = self.config(), self._known
+        ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
+        least = config.least_prefill, config.least_decode
+        self.models = {of: self.models.get(of) or Roles(*least) for of in {node.model for node in ours}}
+        self._known = {node.url: (node.role, node.generation) for node in ours}
+        self._rests = {url: until for url, until in self._rests.items() if until > now}
+        for node in ours:  # a process that was started again has its first role: nobody has decided that
+            if known.get(node.url) == (OTHER.get(node.role), node.generation):
+                self.models[node.model].changed(node.role, now)
+                self._rests.pop(node.url, None)
+        self.metrics.role_use.clear()
+        asked: list[tuple[Roles, Node, Role]] = []
+        for model, roles in self.models.items():
+            nodes = {role: self.pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
+            loads = {role: [node.state for node in of] for role, of in nodes.items()}
+            hindered = self._hindered(config, [node for node in ours if node.model == model])
+            up = {role: len(of) for role, of in loads.items()}
+            wanted = roles.look(up, work_of(loads, config.tpot_target_ms), now, hindered)
+            willing = [node for node in nodes[OTHER[wanted]] if node.url not in self._rests] if wanted else []
+            if wanted and willing:
+                asked.append((roles, max(willing, key=lambda node: node.url), wanted))
+            for role, use in roles.use.items():
+                self.metrics.role_use.labels(model, role).set(use)
+        for roles, node, role in asked:
+            status, said = await self.ask(node, role)
+            if status not in (200, Conflict.status):  # else another router has asked it, too
+                self._rests[node.url] = now + RESTS_S
+            outcome = "begun" if status == BEGUN else f"refused: {status} {said}"
+            roles.changes = [RoleChange(time.time(), role, node.url, roles.why, outcome), *roles.changes[:9]]
+            self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
+            _log.info("roles: %s; %s: %s", roles.why, node.url, outcome)
+
+    def _hindered(self, config: RouterConfig, nodes: Sequence[Node]) -> str:
+        if config.strict_roles or self.ending():
+            return "roles are strict" if config.strict_roles else "this router ends"
+        for node in nodes:
+            if node.flips_to is not None:
+                return f"{node.url} is changing its role from {node.role} to {node.flips_to}"
+            if node.reason == DRAINS and not node.drain_asked and node.reported_at < node.since:
+                return f"{node.url} drains or changes its role, as its next health check must say"
+            if node.up and node.state.costs == UNKNOWN:
+                return f"{node.url} has not said what its steps cost"
+        return ""

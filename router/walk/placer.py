@@ -1,0 +1,322 @@
+"""Places requests: which nodes may take one now, what is known of it, and the places that it gets.
+
+Owns no decision: router/placement.py chooses. An operator who names a policy for a role has it choose that role's node
+instead, and no prompt spills then.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+from router.node_load import UNKNOWN, Share, default_targets
+from router.nodes.doors import Doors
+from router.nodes.node import Lease, Node, NodeKind
+from router.nodes.pairing import unlike
+from router.nodes.pool import Pool
+from router.placement import (
+    Cluster,
+    Placement,
+    PlacementRequest,
+    Refuse,
+    Wait,
+    place,
+    place_decode,
+    place_prefill,
+    shares_of,
+)
+from router.policies.by_name import POLICIES
+from router.policies.policy import Ask
+from router.prefix.index import Prefix
+from router.walk.job import Job, Targets
+from wire.config import Role
+from wire.errors import KvNotLoaded, NoNode, Overloaded, without_frames
+from wire.router_config import PRICE, RouterConfig
+
+__all__ = ["Found", "Placed", "Placer", "Wanted"]
+
+_FIRST_OUTPUT = 128.0
+_OUTPUT_WEIGHT = 1 / 64
+_MOST_OUTPUT = 16_384.0
+_LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
+"""A target counts for no less than this share of what users of such nodes expect, or it would buy priority; and for no
+more than so many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for one prompt."""
+
+    model: str
+    request: PlacementRequest
+    session: str = ""
+    prefix: Prefix | None = None
+    peer: Node | None = None
+    """A prefill node that has its KV: only a decode node is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement, and the nodes of it, on which nothing is taken yet."""
+
+    wanted: Wanted
+    placement: Placement
+    prefill: Node
+    decode: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The places that one prompt has. Without `prefill` it is computed on its decode node."""
+
+    wanted: Wanted
+    placement: Placement
+    prefill: Lease | None
+    decode: Lease
+
+
+class Placer:
+    """One for all requests of a router."""
+
+    def __init__(self, config: RouterConfig, pool: Pool, doors: Doors, rng: random.Random) -> None:
+        self._pool, self._doors, self._rng = pool, doors, rng
+        self._outputs: dict[str, float] = {}
+        self.waiting: Counter[str] = Counter()
+        """By model, requests that have begun and wait for a place again."""
+        self.take_over(config)
+
+    def take_over(self, config: RouterConfig) -> None:
+        """Place by this configuration from now on."""
+        self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
+
+    # --- what is known of a request -------------------------------------------------------------------------------
+
+    def wanted(self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None) -> Wanted:
+        """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known better."""
+        cached = self._pool.prefixes.lookup(prefix) if prefix is not None else None
+        tokens = max(1, tokens or (job.prompt_tokens if cached is None else cached.prompt_tokens))
+        ttft_ms, tpot_ms = default_targets(self._pool.typical(job.model), tokens)
+        answers = max(job.choices, job.best_of)
+        told = job.targets
+        request = PlacementRequest(
+            tokens,
+            1.0 if job.prompt_only else self.expected_output(job.model) * answers,
+            _bounded(told.ttft_s, ttft_ms),
+            _bounded(told.tpot_s, tpot_ms),
+            job.max_tokens * answers or math.inf,
+            tie=crc32(job.id.encode()),
+            cached={} if cached is None else cached,
+        )
+        return Wanted(job.model, request, job.session, prefix, peer)
+
+    def limited(self, wanted: Wanted, targets: Targets) -> Wanted:
+        """Have a request refused, or wait, that cannot be served within the targets that it was told.
+
+        Nodes that have not said what they cost refuse nobody.
+        """
+        if self._pool.typical(wanted.model) is UNKNOWN:
+            return wanted
+        ttft_ms, tpot_ms = ((each or math.inf) * 1e3 for each in (targets.ttft_s, targets.tpot_s))
+        return replace(wanted, request=replace(wanted.request, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms))
+
+    def expected_output(self, model: str) -> float:
+        """Return how many tokens an answer of this model has: a mean over those that have ended."""
+        return self._outputs.get(self._pool.base_of(model), _FIRST_OUTPUT)
+
+    def answered(self, model: str, tokens: int) -> None:
+        """Learn from an answer that has ended with so many tokens."""
+        if tokens and (base := self._pool.base_of(model)):
+            known = self._outputs.get(base, _FIRST_OUTPUT)
+            self._outputs[base] = known + _OUTPUT_WEIGHT * (min(tokens, _MOST_OUTPUT) - known)
+
+    # --- where to ------------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        wanted: Wanted,
+        tried_prefill: Collection[Node] = (),
+        tried_decode: Collection[Node] = (),
+        *,
+        anyway: bool = False,
+        spills: bool = True,
+        alone: bool = False,
+    ) -> Found | Wait | Refuse:
+        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there are none.
+
+        `anyway`: also where there is no room for its KV. Without `spills` a decode node computes its prompt only if no
+        prefill node can; `alone`: none is asked.
+        """
+        now, request = time.monotonic(), _anywhere(wanted.request) if anyway else wanted.request
+        decode: Sequence[Node] = self._doors.takers(self._ask(Role.DECODE, wanted), tried_decode, now)
+        if wanted.peer is not None:
+            return self._found_for_kv(wanted, request, decode, tried_decode, wanted.peer, now)
+        able_prefill = [] if alone else self._prefilling(wanted, tried_prefill, now)
+        prefill = self._with_partner(able_prefill, decode)
+        able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
+        if not prefill:
+            if not able:
+                if able_prefill:
+                    return Wait("no decode node that could take its KV takes legs now")
+                raise self._no_prefill(wanted, tried_prefill, now)
+            decode = able
+        found, verdict = [], None
+        for sources, targets in self._groups(prefill, decode):
+            nodes = {node.state.name: node for node in (*sources, *targets)}
+            cluster = Cluster(
+                [node.state for node in self._by_policy(Role.PREFILL, wanted, sources)],
+                [node.state for node in self._by_policy(Role.DECODE, wanted, targets)],
+                self._doors.link_ms(now),
+                self._spills and spills,
+                None if len(able) == len(decode) else {node.url for node in able}.__contains__,
+            )
+            placed = place(request, cluster)
+            if isinstance(placed, Placement):
+                found.append(Found(wanted, placed, nodes[placed.prefill], nodes[placed.decode]))
+            elif verdict is None or isinstance(placed, Wait):
+                verdict = placed
+        if found:
+            return min(found, key=lambda each: each.placement.price)
+        assert verdict is not None
+        return verdict
+
+    def can_prefill(self, wanted: Wanted, tried: Collection[Node]) -> bool:
+        """Say whether a prefill node that was not tried takes a leg now."""
+        try:
+            return bool(self._prefilling(wanted, tried, time.monotonic()))
+        except Overloaded:
+            return False
+
+    def take(self, found: Found) -> Placed:
+        """Take what a placement takes, until its leases are given back."""
+        wanted, source, target = found.wanted, found.prefill, found.decode
+        tokens, cached = wanted.request.tokens, wanted.request.cached
+        share, row = shares_of(wanted.request, found.placement, source.state, target.state)
+        left = {node: tokens - min(tokens, cached.get(node.url, 0)) for node in (source, target)}
+        prefill = None
+        if share is not None and wanted.peer is None:
+            prefill = self._pool.hold(source, share, left[source], wanted.prefix, cached)
+        decode = self._pool.hold(target, row, left[target] if share is None else 0, wanted.prefix, cached)
+        return Placed(wanted, found.placement, prefill, decode)
+
+    def hold_alone(self, role: Role, wanted: Wanted, tried: Collection[Node], kind: NodeKind, tokens: int) -> Lease:
+        """Take a place for one leg of another project's nodes, which computes so many tokens. Raises NoNode."""
+        nodes = self._pool.up(role, tried, wanted.model, kind)
+        if not nodes:
+            raise self._pool.no_node(role, wanted.model)
+        states = [node.state for node in self._by_policy(role, wanted, nodes)]
+        request = replace(wanted.request, roomless=True)
+        if role is Role.PREFILL:
+            name = place_prefill(request, states).name
+        else:
+            placed = place_decode(request, states, "")
+            assert isinstance(placed, Placement)
+            name = placed.decode
+        node = next(node for node in nodes if node.state.name == name)
+        cached = request.cached.get(name, 0)
+        share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
+        if role is Role.DECODE:
+            share.context, share.output = request.tokens + request.output / 2, request.output
+        return self._pool.hold(node, share, max(0, tokens - cached), wanted.prefix, request.cached)
+
+    def give_back(self, placed: Placed) -> None:
+        """Give back all places; twice is as once."""
+        for lease in (placed.prefill, placed.decode):
+            if lease is not None:
+                self._pool.give_back(lease)
+
+    def _found_for_kv(
+        self,
+        wanted: Wanted,
+        request: PlacementRequest,
+        decode: Sequence[Node],
+        tried: Collection[Node],
+        peer: Node,
+        now: float,
+    ) -> Found | Wait:
+        """Find a decode node for KV that a prefill node has; one that computes the prompt, if none can take it."""
+        able: Sequence[Node] = self._doors.paired(decode, peer, now)
+        if not able:
+            able = self._computing(wanted, decode, tried, now, anyway=request.roomless)
+        if not able:
+            why = next(filter(None, (unlike(peer.kv, node.kv) for node in decode)), "")
+            raise KvNotLoaded.because("Incompatible", why)
+        states = [node.state for node in self._by_policy(Role.DECODE, wanted, able)]
+        placed = place_decode(request, states, peer.url, self._doors.link_ms(now))
+        if isinstance(placed, Wait):
+            return placed
+        return Found(wanted, placed, peer, next(node for node in able if node.state.name == placed.decode))
+
+    def _prefilling(self, wanted: Wanted, tried: Collection[Node], now: float) -> list[Node]:
+        """Return the prefill nodes whose KV some decode node can take."""
+        try:
+            nodes = self._doors.takers(self._ask(Role.PREFILL, wanted), tried, now)
+        except NoNode:
+            return []
+        return self._doors.with_partner(nodes, wanted.model)[0]
+
+    def _with_partner(self, prefill: list[Node], decode: Sequence[Node]) -> list[Node]:
+        """Return those whose KV one of these decode nodes can take."""
+        if not self._pool.kinds.mixed:
+            return prefill
+        return [node for node in prefill if any(unlike(node.kv, each.kv) is None for each in decode)]
+
+    def _no_prefill(self, wanted: Wanted, tried: Collection[Node], now: float) -> NoNode | KvNotLoaded:
+        """Return why there is none."""
+        try:
+            nodes = self._doors.takers(self._ask(Role.PREFILL, wanted), tried, now)
+        except NoNode as why:
+            return without_frames(why)
+        why_not = self._doors.with_partner(nodes, wanted.model)[1]
+        return (
+            KvNotLoaded.because("Incompatible", why_not) if why_not else self._pool.no_node(Role.DECODE, wanted.model)
+        )
+
+    def _computing(
+        self, wanted: Wanted, decode: Sequence[Node], tried: Collection[Node], now: float, *, anyway: bool
+    ) -> Sequence[Node]:
+        """Return the decode nodes that may compute this prompt now; `anyway`: also if their operator wants none."""
+        try:
+            sound = self._doors.takers(self._ask(Role.DECODE, wanted), tried, now, computes=True)
+        except (NoNode, Overloaded):
+            return decode if anyway else []
+        able = [node for node in sound if anyway or node.computes_prompts]
+        return decode if len(able) == len(decode) else able
+
+    def _groups(self, prefill: list[Node], decode: Sequence[Node]) -> Iterator[tuple[Sequence[Node], Sequence[Node]]]:
+        """Divide the nodes so that in each part any two can hand over."""
+        if not (prefill and self._pool.kinds.mixed):
+            yield prefill, decode
+            return
+        for kv in {node.kv: None for node in prefill}:
+            targets = [node for node in decode if unlike(kv, node.kv) is None]
+            if targets:
+                yield [node for node in prefill if node.kv == kv], targets
+
+    def _by_policy(self, role: Role, wanted: Wanted, nodes: Sequence[Node]) -> Sequence[Node]:
+        name = self._policies[role]
+        if name == PRICE or len(nodes) < 2:
+            return nodes
+        kv_tokens = wanted.request.kv_tokens if role is Role.DECODE else wanted.request.tokens
+        roomy = [node for node in nodes if node.state.fits(kv_tokens)]
+        return [POLICIES[name](self._ask(role, wanted), roomy or nodes, self._rng)]
+
+    @staticmethod
+    def _ask(role: Role, wanted: Wanted) -> Ask:
+        return Ask(role, wanted.model, wanted.session, wanted.request.cached)
+
+
+def _bounded(told_s: float | None, expected_ms: float) -> float:
+    if told_s is None:
+        return expected_ms
+    return min(max(told_s * 1e3, _LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)
+
+
+def _anywhere(request: PlacementRequest) -> PlacementRequest:
+    """Return a request that takes no room and has no limits: a part of its answer is there."""
+    return replace(request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf)

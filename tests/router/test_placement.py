@@ -1,0 +1,295 @@
+"""One price: what placement promises, whatever the nodes are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.node_load import NodeLoad, default_targets
+from router.placement import Cluster, Placement, PlacementRequest, Refuse, Wait, place
+from router.placement import shares_of as taken_by
+from wire.outputs import Load
+from wire.step_costs import StepCosts
+
+COSTS = StepCosts(5.5, 0.006, 4.7e-5, -3.5, 0.0215, 8.7e-7)
+ROOMY = Load(legs=1, block_size=16, free_blocks=100_000, total_blocks=100_000, spill_ms=250.0)
+
+
+def node(name: str, load: Load = ROOMY, costs: StepCosts = COSTS, **more: Any) -> NodeLoad:
+    made = NodeLoad(name, costs)
+    made.announced(load if not more else Load(**{**{n: getattr(load, n) for n in load.__struct_fields__}, **more}))
+    return made
+
+
+@st.composite
+def loads(draw: Any) -> Load:
+    rows = draw(st.integers(0, 200))
+    return Load(
+        running=rows,
+        free_blocks=draw(st.integers(0, 1_300)),
+        total_blocks=1_300,
+        block_size=16,
+        context_tokens=int(rows * draw(st.floats(1, 4_000))),
+        legs=draw(st.integers(1, 9)),
+        pace=draw(st.sampled_from([0.0, 0.8, 2.0])),
+        backlog_ms=draw(st.floats(0, 2_000)) if rows else 0.0,
+        token_rate=draw(st.floats(0, 20)),
+        prompt_share=draw(st.floats(0, 1.2)),
+        row_weight=rows / 15 / draw(st.floats(1, 500)),
+        spill_ms=draw(st.floats(-50, 500)),
+        promised_tokens=draw(st.integers(0, 5_000)),
+    )
+
+
+@st.composite
+def nodes(draw: Any, prefix: str, least: int) -> list[NodeLoad]:
+    count = draw(st.integers(least, 4))
+    costs = [COSTS.scaled(draw(st.sampled_from([0.5, 1.0, 2.0]))) for _ in range(count)]
+    return [node(f"{prefix}{at}", draw(loads()), costs[at]) for at in range(count)]
+
+
+requests = st.builds(
+    PlacementRequest,
+    tokens=st.integers(1, 10_000),
+    output=st.floats(1, 2_000),
+    ttft_ms=st.floats(50, 5_000),
+    tpot_ms=st.floats(5, 100),
+    most_output=st.sampled_from([math.inf, 1.0, 100.0]),
+    tie=st.integers(0, 1 << 30),
+    cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(0, 10_000)),
+)
+
+
+def links(prefill: str, decode: str) -> float:
+    return 1.0 + 40 * (prefill[-1] != decode[-1])
+
+
+@given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([None, links]))
+def test_nothing_is_placed_where_its_kv_cannot_fit(
+    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], spills: bool, link: Any
+) -> None:
+    placed = place(request, Cluster(prefill, decode, link, spills))
+    by_name = {each.name: each for each in (*prefill, *decode)}
+    if not isinstance(placed, Placement):
+        assert isinstance(placed, Wait)
+        return
+    source, target = by_name[placed.prefill], by_name[placed.decode]
+    assert target in decode
+    assert target.fits(request.kv_tokens - request.cached.get(target.name, 0))
+    if source is target:
+        assert placed.spills == bool(prefill)
+        assert spills or not prefill
+    else:
+        assert source in prefill
+        assert source.fits(request.tokens - request.cached.get(source.name, 0))
+    if placed.other is not None:
+        assert placed.other_price >= placed.price
+
+
+@given(requests, nodes("p", 0), nodes("d", 1), st.sampled_from([None, links]), st.randoms(use_true_random=False))
+def test_the_order_of_nodes_changes_nothing(
+    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], link: Any, rng: Any
+) -> None:
+    shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
+    assert place(request, Cluster(prefill, decode, link)) == place(request, Cluster(*shuffled, link))
+
+
+@given(requests, loads(), loads(), st.floats(1, 1_000))
+def test_more_load_never_makes_a_node_cheaper(
+    request: PlacementRequest, source: Load, target: Load, more: float
+) -> None:
+    request = replace(request, cached={})
+    room = {"free_blocks": 1 << 20, "total_blocks": 1 << 20}
+
+    def price(of_source: dict[str, float] | None, of_target: dict[str, float]) -> float:
+        prefill = [] if of_source is None else [node("p", source, **room, **of_source)]
+        placed = place(request, Cluster(prefill, [node("d", target, **room, **of_target)], spills=False))
+        return placed.price if isinstance(placed, Placement) else math.inf
+
+    def more_of(load: Load, *names: str) -> list[dict[str, float]]:
+        return [{name: type(getattr(load, name))(getattr(load, name) + more)} for name in names]
+
+    for each in more_of(source, "backlog_ms", "prompt_share"):
+        assert price(each, {}) >= price({}, {})
+    rows = {
+        "running": target.running + 1,
+        "context_tokens": target.context_tokens * (1 + 1 / max(1, target.running)) + 1,
+    }
+    for each in (rows, *more_of(target, "backlog_ms", "row_weight", "context_tokens", "prompt_share", "token_rate")):
+        assert price(None, each) >= price(None, {}) * (1 - 1e-12)
+
+
+@given(requests, loads())
+def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(request: PlacementRequest, busy: Load) -> None:
+    request = replace(request, cached={})
+    placed = place(request, Cluster([], [node("d0", busy, pace=1.0), node("d1")]))
+    if busy.running or busy.backlog_ms > 1e-3:
+        assert isinstance(placed, Placement)
+        assert placed.decode == "d1"
+    placed = place(request, Cluster([node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False))
+    if busy.backlog_ms > 1e-3:
+        assert isinstance(placed, Placement)
+        assert placed.prefill == "p1"
+
+
+@given(requests, st.booleans())
+def test_a_cancelled_placement_gives_everything_back(request: PlacementRequest, local: bool) -> None:
+    request = replace(request, cached={})
+    prefill = [] if local else [node("p")]
+    target = node("d")
+    cluster = Cluster(prefill, [target], spills=False)
+    placed = place(request, cluster)
+    assert isinstance(placed, Placement)
+    before = [(each.rows, each.kv_free, each.backlog_ms, each.price_parts) for each in (*prefill, target)]
+    source = prefill[0] if prefill else target
+    for each, share in zip((source, target), taken_by(request, placed, source, target), strict=True):
+        if share is not None:
+            each.take(share)
+            assert each.own == 1
+            each.end(share)
+            each.end(share)
+    for each, (rows, kv_free, backlog, parts) in zip((*prefill, target), before, strict=True):
+        assert (each.rows, each.own) == (rows, 0)
+        assert each.kv_free == pytest.approx(kv_free)
+        assert each.backlog_ms == pytest.approx(backlog, abs=1e-6)
+        assert each.price_parts == pytest.approx(parts, abs=1e-6)
+
+
+def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
+    target = node("d")
+    request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
+    placed = place(request, Cluster([], [target]))
+    assert isinstance(placed, Placement)
+    _, share = taken_by(request, placed, target, target)
+    target.take(share)
+    target.announced(Load(legs=1, block_size=16, free_blocks=1_000, total_blocks=1_000))
+    assert (target.rows, target.kv_free) == (1, 16_000 - 1_100)  # the node did not know of it
+    share.number = 2
+    seen = Load(1, 0, 0, 990, 1_000, 16, 160, legs=2, backlog_ms=12.0, promised_tokens=940)
+    target.announced(seen)
+    assert (target.rows, target.kv_free, target.backlog_ms) == (1, 990 * 16 - 940, 12.0)
+    target.announced(Load(1, 0, 0, 937, 1_000, 16, 1_000, legs=2, promised_tokens=100))
+    target.first_token(share)  # the frame that told of it came with that load
+    assert (target.rows, target.backlog_ms) == (1, 0)
+    target.announced(Load(2, 0, 0, 937, 1_000, 16, 1_000, legs=3))
+    target.end(share)
+    assert target.rows == 2
+
+
+def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() -> None:
+    target = node("d", Load())
+    request = PlacementRequest(1_000, 100.0, 200.0, 20.0)
+    placed = place(request, Cluster([], [target]))
+    assert isinstance(placed, Placement)
+    _, share = taken_by(request, placed, target, target)
+    target.take(share)
+    target.announced(Load(running=3))
+    assert target.rows == 3
+    target.announced(Load(running=0))
+    assert target.rows == 1
+    target.end(share)
+    assert target.is_idle
+
+
+def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit() -> None:
+    request = PlacementRequest(2_048, 64, 125, 20)
+    busy, idle = node("p", running=9, backlog_ms=400.0), node("p")
+    decoding = {"running": 20, "context_tokens": 40_000, "row_weight": 20 / 20 / 64, "token_rate": 2.0}
+    target = node("d", **decoding)
+    placed = place(request, Cluster([busy], [target]))
+    assert isinstance(placed, Placement)
+    assert (placed.prefill, placed.spills, placed.other) == ("d", True, ("p", "d"))
+    for none in (
+        Cluster([busy], [target], spills=False),
+        Cluster([busy], [target], computes=lambda _: False),
+        Cluster([busy], [node("d", **decoding | {"spill_ms": 10.0})]),
+        Cluster([idle], [target]),
+    ):
+        placed = place(request, none)
+        assert isinstance(placed, Placement)
+        assert (placed.prefill, placed.spills) == ("p", False)
+    alone = place(request, Cluster([], [node("d", **decoding | {"spill_ms": 0.0})]))
+    assert isinstance(alone, Placement)
+    assert (alone.prefill, alone.spills, alone.other) == ("d", False, None)
+
+
+def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
+    request = PlacementRequest(4_000, 64, 300, 20, cached={"p0": 3_900})
+    fresh, holder = node("p1"), node("p0", backlog_ms=60.0)
+    placed = place(request, Cluster([fresh, holder], [node("d")]))
+    assert isinstance(placed, Placement)
+    assert placed.prefill == "p0"
+    placed = place(request, Cluster([fresh, node("p0", running=90, backlog_ms=900.0)], [node("d")], spills=False))
+    assert isinstance(placed, Placement)
+    assert placed.prefill == "p1"
+
+
+def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() -> None:
+    short, long = (PlacementRequest(tokens, 64, 300, 20) for tokens in (200, 20_000))
+    few, many = node("p0", running=1, backlog_ms=400.0), node("p1", running=30, backlog_ms=300.0)
+    for request, chosen in ((short, "p0"), (long, "p1")):
+        placed = place(request, Cluster([few, many], [node("d")], spills=False))
+        assert isinstance(placed, Placement)
+        assert placed.prefill == chosen
+    plain = node("p0", legs=0, waiting=1, waiting_tokens=20_000)
+    assert place(short, Cluster([plain, many], [node("d")], spills=False)).prefill == "p1"
+
+
+def test_a_slow_link_is_part_of_the_price() -> None:
+    request = PlacementRequest(4_000, 64, 300, 20)
+    both = [node("p0"), node("p1")], [node("d0", running=3, context_tokens=900), node("d1", running=2)]
+    placed = place(request, Cluster(*both, links))
+    assert isinstance(placed, Placement)
+    assert (placed.prefill, placed.decode) == ("p1", "d1")
+    placed = place(replace(request, cached={"p0": 3_900}), Cluster(*both, links))
+    assert isinstance(placed, Placement)
+    assert (placed.prefill, placed.decode) == ("p0", "d0")
+
+
+def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
+    request = PlacementRequest(2_000, 100, 200, 20)
+    full = node("d", running=5, free_blocks=10)
+    assert place(request, Cluster([node("p")], [full])) == Wait("no decode node has room for its KV")
+    assert isinstance(place(request, Cluster([node("p", backlog_ms=1_001.0)], [node("d")], spills=False)), Wait)
+    late = place(replace(request, ttft_limit_ms=200), Cluster([node("p", backlog_ms=300.0)], [node("d")], spills=False))
+    assert isinstance(late, Refuse)
+    assert (late.what, late.never) == ("ttft", False)
+    assert late.expected_ms == pytest.approx(300 + 2 + 2 + 2_000 * 0.0215 + 8.7e-7 * 2e6, rel=0.01)
+    never = place(replace(request, ttft_limit_ms=20), Cluster([node("p")], [node("d")]))
+    assert isinstance(never, Refuse)
+    assert never.never
+    rows = {"running": 100, "context_tokens": 100_000}
+    slow = replace(request, tpot_limit_ms=8)
+    assert isinstance(place(slow, Cluster([node("p")], [node("d", **rows)])), Wait)
+    other = place(slow, Cluster([node("p")], [node("d", **rows), node("d1")]))
+    assert isinstance(other, Placement)
+    assert other.decode == "d1"
+    never = place(replace(slow, tpot_limit_ms=5), Cluster([node("p")], [node("d", **rows)]))
+    assert isinstance(never, Refuse)
+    assert (never.what, never.never) == ("tpot", True)
+
+
+def test_default_targets_follow_the_card() -> None:
+    h200 = StepCosts(4.0, 0.01, 2e-5, 1.0, 0.0227, 0.0)
+    assert default_targets(h200, 1_000) == pytest.approx((150, 16), rel=0.01)
+    slow = h200.scaled(10)
+    assert default_targets(slow, 1_000) == pytest.approx((1_500, 160), rel=0.01)
+
+
+@given(requests, nodes("p", 0), nodes("d", 1))
+def test_a_card_that_says_nothing_takes_no_router_down(
+    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad]
+) -> None:
+    """A card is fitted to noisy times: any of its values may be 0."""
+    for each in (*prefill, *decode):
+        each.measured(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 50.0)
+        assert each.depth >= 0
+    ttft_ms, tpot_ms = default_targets(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), request.tokens)
+    assert isinstance(
+        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), Cluster(prefill, decode)), Placement | Wait
+    )

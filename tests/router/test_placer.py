@@ -1,0 +1,243 @@
+"""What a router asks of placement, and takes: targets, expected answers, and which nodes are asked at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from router_doubles import KV, NO_PROMPTS
+
+from router.nodes.doors import Doors
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
+from router.placement import LINK_MS, Placement, Refuse, Wait
+from router.walk.job import CHAT_PATH, Job, Targets, parse_job
+from router.walk.placer import Found, Placer
+from wire.config import Role
+from wire.errors import KvNotLoaded, NoNode, Overloaded
+from wire.outputs import Load
+from wire.router_config import RouterConfig
+from wire.step_costs import StepCosts
+from wire.transfer import KvFacts
+
+P, D = Role.PREFILL, Role.DECODE
+COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 0.0)
+ROOMY = Load(free_blocks=1_000, total_blocks=1_000, block_size=16, legs=1, spill_ms=250.0)
+BUSY = msgspec.structs.replace(ROOMY, running=4, backlog_ms=900.0)
+OTHER_KV = msgspec.structs.replace(KV, fingerprint=msgspec.structs.replace(KV.fingerprint, kv_dtype="bfloat16"))
+
+
+class Rig:
+    """A placer over nodes that have said what they are: `p0`, `p1`, `d0`, `d1`."""
+
+    def __init__(self, prefill: int = 1, decode: int = 2, **config: Any) -> None:
+        self.pool = Pool([f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)])
+        self.doors = Doors(self.pool, random.Random(1))
+        self.placer = Placer(RouterConfig(**config), self.pool, self.doors, random.Random(1))
+        for node in self.pool.nodes:
+            self.says(node.url[7:])
+
+    def says(self, name: str, load: Load = ROOMY, kv: KvFacts = KV) -> Node:
+        node = self.pool.find(f"http://{name}")
+        assert node is not None
+        report = HealthReport(node.role, "m", load=load, generation=name, kv=kv, costs=COSTS, max_gap_ms=50.0)
+        self.pool.report(node, report, 1.0, 1.0)
+        return node
+
+    def found(self, job: Job, **how: Any) -> tuple[str, str]:
+        found = self.placer.find(self.placer.wanted(job, None), **how)
+        assert isinstance(found, Found)
+        return found.placement.prefill[7:], found.placement.decode[7:]
+
+
+def job(targets: Targets = Targets(), **fields: Any) -> Job:  # noqa: B008 - a value
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 4_000}], **fields}
+    return parse_job(json.dumps(body).encode(), CHAT_PATH, "id", 1, 7, targets=targets)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 4_096])
+def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(max_tokens: int | None) -> None:
+    rig = Rig()
+    asked = job(max_tokens=max_tokens)
+    assert rig.placer.wanted(asked, None).request.output == 128
+    for _ in range(1_000):
+        rig.placer.answered("m", 40)
+    request = rig.placer.wanted(asked, None).request
+    assert request.output == pytest.approx(40, rel=0.01)
+    assert request.most_output == (max_tokens or math.inf)
+    assert request.kv_tokens == request.tokens + min(request.output, request.most_output)  # room alone
+    rig.placer.answered("m", 10**9)
+    assert rig.placer.expected_output("m") < 400  # one answer is one answer
+
+
+def test_choices_and_prompts_alone_are_expected_to_be_as_long_as_they_are() -> None:
+    placer = Rig().placer
+    assert placer.wanted(job(n=3), None).request.output == 3 * 128
+    assert placer.wanted(job(max_tokens=9, n=3), None).request.most_output == 27
+
+
+def test_targets_come_of_the_card_and_no_target_buys_priority() -> None:
+    placer = Rig().placer
+    usual = placer.wanted(job(), None).request
+    assert (usual.ttft_ms, usual.tpot_ms) == (25 * 4 + 2.2 * 0.02 * usual.tokens, 16)
+    told = placer.wanted(job(Targets(0.125, 0.02)), None).request
+    assert (told.ttft_ms, told.tpot_ms) == (125, 20)
+    greedy = placer.wanted(job(Targets(0.001, 0.001)), None).request
+    assert (greedy.ttft_ms, greedy.tpot_ms) == (usual.ttft_ms / 2, 8)
+    assert usual.ttft_limit_ms == math.inf
+
+
+def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None:
+    rig = Rig()
+    late = job(Targets(0.010, None))
+    wanted = rig.placer.limited(rig.placer.wanted(late, None), late.targets)
+    refused = rig.placer.find(wanted)
+    assert isinstance(refused, Refuse)
+    assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
+    unknown = Placer(RouterConfig(), Pool([], []), rig.doors, random.Random(1))
+    assert unknown.limited(wanted, late.targets) is wanted
+
+
+def test_what_is_taken_counts_until_it_is_given_back() -> None:
+    rig = Rig()
+    found = rig.placer.find(rig.placer.wanted(job(), None))
+    assert isinstance(found, Found)
+    placed = rig.placer.take(found)
+    assert placed.prefill is not None
+    assert (placed.prefill.node.url, placed.decode.node.state.rows) == ("http://p0", 1)
+    assert placed.prefill.node.state.backlog_ms == pytest.approx(0.02 * found.wanted.request.tokens)
+    assert rig.found(job())[1] != placed.decode.node.url[7:]
+    for _ in range(2):
+        rig.placer.give_back(placed)
+    assert all(node.state.is_idle and not node.leases for node in rig.pool.nodes)
+
+
+@pytest.mark.parametrize(
+    ("config", "how", "prefill"),
+    [
+        ({}, {}, "d"),
+        ({}, {"spills": False}, "p"),
+        ({}, {"alone": True}, "d"),
+        ({"strict_roles": True}, {}, "p"),
+        ({"decode_policy": "least_queue"}, {}, "p"),
+    ],
+)
+def test_a_prompt_spills_by_its_price_unless_that_is_not_wanted(
+    config: dict[str, Any], how: dict[str, Any], prefill: str
+) -> None:
+    rig = Rig(**config)
+    rig.says("p0", BUSY)
+    assert rig.found(job(), **how)[0][0] == prefill
+
+
+def test_a_policy_chooses_the_node_of_its_role() -> None:
+    rig = Rig(2, 2, prefill_policy="round_robin", decode_policy="round_robin")
+    ways = []
+    for _ in range(4):
+        found = rig.placer.find(rig.placer.wanted(job(), None))
+        assert isinstance(found, Found)
+        ways.append((found.prefill.url[7:], found.decode.url[7:]))
+        rig.placer.give_back(rig.placer.take(found))
+    assert ways == [("p0", "d0"), ("p1", "d1")] * 2
+
+
+def test_nodes_that_cannot_hand_over_are_no_pair() -> None:
+    rig = Rig(2, 2)
+    rig.says("p0", kv=OTHER_KV)
+    rig.says("d0", kv=OTHER_KV)
+    rig.says("p1", BUSY)
+    assert rig.found(job(), spills=False) == ("p0", "d0")
+    rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=0, running=1), kv=OTHER_KV)
+    assert rig.found(job(), spills=False) == ("p1", "d1")
+    rig.says("d1", kv=OTHER_KV)
+    rig.says("p0")  # nobody takes the KV of either
+    assert rig.found(job())[0] == "d1"
+
+
+def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_take() -> None:
+    rig = Rig(1, 2)
+    rig.says("p0", kv=OTHER_KV)
+    rig.says("d0", kv=OTHER_KV)
+    rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
+    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
+    rig.says("d1")
+    assert rig.found(job()) == ("d1", "d1")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("name", ["pace", "backlog_ms", "row_weight"])
+def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
+    rig = Rig()
+    before = rig.pool.nodes[0].state.price_parts
+    node = rig.says("p0", msgspec.structs.replace(ROOMY, **{name: wrong}))
+    assert node.state.price_parts == before
+    report = HealthReport(P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0))
+    rig.pool.report(node, report, 2.0, 2.0)
+    assert node.state.costs == COSTS
+    rig.doors.links.saw("http://p0", "http://d0", wrong)
+    assert rig.doors.links.ms("http://p0", "http://d0") == LINK_MS
+
+
+def test_who_needs_more_than_half_of_all_room_waits_for_half_of_it() -> None:
+    rig = Rig(1, 1)
+    rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=500, running=1))
+    assert rig.found(job(messages=[{"role": "user", "content": "x" * 60_000}]))[1] == "d0"
+    rig.says("d0", msgspec.structs.replace(ROOMY, free_blocks=490, running=1))
+    assert isinstance(rig.placer.find(rig.placer.wanted(job(n=99), None)), Wait)
+
+
+def test_without_a_prefill_node_a_decode_node_does_it_all_if_it_may() -> None:
+    rig = Rig(1, 1)
+    rig.pool.blame(rig.pool.nodes[0], "gone", 2.0)
+    assert rig.found(job()) == ("d0", "d0")
+    rig.says("d0", kv=NO_PROMPTS)
+    with pytest.raises(NoNode, match="no prefill node is up"):
+        rig.found(job())
+    assert rig.found(job(), anyway=True) == ("d0", "d0")  # a part of its answer is there
+
+
+def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
+    rig = Rig(1, 2)
+    rig.says("d0", msgspec.structs.replace(ROOMY, running=3))
+    peer = rig.pool.nodes[0]
+    wanted = rig.placer.wanted(job(), None, 1_000, peer)
+    found = rig.placer.find(wanted)
+    assert isinstance(found, Found)
+    assert (found.prefill, found.decode.url, found.placement.spills) == (peer, "http://d1", False)
+    placed = rig.placer.take(found)
+    assert (placed.prefill, placed.decode.tokens, peer.state.is_idle) == (None, 0, True)
+    for name in ("d0", "d1"):
+        rig.says(name, msgspec.structs.replace(ROOMY, free_blocks=0, running=1))
+    assert isinstance(rig.placer.find(wanted), Wait)
+    assert isinstance(rig.placer.find(wanted, anyway=True), Found)
+    for name in ("d0", "d1"):
+        rig.says(name, kv=msgspec.structs.replace(OTHER_KV, computes_prompts=False))
+    with pytest.raises(KvNotLoaded, match="kv_dtype"):
+        rig.placer.find(wanted)
+
+
+def test_a_pair_that_failed_lately_is_a_long_way() -> None:
+    rig = Rig(1, 2)
+    p, d0, _ = rig.pool.nodes
+    rig.doors.kv_failed(p, d0, "PeerLost", time.monotonic())
+    assert {rig.found(job(user=str(at)))[1] for at in range(20)} == {"d1"}
+
+
+def test_nodes_that_rest_are_waited_for() -> None:
+    rig = Rig(1, 1)
+    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    with pytest.raises(Overloaded):
+        rig.found(job())
+
+
+def test_a_placement_is_told_in_a_few_words() -> None:
+    assert str(Placement("http://p:1", "http://d:2", 0.412, ("http://d:2", "http://d:2"), 0.77, spills=False)) == (
+        "p:1/d:2 price=0.41, d:2 alone 0.77"
+    )
+    assert str(Placement("http://d:2", "http://d:2", 1.0, None, math.inf, spills=True)) == "d:2 alone price=1.00"

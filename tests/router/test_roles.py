@@ -1,0 +1,366 @@
+"""Roles that follow the load: when a node should change, which one, and how often if several routers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from router_doubles import MODEL, OPERATOR, Cluster, FakeNode, cluster, decode, prefill, router_over, until
+
+from router import roles as module
+from router.node_load import NodeLoad
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
+from router.roles import EVERY_S, LOOKS, OTHER, RoleChanges, Roles, work_of
+from wire.config import Role
+from wire.errors import ConfigError
+from wire.outputs import Load
+from wire.router_config import RouterConfig
+from wire.step_costs import StepCosts
+
+P, D = Role.PREFILL, Role.DECODE
+COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 1e-6)
+BUSY = Load(legs=1, prompt_share=1.2)
+
+
+def looked(roles: Roles, up: dict[Role, int], work: dict[Role, float], times: int, begins: float = 0.0) -> list[Any]:
+    return [roles.look(up, work, begins + EVERY_S * at) for at in range(times)]
+
+
+# The work.
+
+
+def test_work_is_reckoned_in_nodes() -> None:
+    load = NodeLoad("d", COSTS)
+    load.announced(Load(running=10, context_tokens=10_000, legs=1, pace=2.0, token_rate=2.0, prompt_share=0.25))
+    other = NodeLoad("p", COSTS)
+    other.announced(Load(legs=1, prompt_share=0.5))
+    per_token_ms = 2.0 * (0.01 + 2e-5 * 1_000)
+    assert work_of({P: [other], D: [load]}, 40.0) == pytest.approx({P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 40.0)})
+    assert work_of({P: [other], D: [load]}) == pytest.approx({P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 16.0)})
+
+
+def test_a_target_that_no_node_keeps_and_no_nodes_at_all_are_work_too() -> None:
+    load = NodeLoad("d", COSTS)
+    load.announced(Load(running=1, legs=1, token_rate=0.1))
+    assert 0 < work_of({P: [], D: [load]}, 1.0)[D] < 1
+    assert work_of({P: [], D: []}) == {P: 0.0, D: 0.0}
+
+
+loads = st.lists(
+    st.builds(
+        Load,
+        running=st.integers(0, 256),
+        context_tokens=st.integers(0, 1 << 20),
+        legs=st.just(1),
+        pace=st.floats(0.5, 4.0),
+        token_rate=st.floats(0.0, 50.0),
+        prompt_share=st.floats(0.0, 3.0),
+    ),
+    max_size=8,
+)
+
+
+@given(loads, loads, st.floats(0.0, 100.0), st.randoms())
+def test_the_order_of_nodes_changes_nothing(of_p: list[Load], of_d: list[Load], tpot_ms: float, rng: Any) -> None:
+    nodes: dict[Role, list[NodeLoad]] = {P: [], D: []}
+    for role, said in ((P, of_p), (D, of_d)):
+        for load in said:
+            nodes[role].append(NodeLoad("", COSTS))
+            nodes[role][-1].announced(load)
+    before = work_of(nodes, tpot_ms)
+    for each in nodes.values():
+        rng.shuffle(each)
+    assert work_of(nodes, tpot_ms) == before
+
+
+# The decision.
+
+
+def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
+    roles = Roles()
+    assert looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS) == [None] * (LOOKS - 1) + [P]
+    assert (
+        roles.why
+        == "one decode node becomes a prefill node: 1 prefill nodes with 120% to do, 3 decode nodes with 20% to do"
+    )
+    assert roles.use == {P: pytest.approx(1.2), D: pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize(
+    ("up", "work", "why"),
+    [
+        ({P: 2, D: 2}, {P: 1.6, D: 0.1}, "no role is short of nodes"),
+        ({P: 3, D: 1}, {P: 3.5, D: 0.1}, "decode keeps its last 1"),
+        ({P: 2, D: 2}, {P: 1.9, D: 0.9}, "one decode node less would have too much to do"),
+    ],
+)
+def test_all_stay_what_they_are_for_a_reason(up: dict[Role, int], work: dict[Role, float], why: str) -> None:
+    roles = Roles()
+    assert looked(roles, up, work, 9) == [None] * 9
+    assert roles.why.startswith(why)
+
+
+def test_what_hinders_is_told_and_the_looks_begin_anew() -> None:
+    roles = Roles()
+    looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS - 1)
+    assert roles.look({P: 1, D: 2}, {P: 1.2, D: 0.6}, 20.0, "a node is changing") is None
+    assert roles.why.startswith("a node is changing: ")
+    assert looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS, 25.0)[-2:] == [None, P]
+
+
+def test_a_change_rests() -> None:
+    roles = Roles()
+    roles.changed(P, 0.0)
+    assert looked(roles, {P: 3, D: 5}, {P: 0.9, D: 5.5}, 6, 1.0) == [None] * 6
+    assert roles.why.startswith("the last change was just now: ")
+    assert looked(roles, {P: 3, D: 5}, {P: 0.9, D: 5.5}, LOOKS, 31.0)[-1] is D
+
+
+def test_the_way_back_costs_twice_the_margin_for_an_hour() -> None:
+    work = {P: 3, D: 5}, {P: 1.5, D: 4.5}  # 75 % against 90 %: more than the margin, less than twice of it
+    roles = Roles()
+    roles.changed(P, 0.0)
+    assert set(looked(roles, *work, 600, 100.0)) == {None}
+    assert D in looked(roles, *work, LOOKS, 3_600.0)
+    assert D in looked(Roles(), *work, LOOKS)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 12),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=200),
+)
+def test_whatever_comes_no_role_has_fewer_nodes_than_it_must(
+    nodes: int, least_prefill: int, least_decode: int, works: list[tuple[float, float]]
+) -> None:
+    least = {P: least_prefill, D: least_decode}
+    up = {P: max(least_prefill, nodes // 2), D: max(least_decode, nodes - nodes // 2)}
+    roles = Roles(least_prefill, least_decode)
+    for at, (of_p, of_d) in enumerate(works * 5):
+        role = roles.look(up, {P: of_p, D: of_d}, 10.0 * at)
+        if role is not None:
+            up[role], up[OTHER[role]] = up[role] + 1, up[OTHER[role]] - 1
+            roles.changed(role, 10.0 * at)
+        assert all(up[each] >= least[each] for each in up)
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.floats(0, 30), st.floats(0, 30))
+def test_under_a_constant_load_nodes_go_one_way_only(of_p: int, of_d: int, work_p: float, work_d: float) -> None:
+    roles, up, changes = Roles(), {P: of_p, D: of_d}, []
+    for at in range(400):
+        role = roles.look(up, {P: work_p, D: work_d}, EVERY_S * at)
+        if role is not None:
+            up[role], up[OTHER[role]] = up[role] + 1, up[OTHER[role]] - 1
+            roles.changed(role, EVERY_S * at)
+            changes.append((at, role))
+    assert len({role for _, role in changes}) <= 1
+    times = [at for at, _ in changes]
+    assert all(later - at >= LOOKS for at, later in itertools.pairwise(times))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 16), st.floats(0.05, 0.95), st.floats(0.3, 0.95), st.floats(0.0, 0.3), st.integers(0, 1 << 20))
+@example(16, 0.875, 0.75, 0.0, 1)  # one node more is less than the margin
+def test_an_hour_of_steady_work_ends_near_the_best_ratio_without_flapping(
+    nodes: int, share: float, load: float, noise: float, seed: int
+) -> None:
+    """`share` of the work is prefill's, of `load` of all nodes; each look sees it with noise."""
+    rng, roles = random.Random(seed), Roles()
+    need = {P: nodes * load * share, D: nodes * load * (1 - share)}
+    prefills = rng.randrange(1, nodes)
+    up, flips = {P: prefills, D: nodes - prefills}, []
+    for now in range(0, 3_600, 5):
+        seen = {role: work * rng.uniform(1 - noise, 1 + noise) for role, work in need.items()}
+        role = roles.look(up, seen, now)
+        if role is not None:
+            up[role], up[OTHER[role]] = up[role] + 1, up[OTHER[role]] - 1
+            roles.changed(role, now)
+            flips.append(now)
+    assert sum(now > 1_800 for now in flips) <= 2
+    assert len(flips) <= nodes + 2
+
+    def use(count: int) -> float:
+        return max(need[P] / count, need[D] / (nodes - count))
+
+    best = min(use(count) for count in range(1, nodes))
+    assert use(up[P]) <= max(best / (1 - 0.2) * 1.05, 0.9 / (1 - noise / 2))
+
+
+# Who is asked.
+
+
+def told(pool: Pool, node: Node, role: Role, at: float = 1.0, **more: Any) -> None:
+    fields = {"generation": "g1", "load": BUSY if role is P else Load(legs=1), "model": "m", **more}
+    pool.report(node, HealthReport(role, **fields), at, at)
+
+
+class Fixture:
+    """A pool of which prefill nodes have more work than they can do, and looks that are made by hand."""
+
+    def __init__(self, decodes: int = 3, status: int = 202, **config: Any) -> None:
+        self.pool = Pool(["http://p0"], [f"http://d{at}" for at in range(decodes)])
+        for node in self.pool.nodes:
+            told(self.pool, node, node.role)
+            node.state.measured(COSTS, 50.0)
+        self.status, self.asked, self.now, self.ending = status, list[str](), 0.0, False
+        registry: Any = CollectorRegistry()
+        metrics: Any = type("Metrics", (), {})()
+        metrics.role_use = Gauge("g", "", ["model", "role"], registry=registry)
+        metrics.role_changes = Counter("c", "", ["model", "role", "outcome"], registry=registry)
+        self.registry, settings = registry, RouterConfig(**config)
+        self.changes = RoleChanges(lambda: settings, self.pool, metrics, self.ask, lambda: self.ending)
+
+    async def ask(self, node: Node, role: Role) -> tuple[int, str]:
+        self.asked.append(node.url)
+        if self.status == 202:
+            self.pool.flips(node, role, self.now + 1e6)
+        return self.status, "it will not"
+
+    async def look(self, times: int = LOOKS) -> Roles:
+        for _ in range(times):
+            self.now += EVERY_S
+            await self.changes.look(self.now)
+        return self.changes.models["m"]
+
+
+async def test_the_last_by_address_is_asked_and_nothing_else_begins_until_it_has_changed() -> None:
+    fixture = Fixture()
+    seen = await fixture.look(20)
+    assert fixture.asked == ["http://d2"]
+    assert seen.why.startswith("http://d2 is changing its role from decode to prefill: ")
+    (change,) = seen.changes
+    assert (change.role, change.node, change.outcome) == (P, "http://d2", "begun")
+    assert "one decode node becomes a prefill node" in change.why
+    assert fixture.registry.get_sample_value("c_total", {"model": "m", "role": P, "outcome": "begun"}) == 1
+    assert fixture.registry.get_sample_value("g", {"model": "m", "role": P}) == pytest.approx(1.2)
+    node = fixture.pool.nodes[-1]
+    told(fixture.pool, node, P, at=1e7, flips=1, load=Load(legs=1))
+    seen = await fixture.look(20)
+    assert fixture.asked == ["http://d2"]
+    assert seen.why.startswith("no role is short of nodes: 2 prefill nodes")
+
+
+@pytest.mark.parametrize(("status", "asked"), [(404, ["d2", "d1", "d0"]), (409, ["d2"] * 4), (200, ["d2"] * 4)])
+async def test_one_that_refuses_rests_unless_another_router_was_faster(status: int, asked: list[str]) -> None:
+    fixture = Fixture(status=status)
+    seen = await fixture.look(4 * LOOKS)
+    assert fixture.asked == [f"http://{name}" for name in asked]
+    assert {change.outcome for change in seen.changes} == {f"refused: {status} it will not"}
+
+
+async def test_strict_roles_bounds_and_an_end_keep_nodes_what_they_are() -> None:
+    for fixture, why in (
+        (Fixture(strict_roles=True), "roles are strict"),
+        (Fixture(least_decode=3), "decode keeps its last 3"),
+        (Fixture(), "this router ends"),
+    ):
+        fixture.ending = why == "this router ends"
+        assert (await fixture.look(9)).why.startswith(why)
+        assert fixture.asked == []
+
+
+async def test_a_node_whose_steps_cost_nobody_knows_what_hinders_a_decision() -> None:
+    fixture = Fixture()
+    node = fixture.pool.nodes[-1]
+    node.state = NodeLoad(node.url)
+    assert (await fixture.look(9)).why.startswith("http://d2 has not said what its steps cost")
+    assert fixture.asked == []
+
+
+async def test_a_change_by_somebody_else_rests_and_a_restart_does_not() -> None:
+    for generation, asked in (("g1", []), ("g2", ["http://d2"])):
+        fixture = Fixture(decodes=4)
+        last = fixture.pool.nodes[-1]
+        told(fixture.pool, last, P, at=2.0, flips=1, load=Load(legs=1, prompt_share=2.0))
+        await fixture.look(1)
+        told(fixture.pool, last, D, at=3.0, generation=generation, flips=2 if generation == "g1" else 0)
+        assert last.role is D
+        await fixture.look(LOOKS)
+        assert fixture.asked == (asked and ["http://d3"])
+
+
+async def test_nothing_begins_before_a_node_that_refuses_legs_has_said_why() -> None:
+    fixture = Fixture()
+    node = fixture.pool.nodes[-1]
+    fixture.pool.drains(node, 5.0)
+    assert "drains or changes its role" in (await fixture.look(9)).why
+    told(fixture.pool, node, D, at=6.0, flips_to=P)
+    assert "is changing its role from decode to prefill" in (await fixture.look(9)).why
+    assert fixture.asked == []
+    told(fixture.pool, node, D, at=7.0, status="draining")
+    await fixture.look()
+    assert fixture.asked == ["http://d1"]
+
+
+async def test_each_model_is_looked_at_by_itself() -> None:
+    fixture = Fixture()
+    for node in fixture.pool.nodes[2:]:
+        told(fixture.pool, node, D, at=2.0, model="other")
+    assert (await fixture.look(9)).why.startswith("decode keeps its last 1")
+    assert set(fixture.changes.models) == {"m", "other"}
+    assert fixture.asked == []
+
+
+# In routers.
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+async def test_however_many_routers_look_one_node_changes_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 1e6)  # all looks are made here
+    nodes: list[FakeNode] = [prefill(load=BUSY), *(decode(load=Load(legs=1)) for _ in range(3))]
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(cluster(*nodes, strict_roles=False))
+        config = first.router.config
+        routers = [first, *[await stack.enter_async_context(router_over(config)) for _ in range(count - 1)]]
+        await until(lambda: all(node.up for each in routers for node in each.router.pool.nodes))
+        for node in (node for each in routers for node in each.router.pool.nodes):
+            node.state.measured(COSTS, 50.0)
+
+        async def look(at: int) -> None:
+            await asyncio.gather(*(changes_of(each).look(EVERY_S * at) for each in routers))
+
+        for at in range(LOOKS):
+            await look(at)
+        chosen = max(nodes[1:], key=lambda node: node.url)
+        assert [node.flips_to for node in nodes if node is not chosen] == [None] * 3
+        assert chosen.flips_to == P
+        await until(lambda: all(each.node(chosen).flips_to is P for each in routers))
+        await look(LOOKS)
+        chosen.flipped()
+        await until(lambda: all(each.node(chosen).role is P and each.node(chosen).up for each in routers))
+        for at in range(LOOKS + 1, 40):
+            await look(at)
+        assert [node.role for node in nodes].count(P) == 2
+        assert not any(node.flips_to for node in nodes)
+        assert sum(node.flips for node in nodes) == 1
+        begun = [
+            each.metric("kvrelay_router_role_changes_total", outcome="begun", model_name=MODEL) for each in routers
+        ]
+        assert sum(begun) == 1
+        assert first.metric("kvrelay_router_role_use", role=P) == pytest.approx(0.6, rel=0.01)
+        async with first.http.get(first.url + "/console/state", headers=OPERATOR) as answer:
+            (seen,) = (await answer.json())["roles"]
+        assert (seen["model"], seen["use"]["prefill"]) == (MODEL, pytest.approx(0.6, rel=0.01))
+        assert {change["node"] for change in seen["changes"]} <= {chosen.url}
+
+
+def changes_of(each: Cluster) -> RoleChanges:
+    found = each.router.lookout.roles
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["least_prefill", "least_decode"])
+def test_a_bound_that_cannot_be_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+        RouterConfig(**{name: 0})  # type: ignore[arg-type]
