@@ -50,6 +50,7 @@ from simulator.setting import Setting, Targets
 from simulator.speeds import H200, Speeds, slowed
 from simulator.stream import Stream
 from simulator.world import simulate
+from wire.router_config import PRICE
 
 __all__ = ["Compared", "compared", "main", "of_results", "streams_about", "streams_like", "told"]
 
@@ -59,7 +60,6 @@ _SPLIT = re.compile(r"(\d+)P(\d+)D")
 _COLOCATED = re.compile(r"(\d+) ")
 _WARM_UP_S, _IDLE_S, _IDLE_RATE, _IDLE_USE = 5.0, 8.0, 5.0, 0.15
 _PROFILE_DEADLINE_S = 600.0
-_MAX_QUEUE = 1_000  # a router's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ async def _split(asked: argparse.Namespace, split: str, flags: Sequence[str], ca
             print(f"{split}: {nodes.started_s:.0f} s to start, {between_ms:.1f} ms from client to engine", flush=True)
             speeds = Speeds(card)
             setting = Setting(
-                prefill=prefill, decode=decode, prefixes=False, speeds=speeds, conditional=asked.conditional
+                prefill=prefill, decode=decode, prefixes=False, speeds=speeds, strict_roles=asked.strict_roles
             )
             experiment = Experiment(config)
             await experiment.meet()
@@ -195,9 +195,8 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
         nodes = int(alike[1]) if alike else result.gpus
         prefill, decode = (int(match[1]), int(match[2])) if match else (0, nodes)
         targets = None if each.arm == "direct" else Targets(result.slo.ttft_ms, result.slo.tpot_ms)
-        policy = "round_robin" if each.arm == "direct" else "cost"
-        queue = 0 if targets is None else _MAX_QUEUE
-        setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets, max_queue=queue)
+        policy = "round_robin" if each.arm == "direct" else PRICE
+        setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets)
         runs = sorted(result.runs, key=lambda run: run.rate)
         after_s = (result.slo.ttft_ms + result.slo.tpot_ms * result.work.output) / 1e3
         like = partial(streams_about, work=result.work, after_s=after_s, seed=f"{each.work} {each.arm}")
@@ -256,7 +255,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--results wants the --card of such a node")
     if not all(map(_SPLIT.fullmatch, asked.splits)):
         parser.error("--splits must be as 1P1D,2P2D")
-    asked.conditional = "--no-conditional-disaggregation" not in asked.router_flag
+    asked.strict_roles = "--strict-roles" in asked.router_flag
     return asked
 
 

@@ -1,12 +1,12 @@
-"""How well the router's policies balance, on a virtual clock: real policies, rates and prefix index, simulated nodes.
+"""How well the router places, on a virtual clock: the real placement, policies and prefix index, simulated nodes.
 
 python -m benchmarks.simulate [--trace mooncake_conversation.jsonl.gz]
 python -m benchmarks.simulate --scale
 
-The first compares all policies on made-up workloads and, if given, on a trace in the format that Mooncake has published
-(kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0). The second serves 100,000 streams on 1,000 nodes with reports
-of load that are up to 2 s old, by one router and by eight that share nothing. Both beside an omniscient balancer. Equal
-seeds give equal figures. No library is needed, the plot included; nodes are those of simulator/speeds.py.
+The first compares the price and all policies on made-up workloads and, if given, on a trace in the format that Mooncake
+has published (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0). The second serves 100,000 streams on 1,000 nodes
+with reports of load that are up to 2 s old, by one router and by eight that share nothing. Equal seeds give equal
+figures. Nodes are those of simulator/speeds.py. `python -m benchmarks.placement` compares the price with fixed splits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,15 +21,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from load.workloads import SCALE, TRACE_BLOCK_TOKENS, WORKLOADS, read_trace
-from router.policies.by_name import POLICIES
-from simulator.setting import OMNISCIENT, Setting
+from simulator.setting import Setting
 from simulator.stream import at_load, streams_of
-from simulator.summary import Summary, plot, summary_of, table
+from simulator.summary import Summary, summary_of, table
 from simulator.world import simulate
+from wire.router_config import POLICY_NAMES, PRICE
 
 __all__ = ["main"]
 
-_SCALE_POLICIES = ("cost", "power_of_two", "least_queue")
+_SCALE_POLICIES = (PRICE, "least_queue")
 _AGES_MS = (0.0, 100.0, 500.0, 1_000.0, 2_000.0)
 _REPLICAS = (1, 8)
 
@@ -76,7 +75,7 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
     for name in names:
         traced = name == "trace"
         block_size = TRACE_BLOCK_TOKENS if traced else WORKLOADS[name].block_size
-        for policy in arguments.policies or (*sorted(POLICIES), OMNISCIENT):
+        for policy in arguments.policies or POLICY_NAMES:
             setting = dataclasses.replace(_setting(arguments), policy=policy, block_size=block_size)
             requests = arguments.requests or (0 if traced else 4_000)
             runs.append(Run(name, requests, setting, arguments.load, arguments.trace if traced else None))
@@ -86,12 +85,9 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
 def scale(arguments: argparse.Namespace) -> list[Run]:
     """1,000 nodes and 100,000 streams, by one router and by eight, with reports of several ages."""
     requests, first = arguments.requests or 100_000, dataclasses.replace(_setting(arguments), prefixes=False)
-    policies = arguments.policies or (OMNISCIENT, *_SCALE_POLICIES)
-    settings = [dataclasses.replace(first, policy=OMNISCIENT)] if OMNISCIENT in policies else []
-    settings += [
+    settings = [
         dataclasses.replace(first, policy=policy, routers=routers, stale_ms=stale_ms)
-        for policy in policies
-        if policy != OMNISCIENT
+        for policy in arguments.policies or _SCALE_POLICIES
         for routers in ([arguments.routers] if arguments.routers else _REPLICAS)
         for stale_ms in (_AGES_MS if arguments.stale is None else [arguments.stale])
     ]
@@ -110,25 +106,6 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     )
 
 
-def drawn(summaries: Sequence[Summary], *, is_scale: bool) -> str:
-    """TTFT p99 of all runs."""
-    if is_scale:
-        xs = [f"{age:g}" for age in dict.fromkeys(each.stale_ms / 1e3 for each in summaries)]
-        lines: dict[str, list[float | None]] = {}
-        for each in summaries:
-            if each.policy == OMNISCIENT:
-                lines[each.policy] = [each.ttft_p99] * len(xs)
-            else:
-                name = f"{each.policy}, {each.routers} router{'s' if each.routers > 1 else ''}"
-                lines.setdefault(name, [None] * len(xs))[xs.index(f"{each.stale_ms / 1e3:g}")] = each.ttft_p99
-        return plot("TTFT p99 by the age of reports in seconds", xs, lines, "ms")
-    xs = list(dict.fromkeys(each.workload for each in summaries))
-    lines = {}
-    for each in summaries:
-        lines.setdefault(each.policy, [None] * len(xs))[xs.index(each.workload)] = each.ttft_p99
-    return plot("TTFT p99 by workload", xs, lines, "ms")
-
-
 def _nodes(text: str) -> tuple[int, int]:
     prefill, _, decode = text.partition(":")
     if not (prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode)):
@@ -143,8 +120,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", action="store_true", help="1,000 nodes, 100,000 streams, old reports, replicas")
     names = [*WORKLOADS, "trace"]
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
-    policies = [*sorted(POLICIES), OMNISCIENT]
-    parser.add_argument("--policies", nargs="+", choices=policies, metavar="NAME", help=f"of {', '.join(policies)}")
+    known = ", ".join(POLICY_NAMES)
+    parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, metavar="NAME", help=f"of {known}")
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format, JSON lines, plain or .gz")
     parser.add_argument("--requests", type=int, help="of each run: 4,000, a whole trace, or 100,000 with --scale")
     parser.add_argument("--nodes", type=_nodes, metavar="P:D", help="prefill and decode nodes: 8:8, or 500:500")
@@ -156,8 +133,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fcfs", action="store_true", help="prefill nodes serve in the order of arrival")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--plot", type=Path, help="write TTFT p99 there, as SVG")
     arguments = parser.parse_args(argv)
     if arguments.workloads and "trace" in arguments.workloads and arguments.trace is None:
         parser.error("give --trace with the workload trace")
@@ -180,10 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     print(file=sys.stderr)
     print(table(summaries, scale=arguments.scale))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(each) for each in summaries], indent=1) + "\n")
-    if arguments.plot:
-        arguments.plot.write_text(drawn(summaries, is_scale=arguments.scale))
     return 0
 
 

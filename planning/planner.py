@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import msgspec
 
 from load.workloads import Asked
-from planning import balance
 from planning.rate_card import RateCard
 from wire.errors import ConfigError
 
@@ -220,7 +219,11 @@ def token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
     """A token's share of a step of the largest batch, of requests with so much context each, whose steps keep a target:
     what a node spends for a token when it is full."""
     most = min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context)))
-    return balance.token_ms(lambda batch: card.step_ms(batch, batch * context), most, tpot_ms)
+    low, high = 1, max(1, most)
+    while low < high:  # steps never get shorter as batches get larger
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if card.step_ms(middle, middle * context) <= tpot_ms else (low, middle - 1)
+    return card.step_ms(low, low * context) / low
 
 
 def _prompts(card: RateCard, demand: Demand) -> list[float]:

@@ -1,6 +1,6 @@
 """A rate card: how fast a node of one kind is, as `kvrelay profile` has measured it, and what lies between. Pure.
 
-Planner, simulator and admission read it. Between two measured points times are linear, beyond the last one they go on
+Planner and simulator read it. Between two measured points times are linear, beyond the last one they go on
 as between the last two; so a card answers for every length, and is exact where something was measured.
 """
 

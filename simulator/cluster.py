@@ -1,8 +1,8 @@
 """The nodes and routers of a simulation on one clock: what routers are told of nodes, and what happens to nodes.
 
-Reports of load reach routers as they do in reality, with the ticket and the end of each leg and with a poll twice a
-second, but `stale_ms` later, and KV events 5 ms later still. What a node says of a leg itself (that it has begun, how
-long it took) is known at once, and that its process has ended, by its connections.
+Reports of load reach routers as they do in reality, as each leg is taken, with its ticket, at its end and with a poll
+twice a second, but `stale_ms` later, and KV events 5 ms later still. What a node says of a leg itself (that it has
+begun, that it has ended) is known at once, and that its process has ended, by its connections.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from router.nodes.node import Lease
 from simulator.engine import Engine
-from simulator.routers import Router, Way
+from simulator.routers import Router
 from simulator.seat import Hears, Leg
-from simulator.setting import OMNISCIENT, NodeEvent, Setting, Targets, What
+from simulator.setting import NodeEvent, Setting, What
 from simulator.stream import Stream
 from wire.config import Role
 from wire.outputs import Load
@@ -65,14 +68,9 @@ class Cluster:
             )
             for role in self.roles
         ]
-        self.routers: list[Router] = []
-        if setting.policy != OMNISCIENT:
-            wanted, named = setting.targets or Targets(0.0, 0.0), setting.block_size if setting.prefixes else 0
-            way = Way(setting.policy, setting.conditional, named, wanted.ttft_ms, wanted.tpot_ms)
-            loads = [node.load(0.0) for node in self.nodes]
-            self.routers = [
-                Router(way, self.roles, loads, f"router {at} {setting.seed}") for at in range(setting.routers)
-            ]
+        self.routers = [
+            Router(setting, self.roles, self.nodes, f"router {at} {setting.seed}") for at in range(setting.routers)
+        ]
         self._setting, self._clock, self._lost = setting, clock, lost
         self._alive = [True] * len(self.nodes)
         self._starts = [1] * len(self.nodes)
@@ -80,18 +78,10 @@ class Cluster:
         self._away: set[int] = set()
         self._news: deque[tuple[float, Call]] = deque()
         self._kv_news: deque[tuple[float, Call]] = deque()
-        for at in range(_POLL_SLICES if self.routers else 0):
+        for at in range(_POLL_SLICES):
             clock.later(at * POLL_MS / _POLL_SLICES, self._poll(at))
         for event in setting.events:
             clock.later(event.at, self._happening(event))
-
-    def taking(self, role: Role) -> list[int]:
-        """The nodes of a role that could take legs."""
-        return [
-            at
-            for at, each in enumerate(self.roles)
-            if each is role and self._alive[at] and at not in self._becoming and at not in self._away
-        ]
 
     # --- what routers are told -----------------------------------------------------------------------------------
 
@@ -101,10 +91,11 @@ class Cluster:
             while news and news[0][0] <= now:
                 news.popleft()[1](now)
 
-    def report(self, at: int, router: int, now: float) -> None:
-        """A leg brings its node's load along."""
-        load, told = self.nodes[at].load(now), self.routers[router]
-        self._tell(now, lambda _: told.reported(at, load))
+    def report(self, at: int, lease: Lease, now: float, *, taken: bool = False) -> None:
+        """A leg brings its node's load along; the first time (`taken`) its number, too."""
+        node = self.nodes[at]
+        load = msgspec.structs.replace(node.load(now), leg=node.legs if taken else 0)
+        self._tell(now, lambda _: lease.note_load(load))
 
     def tell_kv(self, at: int, now: float) -> None:
         """KV events of what has changed, if there are any."""
@@ -133,7 +124,6 @@ class Cluster:
                 for at in range((piece + 7 * number) % _POLL_SLICES, len(self.nodes), _POLL_SLICES):
                     if self._alive[at] and at not in self._becoming:
                         self._tell(now, self._polled(router, at, self.nodes[at].load(now)))
-                router.turn()
             self._clock.later(now + POLL_MS, polls)
 
         return polls
@@ -143,7 +133,7 @@ class Cluster:
 
         def tells(then: float) -> None:
             if generation == self._starts[at] and self._alive[at] and at not in self._becoming:
-                router.polled(at, load, f"{generation}", then)
+                router.polled(at, self.roles[at], load, f"{generation}", then)
 
         return tells
 
@@ -202,7 +192,7 @@ class Cluster:
             return
         self._becoming[at] = role
         for router in self.routers:
-            router.drains(at, now)
+            router.flips(at, role, now)
         self.emptied(at, now)
 
     def emptied(self, at: int, now: float) -> None:
@@ -219,4 +209,4 @@ class Cluster:
         self.roles[at] = role
         self._away.discard(at)
         for router in self.routers:
-            router.becomes(at, role, self.nodes[at].load(now), f"{self._starts[at]}", now)
+            router.polled(at, role, self.nodes[at].load(now), f"{self._starts[at]}", now)

@@ -7,96 +7,114 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.admission.admission import Admission
+from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
-from router.admission.saturation import Nodes
-from router.nodes.pool import Pool
-from simulator.setting import Setting
+from router.placement import Refuse, Wait
+from router.walk.placer import Found, Wanted
+from simulator.routers import Router
 from simulator.stream import Stream
-from wire.config import Role
 
-__all__ = ["Door"]
+__all__ = ["DEADLINE_MS", "Door"]
 
+DEADLINE_MS = 600_000.0
+"""Of a request: a router's request_deadline_s, if nobody has changed it."""
 _LOOK_MS = 10.0
 """As the gate looks while somebody waits."""
 
+Begins = Callable[[Stream, Found, float], None]
+"""Place it there and begin."""
+
+
+class _NoNodes(Exception):
+    """No node could take it, now or later."""
+
 
 class Door:
-    """Of one router. At most `max_queue` wait; with targets who would miss them is refused."""
+    """Of one router."""
 
-    def __init__(self, pool: Pool, setting: Setting, later: Callable[[float, Callable[[float], None]], None]) -> None:
+    def __init__(
+        self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],
+        begins: Begins, refused: Callable[[Stream], None],
+    ) -> None:  # fmt: skip
         """`later(at, call)` runs a call at a time."""
-        self._pool, self._setting, self._later = pool, setting, later
-        self._admission = Admission(setting.max_queue)
+        self._router, self._later = router, later
+        self._begins, self._refused = begins, refused
+        self._admission = Admission(max_queue)
         self._entrants: dict[Stream, Entrant] = {}
-        self._waiting: dict[Entrant, tuple[Stream, Callable[[Stream, float], None], Callable[[Stream], None]]] = {}
+        self._waiting: dict[Entrant, tuple[Stream, Wanted]] = {}
         self._looking = False
 
-    def arrive(
-        self,
-        stream: Stream,
-        now: float,
-        begins: Callable[[Stream, float], None],
-        refused: Callable[[Stream], None],
-    ) -> None:
+    def arrive(self, stream: Stream, now: float) -> None:
         """It begins now or in its turn, or is refused."""
-        nodes, targets = self._nodes(), self._setting.targets
-        expected = nodes.decode[0].rates.output_tokens() if nodes.decode else 0.0
+        targets = self._router.targets(stream)
+        wanted = self._router.placer.limited(self._router.wanted(stream), targets)
         entrant = Entrant(
             "",
             now / 1e3,
             priority=stream.priority,
-            prompt_tokens=stream.prompt,
-            output_tokens=round(expected),
-            ttft_s=None if targets is None else targets.ttft_ms / 1e3,
-            tpot_s=None if targets is None else targets.tpot_ms / 1e3,
+            tokens=stream.prompt + round(wanted.request.output),
+            ttft_s=targets.ttft_s,
+            deadline=(now + DEADLINE_MS) / 1e3,
         )
-        arrival = self._admission.arrive(entrant, nodes, now / 1e3)
-        if arrival.refusal is not None:
-            refused(stream)
-            return
+        self._waiting[entrant] = stream, wanted
         self._entrants[stream] = entrant
+        try:
+            arrival = self._admission.arrive(entrant, self._find)
+        except _NoNodes:
+            self._refuse(entrant)
+            return
         if arrival.displaced is not None:
             self._refuse(arrival.displaced)
-        if arrival.begins:
-            begins(stream, now)
-            return
-        self._waiting[entrant] = stream, begins, refused
-        if not self._looking:
+        if arrival.refusal is not None:
+            self._refuse(entrant)
+        elif arrival.place is not None:
+            self._begin(entrant, arrival.place, now)
+        elif not self._looking:
             self._looking = True
             self._later(now + _LOOK_MS, self._look)
-
-    def placed(self, stream: Stream, *, decoding: bool) -> None:
-        """A node counts it from now on."""
-        self._admission.placed(self._entrants[stream], prefilling=True, decoding=decoding)
 
     def ended(self, stream: Stream, now: float) -> None:
         """It is over, however it ended; others may begin."""
         entrant = self._entrants.pop(stream, None)
-        if entrant is None:
-            return
-        self._admission.ended(entrant, stream.prompt, stream.done, now / 1e3)
-        self.turn(now)
+        if entrant is not None:
+            self._admission.ended(entrant, stream.prompt + stream.done)
+            self._turn(now)
 
-    def turn(self, now: float) -> None:
+    def _find(self, entrant: Entrant) -> Found | Wait | Refuse:
+        found = self._router.find(self._waiting[entrant][1])
+        if found is None:
+            raise _NoNodes
+        return found
+
+    def _turn(self, now: float) -> None:
         """Let begin who may."""
-        while (entrant := self._admission.next(self._nodes())) is not None:
-            stream, begins, _ = self._waiting.pop(entrant)
-            begins(stream, now)
+        while (first := self._admission.queue.first()) is not None:
+            try:
+                begun = self._admission.next(self._find, now / 1e3)
+            except _NoNodes:
+                self._admission.leave(first)
+                self._refuse(first)
+                continue
+            if begun is None:
+                return
+            entrant, found = begun
+            if isinstance(found, Refusal):
+                self._refuse(entrant)
+            else:
+                self._begin(entrant, found, now)
+
+    def _begin(self, entrant: Entrant, found: Found, now: float) -> None:
+        self._begins(self._waiting.pop(entrant)[0], found, now)
 
     def _look(self, now: float) -> None:
-        for entrant, _ in self._admission.late(self._nodes(), now / 1e3):
+        for entrant, _ in self._admission.late(now / 1e3):
             self._refuse(entrant)
-        self.turn(now)
+        self._turn(now)
         self._looking = bool(self._waiting)
         if self._looking:
             self._later(now + _LOOK_MS, self._look)
 
     def _refuse(self, entrant: Entrant) -> None:
-        stream, _, refused = self._waiting.pop(entrant)
+        stream, _ = self._waiting.pop(entrant)
         del self._entrants[stream]
-        refused(stream)
-
-    def _nodes(self) -> Nodes:
-        prefill, decode = (self._pool.up(role) for role in (Role.PREFILL, Role.DECODE))
-        return Nodes(prefill, decode, self._setting.conditional)
+        self._refused(stream)

@@ -14,19 +14,28 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from simulator.block_cache import BlockCache
-from simulator.seat import Hears, Leg, Seat
+from simulator.seat import Hears, Leg, Seat, Told
 from simulator.speeds import Speeds
 from simulator.steps import Planned, SlowSteps
 from simulator.stream import Stream
+from wire.announced import Announced
 from wire.outputs import Load
-from wire.step_costs import StepBudget
+from wire.step_costs import Pace, StepBudget, StepCosts
 
 __all__ = ["OVERTAKEN", "Engine"]
 
 OVERTAKEN = 2
 """As in paged_engine/waiting.py, which is not imported: its package brings numpy along."""
+
+
+_NOTHING = Told()
+_PACE_STEPS = 16
+"""Of many alike no more are looked at: a pace moves by 3 % with each."""
+_NO_LIMIT = 1 << 30
+"""No request of a simulation says how long its answer may be."""
 
 
 class Engine:
@@ -47,9 +56,19 @@ class Engine:
         """Not computed, and in no step yet."""
         self.running = 0
         self.waiting = 0
+        self.legs = 1
+        """That came, and one."""
         self.preemptions = 0
         self.pace = 1.0
-        self._budget = StepBudget(speeds.step_tokens, block_size, speeds.card.costs, speeds.card.max_gap_ms)
+        self._pace = Pace()
+        """As it follows its steps."""
+        self._prompts_ms = 0.0
+        """Of the step that runs, by the card."""
+        costs, gap_ms = speeds.card.costs, speeds.card.max_gap_ms
+        self._budget = StepBudget(speeds.step_tokens, block_size, costs, gap_ms, pace=1.0)
+        self._announced = Announced()
+        self._pairs = 0.0
+        """Each of `tokens` times those before it in its request, summed up."""
         self._later, self._hears = later, hears
         self._overtaken = OVERTAKEN if shortest_first else 0
         self._seats: dict[Stream, Seat] = {}
@@ -72,19 +91,14 @@ class Engine:
     # --- what others see -----------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> int:
-        """All that wait or run."""
-        return self.running + self.waiting
+    def _costs(self) -> StepCosts:
+        assert self._budget.costs is not None
+        return self._budget.costs
 
     @property
     def idle(self) -> bool:
         """Whether it has nothing, kept KV included."""
         return not self._seats
-
-    @property
-    def busy_until(self) -> float:
-        """When what it has planned is over."""
-        return self._planned.ends if self._planned.count else 0.0
 
     def context(self, now: float) -> int:
         """Tokens of KV of all that decode."""
@@ -95,8 +109,25 @@ class Engine:
         return max(0, self.cache.free - len(self._batch) * self._planned.done_by(now))
 
     def load(self, now: float) -> Load:
-        """As an engine reports it."""
-        block_size = self.cache.block_size
+        """As an engine reports it (paged_engine/scheduler.py)."""
+        block_size, steps = self.cache.block_size, self._steps + self._planned.done_by(now)
+        context = promised = 0
+        for seat in self._seats.values():
+            in_the_end = seat.stream.prompt + seat.expected
+            if not seat.begun:
+                has, in_the_end = seat.known - seat.left, max(in_the_end, seat.known)
+            elif seat.leg is Leg.PREFILL and seat.told:  # it has ended, and its KV is kept
+                continue
+            else:
+                has = seat.private + len(seat.blocks) * block_size
+                if seat.running:
+                    has += seat.stream.output - (seat.ends_at - steps) - seat.generated
+                    context += has
+                elif seat.leg is not Leg.DECODE:
+                    context += seat.known - seat.left
+            promised += max(0, in_the_end - has)
+        sums = self._announced
+        sums.go_on(now, self._costs, self.running, context)
         return Load(
             running=self.running,
             waiting=self.waiting,
@@ -104,19 +135,39 @@ class Engine:
             free_blocks=self.free(now) // block_size,
             total_blocks=self.cache.capacity // block_size,
             block_size=block_size,
-            context_tokens=self.context(now),
+            context_tokens=context,
+            legs=self.legs,
+            pace=self._budget.pace,
+            backlog_ms=self._costs.prompts_ms(self.tokens, self._pairs),
+            token_rate=sums.token_rate,
+            prompt_share=sums.prompt_share,
+            row_weight=sums.row_weight,
+            strictest_tpot_ms=sums.strictest_tpot_ms,
+            spill_ms=max(0.0, sums.spill_ms),
+            promised_tokens=promised,
         )
 
     # --- what comes ----------------------------------------------------------------------------------------------
 
-    def submit(self, stream: Stream, leg: Leg, now: float, generated: int = 0) -> None:
-        """A leg comes; `generated` as of a decode leg's beginning."""
-        seat = self._seats[stream] = Seat(stream, leg, now, generated, came=now)
+    def submit(self, stream: Stream, leg: Leg, now: float, generated: int = 0, told: Told = _NOTHING) -> bool:
+        """A leg comes; `generated` as of a decode leg's beginning. False: there is no time for its prompt."""
+        tokens = told.spill_tokens
+        if tokens:
+            start = stream.prompt + generated - tokens
+            if self._costs.prompts_ms(tokens, tokens * (start + tokens / 2)) > self.load(now).spill_ms:
+                return False
+        self.legs += 1
+        seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
+        if leg is not Leg.PREFILL:
+            wanted = told.tpot_ms, told.expected_output
+            seat.tpot_ms, seat.expected = self._announced.came(*wanted, _NO_LIMIT, self._costs)
         if leg is Leg.DECODE:
             work, arrives = 0, stream.prompt + generated
         else:
             seat.known = stream.prompt + generated
             work = arrives = seat.known - self._cached(seat)
+            ms = self._costs.prompts_ms(work, _pairs(seat.known, work))
+            self._announced.prompt(ms, spills=tokens > 0)
         self._arrivals += 1
         self._arrived_tokens += arrives
         seat.turn = (stream.priority, self._arrived_tokens + self._overtaken * work, self._arrivals)
@@ -125,6 +176,7 @@ class Engine:
             self._begin_beside(seat, now)
         else:
             self._wake(now)
+        return True
 
     def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
         """A decode leg's KV is computed; what was not in the last chunk is here, if there was room."""
@@ -143,9 +195,10 @@ class Engine:
     def drop(self, stream: Stream, now: float) -> None:
         """A leg that nobody wants any more, before its second token."""
         seat = self._seats.pop(stream)
+        self._count_out(seat, seat.generated, complete=False)
         if seat.left or not seat.begun:
             self._leave(seat)
-            self.tokens -= seat.left
+            self._have_left(seat, 0)
         elif seat in self._computing:
             self._computing.remove(seat)
         if not seat.begun:
@@ -169,15 +222,26 @@ class Engine:
         for emptied in (self._seats, self._line, self._ready, self._batch, self._computing, self._joined):
             emptied.clear()
         self.tokens = self.running = self.waiting = self._context = 0
+        self.legs, self._pairs, self._announced = 1, 0.0, Announced()
         self._planned = Planned()
         self._plan += 1
         return lost
 
     def _wait(self, seat: Seat, work: int) -> None:
-        seat.left, seat.begun = work, False
-        self.tokens += work
+        seat.begun = False
+        self._have_left(seat, work)
         self.waiting += 1
         bisect.insort(self._line, (*seat.turn, seat))
+
+    def _have_left(self, seat: Seat, left: int) -> None:
+        """Note that so many tokens of it are in no step yet."""
+        self.tokens += left - seat.left
+        self._pairs += _pairs(seat.known, left) - _pairs(seat.known, seat.left)
+        seat.left = left
+
+    def _count_out(self, seat: Seat, tokens: int, *, complete: bool) -> None:
+        if seat.tpot_ms:
+            self._announced.left(seat.tpot_ms, seat.expected, tokens, complete=complete)
 
     def _leave(self, seat: Seat) -> None:
         del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:3])]
@@ -202,7 +266,7 @@ class Engine:
         found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self._cached(seat)
         seat.blocks = cache.take(stream.blocks, private)
         seat.private = holds - len(seat.blocks) * cache.block_size
-        seat.begun, seat.begun_at = True, now
+        seat.begun = True
         self.running += 1
         self.waiting -= 1
         if seat.leg is Leg.DECODE:
@@ -210,8 +274,7 @@ class Engine:
             if seat.computed_at >= 0:
                 self._await_fetch(seat, seat.missing, now)
             return True
-        self.tokens += seat.known - found - seat.left
-        seat.left = seat.known - found
+        self._have_left(seat, seat.known - found)
         if stream.begun < 0:
             stream.begun, stream.cached = now, found
         if seat.leg is Leg.PREFILL:
@@ -232,7 +295,6 @@ class Engine:
 
     def _await_fetch(self, seat: Seat, tokens: int, now: float) -> None:
         took = self.speeds.fetch_ms(tokens) if tokens else 0.0
-        seat.exposed = now + took - seat.computed_at
         self._later(now + took, lambda then: self._arrived(seat, then))
 
     def _arrived(self, seat: Seat, now: float) -> None:
@@ -244,7 +306,7 @@ class Engine:
         seat.leg = Leg.WHOLE
         seat.told = True
         seat.came = now
-        self._hears.fetched(seat.stream, now, seat.exposed)
+        self._hears.fetched(seat.stream, now)
         self._ready.append(seat)
         self._wake(now)
 
@@ -294,6 +356,8 @@ class Engine:
             self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
             ms = speeds.mixed_ms(running, self._context, pieces, before) if running else speeds.chunk_ms(pieces, before)
             self._planned = Planned(1, now, ms * self.pace)
+            tokens, pairs = sum(count for count, _ in pieces), sum(count * (at + count / 2) for count, at in pieces)
+            self._prompts_ms = speeds.card.costs.prompts_ms(tokens, pairs)
         else:
             steps = self._batch[0][0] - self._steps
             if self._hides_some():
@@ -327,6 +391,7 @@ class Engine:
         """The planned steps have ended."""
         steps, running = self._planned.count, len(self._batch)
         self._planned.count = 0
+        self._keep_pace(steps, (now - self._planned.began) / steps)
         if running:
             self._steps += steps
             self._context += running * steps
@@ -348,13 +413,22 @@ class Engine:
         for seat in computing:
             self._prompt_computed(seat, now)
 
+    def _keep_pace(self, steps: int, took_ms: float) -> None:
+        """Reckon with the costs that steps have now, as paged_engine/engine.py does."""
+        costs, rows = self.speeds.card.costs, len(self._batch)
+        decoding_ms = costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
+        for _ in range(min(steps, _PACE_STEPS)):
+            self._pace.saw(took_ms, decoding_ms + self._prompts_ms)
+        self._prompts_ms, pace = 0.0, self._pace.factor
+        self._budget = replace(self._budget, costs=costs.scaled(pace), pace=pace)
+
     def _end(self, seat: Seat, private: int, now: float) -> None:
         stream = seat.stream
         self.cache.give_back(seat.blocks, private)
         self.running -= 1
         del self._seats[stream]
-        joined = seat.joined if seat.joined >= 0 else now
-        self._hears.ended(stream, now, now - joined, joined - seat.arrived)
+        self._count_out(seat, stream.output, complete=True)
+        self._hears.ended(stream, now)
 
     def _prompt_computed(self, seat: Seat, now: float) -> None:
         stream = seat.stream
@@ -368,8 +442,7 @@ class Engine:
         else:
             seat.told = True
             last_chunk = (seat.known - stream.cached - 1) % self.speeds.step_tokens + 1
-            waited_ms = seat.begun_at - seat.arrived
-            self._hears.computed(stream, now, waited_ms, now - seat.begun_at, last_chunk)
+            self._hears.computed(stream, now, last_chunk)
         if seat.leg is Leg.PREFILL:
             return
         if seat.generated >= stream.output:
@@ -382,8 +455,6 @@ class Engine:
         seat.ends_at = self._steps + stream.output - seat.generated
         seat.joined_step, seat.running = self._steps, True
         self._context += stream.prompt + seat.generated - 1
-        if seat.joined < 0:
-            seat.joined = now
         waited = now - (seat.stopped if seat.stopped >= 0 else stream.told)
         if waited > 0:
             self._joined.append((seat, waited))
@@ -421,8 +492,7 @@ class Engine:
             pieces.append((count, start))
             block_size = self.cache.block_size
             ready += seat.stream.blocks[start // block_size : (start + count) // block_size]
-            seat.left -= count
-            self.tokens -= count
+            self._have_left(seat, seat.left - count)
             if seat.left:
                 kept.append(entry)
             else:
@@ -451,7 +521,7 @@ class Engine:
         self.cache.give_back(seat.blocks, seat.private + generated - seat.generated)
         self._stopped(seat)
         seat.generated, seat.private, seat.stopped = generated, 0, now
-        seat.known = stream.prompt + generated
+        seat.known = stream.prompt + generated  # with nothing left: all of it was computed
         stream.preempted += 1
         self.preemptions += 1
         self.running -= 1
@@ -465,3 +535,8 @@ class Engine:
         seat.stream.longest = max(seat.stream.longest, seat.longest)
         if not self._batch:
             self._slow.clear()
+
+
+def _pairs(known: int, left: int) -> float:
+    """Of the last tokens of so many, each times those before it."""
+    return left * (known - left / 2)

@@ -20,7 +20,7 @@ __all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "s
 
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
-# The first requests find empty nodes and unknown rates, the last ones nobody behind them: these shares of a run do not
+# The first requests find empty nodes, the last ones nobody behind them: these shares of a run do not
 # count, and no less than an answer takes, because until then a node has less to do than it will have.
 _BEFORE, _BEHIND = 0.15, 0.1
 # So many times an answer takes a run, of which two are not counted; one is for rates that are higher than guessed.

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from simulator.stream import Stream
 
-__all__ = ["Hears", "Leg", "Seat"]
+__all__ = ["Hears", "Leg", "Seat", "Told"]
 
 
 class Leg(enum.Enum):
@@ -22,19 +22,30 @@ class Leg(enum.Enum):
     """Prompt and tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a router tells a decode node of a request: the node announces it to all routers."""
+
+    tpot_ms: float = 0.0
+    expected_output: int = 0
+    """0: what is usual on the node."""
+    spill_tokens: int = 0
+    """Tokens of its prompt to compute that a prefill node could."""
+
+
 class Hears(Protocol):
     """Who is told of what happens on a node. Times in milliseconds."""
 
     def begins(self, stream: Stream, now: float) -> None:
         """The KV of a prefill leg begins to be computed."""
 
-    def computed(self, stream: Stream, now: float, waited_ms: float, took_ms: float, last_chunk: int) -> None:
+    def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
         """A prompt is computed, and a token there; so many tokens were in its last chunk."""
 
-    def fetched(self, stream: Stream, now: float, exposed_ms: float) -> None:
+    def fetched(self, stream: Stream, now: float) -> None:
         """Nobody needs to keep its KV any more."""
 
-    def ended(self, stream: Stream, now: float, took_ms: float, queued_ms: float) -> None:
+    def ended(self, stream: Stream, now: float) -> None:
         """Its last token is there."""
 
     def gap(self, ms: float, times: int) -> None:
@@ -47,9 +58,12 @@ class Seat:
 
     stream: Stream
     leg: Leg
-    arrived: float
     generated: int
     """Tokens that are there already; of a decode leg, with the one that its prefill node computes."""
+    tpot_ms: float = 0.0
+    """The time per token that it wants; 0: it does not decode here."""
+    expected: int = 0
+    """Tokens of its answer."""
     came: float = float("-inf")
     """When it was there for a step to be launched with it, if it is in none yet."""
     turn: tuple[int, int, int] = (0, 0, 0)
@@ -58,7 +72,6 @@ class Seat:
     left: int = 0
     """Of these, in no step yet; before it begins, what that will probably be."""
     begun: bool = False
-    begun_at: float = 0.0
     told: bool = False
     """That its prompt is computed."""
     blocks: tuple[int, ...] = ()
@@ -68,8 +81,6 @@ class Seat:
     missing: int = 0
     computed_at: float = -1.0
     last_chunk: int = 0
-    exposed: float = 0.0
-    joined: float = -1.0
     joined_step: int = 0
     ends_at: int = 0
     stopped: float = -1.0

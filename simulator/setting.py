@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planning.balance import Balancing
 from simulator.speeds import H200, Speeds
-from simulator.stream import Stream
+from simulator.stream import Stream, Targets
 from wire.config import Role
+from wire.router_config import PRICE
 
-__all__ = ["OMNISCIENT", "Flipped", "NodeEvent", "Result", "Setting", "Targets", "What"]
+__all__ = ["Flipped", "NodeEvent", "Result", "Setting", "Targets", "What"]
 
-OMNISCIENT = "omniscient"
 _PERCENT = math.log(1.01)
 
 
@@ -46,20 +45,12 @@ class NodeEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """What a good request keeps: its first token and the mean of the others in time, as its client sees them."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
-    """Of one run. `policy` is one of router/policies/by_name.py for both roles, or OMNISCIENT.
+    """Of one run. `policy` is that of both roles: the price, or one of router/policies/by_name.py.
 
     Without prefill nodes the others are colocated servers: each computes the prompts of what it generates."""
 
-    policy: str = "cost"
+    policy: str = PRICE
     prefill: int = 8
     decode: int = 8
     routers: int = 1
@@ -69,11 +60,10 @@ class Setting:
     prefixes: bool = True
     """Whether routers know of prefixes at all."""
     shortest_first: bool = True
-    conditional: bool = True
-    """Whether decode nodes compute prompts where routers think that this is better."""
-    max_queue: int = 0
-    """How many requests may wait at a router's admission, which refuses who would miss `targets`; 0: all begin at
-    once."""
+    strict_roles: bool = False
+    """Decode nodes compute no prompt that a prefill node can."""
+    max_queue: int = 1_000
+    """How many requests may wait at a router."""
     speeds: Speeds = field(default_factory=lambda: Speeds(H200))
     decode_speeds: Speeds | None = None
     """Of decode nodes, if theirs are others."""
@@ -81,8 +71,9 @@ class Setting:
     switch_ms: float = 1_000.0
     """What a change of role takes, from the last leg's end to the first poll."""
     targets: Targets | None = None
-    balancing: Balancing | None = None
-    """Whether roles are balanced while it runs; needs targets."""
+    """What the router is told that all want who do not say; None: nothing. It refuses who would miss them."""
+    changes_roles: bool = False
+    """Nodes change their roles as router/roles.py decides."""
 
     def speeds_of(self, role: Role) -> Speeds:
         """Of the nodes that begin with this role."""

@@ -9,7 +9,15 @@ from random import Random
 from load.workloads import Asked, Workload
 from simulator.speeds import H200, Speeds
 
-__all__ = ["Stream", "at_load", "streams_at", "streams_of"]
+__all__ = ["Stream", "Targets", "at_load", "streams_at", "streams_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a good request keeps: its first token and the mean of the others in time, as its client sees them."""
+
+    ttft_ms: float
+    tpot_ms: float
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +30,8 @@ class Stream:
     blocks: tuple[int, ...] = ()
     session: str = ""
     priority: int = 0
+    targets: Targets | None = None
+    """As it tells the router."""
 
     number: int = 0
     cached: int = 0

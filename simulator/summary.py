@@ -1,9 +1,8 @@
-"""What a run shows, as figures, a table, and lines of a plot that needs no library."""
+"""What a run shows, as figures and a table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from load.measures import percentile
@@ -12,10 +11,10 @@ from simulator.setting import Result
 from simulator.speeds import Speeds
 from simulator.stream import Stream
 
-__all__ = ["Summary", "plot", "summary_of", "table"]
+__all__ = ["Summary", "summary_of", "table"]
 
 WARM_UP = 0.1
-"""This share of the requests, the first ones, is served and not counted: rates are learned, and caches filled."""
+"""This share of the requests, the first ones, is served and not counted: caches are filled."""
 TTFT_MS, TTFT_ALONE, TPOT_MS = 500.0, 2.0, 20.0
 """The aim: the first token within 0.5 s and twice what the prompt takes alone, the others each within 20 ms."""
 
@@ -96,51 +95,3 @@ def table(summaries: Sequence[Summary], *, scale: bool) -> str:
         cells += [*([] if scale else [f"{each.cached:.1%}"]), f"{each.good:.1%} ({each.good_per_s:,.0f}/s){lost}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-# --- the plot --------------------------------------------------------------------------------------------------------
-
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 460, 70, 190, 40, 50
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#000000")
-
-
-def plot(title: str, xs: Sequence[str], lines: Mapping[str, Sequence[float | None]], unit: str) -> str:
-    """An SVG: a line of points for each name, one point above each of `xs`, on a logarithmic axis; None: no point."""
-    values = [value for line in lines.values() for value in line if value]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
-
-    def x(at: int) -> float:
-        return _LEFT + (at + 0.5) * (_WIDTH - _LEFT - _RIGHT) / len(xs)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (math.log10(value) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" '
-        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{_LEFT}" y="20" font-size="14">{_escaped(title)}</text>',
-    ]
-    for power in range(low, high + 1):
-        at = y(10.0**power)
-        parts.append(f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
-        label = f"{10.0**power:,g} {unit}"
-        parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
-    parts += [
-        f'<text x="{x(at):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{_escaped(name)}</text>'
-        for at, name in enumerate(xs)
-    ]
-    for number, (name, line) in enumerate(lines.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        dash = ' stroke-dasharray="5 3"' if number >= len(_COLOURS) else ""
-        points = [(x(at), y(value)) for at, value in enumerate(line) if value]
-        path = " ".join(f"{left:.1f},{top:.1f}" for left, top in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>')
-        parts += [f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{colour}"/>' for left, top in points]
-        top = _TOP + 18 * number
-        parts.append(f'<rect x="{_WIDTH - _RIGHT + 14}" y="{top}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{top + 11}">{_escaped(name)}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -133,8 +133,8 @@ def test_what_a_request_showed_of_a_node_is_older_than_what_was_told_later() -> 
 def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
     events = [NodeEvent(0.0, 2, What.AWAY), NodeEvent(0.0, 0, What.AWAY), NodeEvent(9_000.0, 0, What.UP)]
     streams = [Stream(1.0 + at, 500, 400) for at in range(0, 20_000, 500)]
-    for policy in ("round_robin", "omniscient"):
-        result = simulate(copy.deepcopy(streams), Setting(policy, 1, 2, conditional=False, events=events))
+    for policy in ("round_robin", "price"):
+        result = simulate(copy.deepcopy(streams), Setting(policy, 1, 2, strict_roles=True, events=events))
         assert all(stream.answered and not stream.moved for stream in result.streams)
         assert all(stream.local == (stream.at < 9_500) or 9_000 < stream.at < 10_000 for stream in result.streams)
     events.append(NodeEvent(0.0, 1, What.AWAY))
@@ -161,7 +161,7 @@ def test_blocks_of_an_incident_are_those_of_a_trace() -> None:
     """Of 512 tokens: the second prompt begins with what the first one was."""
     nodes = [NodeNamed(P, Role.PREFILL), NodeNamed(D, Role.DECODE)]
     asked = [Requested(at * 5_000.0, 8_192, 5, blocks=list(range(16))) for at in range(2)]
-    ttft = replayed(Incident(nodes, asked, []), H200, (1, 1), "cost").ttft
+    ttft = replayed(Incident(nodes, asked, []), H200, (1, 1), "price").ttft
     assert ttft[0] < ttft[1] / 5
 
 
@@ -197,7 +197,7 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     log.write_bytes(b"\n".join(LOG))
     write_card(H200, card)
     console = Console(width=120, soft_wrap=True)
-    assert run(log, H200, "", "cost", record, console) == 0
+    assert run(log, H200, "", "price", record, console) == 0
     assert run(record, H200, "2:3", "round_robin", None, console) == 0
     out = capsys.readouterr().out
     assert "TTFT then" in out
@@ -206,5 +206,5 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     assert "1 requests that were refused then, with about 700 tokens of prompts, and 1 that began" in out
     with pytest.raises(ConfigError, match="P:D"):
         size_of(of_log(LOG), "2:0")
-    with pytest.raises(ConfigError, match="none of cost"):
+    with pytest.raises(ConfigError, match="none of least_queue"):
         run(record, H200, "", "best", None, console)

@@ -1,8 +1,7 @@
-"""The online planner in a simulated cluster: from a wrong ratio to at least what the best static one serves."""
+"""Roles that follow the load in a simulated cluster: from a wrong ratio to at least what the best static one serves."""
 
 from __future__ import annotations
 
-from planning.balance import Balancing
 from simulator.goodput import attained
 from simulator.setting import Result, Setting, Targets
 from simulator.shifting import Phase, shifting
@@ -16,16 +15,16 @@ SPEEDS = Speeds(slowed(H200, 8.0))
 PHASES = (Phase(240.0, 1.3, 8_192, 32), Phase(180.0, 4.5, 1_024, 512))
 
 
-def served(prefill: int, balancing: Balancing | None) -> Result:
+def served(prefill: int, *, changes: bool) -> Result:
     setting = Setting(
-        prefill=prefill, decode=4 - prefill, prefixes=False, speeds=SPEEDS, targets=TARGETS, balancing=balancing
+        prefill=prefill, decode=4 - prefill, prefixes=False, speeds=SPEEDS, targets=TARGETS, changes_roles=changes
     )
     return simulate(shifting(PHASES), setting)
 
 
-def test_from_a_wrong_ratio_it_finds_the_right_ones_as_the_work_shifts() -> None:
-    best = max(attained(served(prefill, None).streams, TARGETS) for prefill in (2, 3))
-    result = served(1, Balancing())
+def test_from_a_wrong_ratio_they_become_the_right_ones_as_the_work_shifts() -> None:
+    best = max(attained(served(prefill, changes=False).streams, TARGETS) for prefill in (2, 3))
+    result = served(1, changes=True)
     assert attained(result.streams, TARGETS) >= 0.9 * best
     roles = [flip.role for flip in result.flips]
     assert roles[:2] == [Role.PREFILL, Role.PREFILL]

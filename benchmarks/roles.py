@@ -1,9 +1,9 @@
-"""The online planner against every static ratio, under work that shifts: chat, code, long documents, chat again.
+"""Roles that follow the load against every static ratio: chat, code, long documents, chat again.
 
-python -m benchmarks.balance [--nodes 6] [--minutes 10] [--load 0.65]
+python -m benchmarks.roles [--nodes 6] [--minutes 10] [--load 0.65]
 
 A simulation with the rate card of an H200 whose steps all take eight times as long, targets too, so that an hour is
-simulated in a minute; changes of role take 1 s and what the drained node still has to do. The planner begins at both
+simulated in a minute; changes of role take 1 s and what the drained node still has to do. They begin at both
 ends: with one prefill node, and with one decode node. Good are requests that keep both targets. Equal seeds give equal
 figures.
 """
@@ -15,7 +15,6 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from planning.balance import Balancing
 from simulator.goodput import attained
 from simulator.setting import Result, Setting, Targets
 from simulator.shifting import Phase, shifting
@@ -35,7 +34,7 @@ def phases_of(nodes: int, seconds: float, load: float) -> list[Phase]:
     return [Phase(seconds, load * rate * nodes / SLOWER, prompt, output) for _, rate, prompt, output in _WORK]
 
 
-def run(phases: Sequence[Phase], prefill: int, nodes: int, balancing: Balancing | None, seed: int) -> Result:
+def run(phases: Sequence[Phase], prefill: int, nodes: int, seed: int, *, changes: bool) -> Result:
     """Serve them from this ratio on."""
     setting = Setting(
         prefill=prefill,
@@ -44,7 +43,7 @@ def run(phases: Sequence[Phase], prefill: int, nodes: int, balancing: Balancing 
         seed=seed,
         speeds=Speeds(slowed(H200, SLOWER)),
         targets=TARGETS,
-        balancing=balancing,
+        changes_roles=changes,
     )
     gc.disable()
     try:
@@ -55,9 +54,9 @@ def run(phases: Sequence[Phase], prefill: int, nodes: int, balancing: Balancing 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each static ratio and for the planner from both ends, then what it decided and why."""
+    """Print a row for each static ratio and for roles that follow from both ends, then what was decided and why."""
     parser = argparse.ArgumentParser(
-        "benchmarks.balance", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "benchmarks.roles", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each kind of work")
@@ -69,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"| ratio | good | {' | '.join(name for name, *_ in _WORK)} | changes |")
     print("|---|---|" + "---|" * len(_WORK) + "---|")
     flips = []
-    for prefill, balancing in [*((x, None) for x in range(1, nodes)), (1, Balancing()), (nodes - 1, Balancing())]:
-        result = run(phases, prefill, nodes, balancing, arguments.seed)
+    for prefill, changes in [*((x, False) for x in range(1, nodes)), (1, True), (nodes - 1, True)]:
+        result = run(phases, prefill, nodes, arguments.seed, changes=changes)
         streams = result.streams
         shares = [
             attained([each for each in streams if at <= each.at / 1e3 / seconds < at + 1], TARGETS)
             for at in range(len(phases))
         ]
-        name = f"{prefill}P{nodes - prefill}D" + ("" if balancing is None else ", balanced")
+        name = f"{prefill}P{nodes - prefill}D" + (", changing" if changes else "")
         cells = " | ".join(f"{share:.1%}" for share in shares)
         print(f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(result.flips)} |", flush=True)
         flips += [(name, flip) for flip in result.flips]
