@@ -111,8 +111,12 @@ class Engine:
     def load(self, now: float) -> Load:
         """As an engine reports it (paged_engine/scheduler.py)."""
         block_size, steps = self.cache.block_size, self._steps + self._planned.done_by(now)
-        context = promised = 0
+        context, promised = self.context(now), 0
         for seat in self._seats.values():
+            if seat.running:  # most do
+                if seat.due > steps:
+                    promised += seat.due - steps
+                continue
             in_the_end = seat.stream.prompt + seat.expected
             if not seat.begun:
                 has, in_the_end = seat.known - seat.left, max(in_the_end, seat.known)
@@ -120,10 +124,7 @@ class Engine:
                 continue
             else:
                 has = seat.private + len(seat.blocks) * block_size
-                if seat.running:
-                    has += seat.stream.output - (seat.ends_at - steps) - seat.generated
-                    context += has
-                elif seat.leg is not Leg.DECODE:
+                if seat.leg is not Leg.DECODE:
                     context += seat.known - seat.left
             promised += max(0, in_the_end - has)
         sums = self._announced
@@ -453,6 +454,7 @@ class Engine:
     def _join(self, seat: Seat, now: float) -> None:
         stream = seat.stream
         seat.ends_at = self._steps + stream.output - seat.generated
+        seat.due = seat.ends_at - stream.output + seat.expected
         seat.joined_step, seat.running = self._steps, True
         self._context += stream.prompt + seat.generated - 1
         waited = now - (seat.stopped if seat.stopped >= 0 else stream.told)

@@ -83,6 +83,8 @@ class Seat:
     last_chunk: int = 0
     joined_step: int = 0
     ends_at: int = 0
+    due: int = 0
+    """The number of the step with the last token that is expected of it."""
     stopped: float = -1.0
     longest: float = 0.0
     running: bool = False
