@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from wire.announced import FIRST_SPILL_MS
 from wire.decaying_mean import MEMORY_MS
 from wire.outputs import Load
 from wire.step_costs import StepCosts
@@ -17,8 +18,6 @@ __all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 
 LOST = 0.5
 """A row that is delayed has on average half of its answer behind it."""
-BURST_MS = 250.0
-"""Prompts that take so long together may spill at once, or one that takes longer."""
 LEAST_LEFT = 0.08
 """A decode node's steps are not thought to stretch further than by this share of its time."""
 MOST_SHARE = 0.97
@@ -171,7 +170,7 @@ class NodeLoad:
         self.token_rate = max(0.0, self.token_rate + sign * share.output / MEMORY_MS)
         self.prompt_share = max(0.0, self.prompt_share + sign * share.prompt_ms / MEMORY_MS)
         if share.spill_ms:
-            most = max(share.spill_ms, BURST_MS) if sign > 0 else math.inf
+            most = max(share.spill_ms, FIRST_SPILL_MS) if sign > 0 else math.inf
             self.spill_ms = min(self.spill_ms, most) - sign * share.spill_ms
 
     def _settle(self) -> None:

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 from wire.decaying_mean import DecayingMean
 from wire.step_costs import StepCosts
 
-__all__ = ["Announced"]
+__all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 
-_FIRST_OUTPUT = 128.0
+FIRST_OUTPUT = 128.0
 """Tokens that an answer is thought to have before any has ended here."""
 _NEW_OUTPUT = 1 / 32
 _DEFAULT_TPOT_STEPS = 4
 _LEAST_TPOT_MS = 0.1
 _TPOT_USED = 0.9
 """Of the strictest time per token: what is measured of a node is not exact."""
-_FIRST_SPILL_MS, _MOST_SPILL_MS = 250.0, 2_000.0
+FIRST_SPILL_MS = 250.0
+"""Prompts that take so long together may spill at once, or one that takes longer."""
+_MOST_SPILL_MS = 2_000.0
 
 
 class Announced:
@@ -38,9 +40,9 @@ class Announced:
     def __init__(self) -> None:
         self.token_rate = self.prompt_share = 0.0
         self.row_weight = 0.0
-        self.spill_ms = _FIRST_SPILL_MS
+        self.spill_ms = FIRST_SPILL_MS
         """May be below 0: a prompt was less cached than its router thought."""
-        self._output = _FIRST_OUTPUT
+        self._output = FIRST_OUTPUT
         self._tpots: Counter[float] = Counter()
         self._tokens, self._prompts = DecayingMean(), DecayingMean()
         self._new_tokens = self._new_prompts_ms = 0.0
@@ -78,7 +80,7 @@ class Announced:
         """Count a prompt that takes so long. `spills`: a prefill node could compute it."""
         self._new_prompts_ms += ms
         if spills:  # many short ones may come no faster than one that is long is waited for
-            self.spill_ms = min(self.spill_ms, max(ms, _FIRST_SPILL_MS)) - ms
+            self.spill_ms = min(self.spill_ms, max(ms, FIRST_SPILL_MS)) - ms
 
     def go_on(self, now: float, costs: StepCosts | None, rows: int, context: int) -> None:
         """Bring what changes with time up to date, of an engine with so many rows and their context."""

@@ -34,13 +34,13 @@ from router.policies.by_name import POLICIES
 from router.policies.policy import Ask
 from router.prefix.index import Prefix
 from router.walk.job import Job, Targets
+from wire.announced import FIRST_OUTPUT
 from wire.config import Role
 from wire.errors import KvNotLoaded, NoNode, Overloaded, without_frames
 from wire.router_config import PRICE, RouterConfig
 
 __all__ = ["Found", "Placed", "Placer", "Wanted"]
 
-_FIRST_OUTPUT = 128.0
 _OUTPUT_WEIGHT = 1 / 64
 _MOST_OUTPUT = 16_384.0
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
@@ -127,12 +127,12 @@ class Placer:
 
     def expected_output(self, model: str) -> float:
         """Return how many tokens an answer of this model has: a mean over those that have ended."""
-        return self._outputs.get(self._pool.base_of(model), _FIRST_OUTPUT)
+        return self._outputs.get(self._pool.base_of(model), FIRST_OUTPUT)
 
     def answered(self, model: str, tokens: int) -> None:
         """Learn from an answer that has ended with so many tokens."""
         if tokens and (base := self._pool.base_of(model)):
-            known = self._outputs.get(base, _FIRST_OUTPUT)
+            known = self._outputs.get(base, FIRST_OUTPUT)
             self._outputs[base] = known + _OUTPUT_WEIGHT * (min(tokens, _MOST_OUTPUT) - known)
 
     # --- where to ------------------------------------------------------------------------------------------------
