@@ -83,6 +83,7 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         stand = await stack.enter_async_context(Stand(folder, options.tensor_parallel_size, flags))
         await over_http.warmed(stand)
+        await over_sockets.open_planes(stand)
         watch = await stack.enter_async_context(Watch(stand, int(options.memory_gib * 2**30)))
         halves = [
             half
@@ -122,7 +123,9 @@ async def _rounds(
             wrong = await _played(stand, watch, options, target, number, state)
             report["rounds"][target] += 1
             report["broken"] += [f"{target}, round {number}: {one}" for one in wrong]
-            print(f"{target}, round {number}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+            files = ", ".join(f"{one.role} {one.usage().files}" for one in stand.processes)
+            took = f"{time.monotonic() - began:.1f} s"
+            print(f"{target}, round {number}: {took}; open files: {files}", file=sys.stderr, flush=True)
         if number == options.round:
             usage = {process: process.usage() for process in stand.processes}
     raise AssertionError

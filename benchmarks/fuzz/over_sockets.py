@@ -26,7 +26,7 @@ from wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from wire.outputs import Load
 from wire.transfer import KvFacts
 
-__all__ = ["control", "events", "every_port", "heartbeats", "holds", "pairs", "pings"]
+__all__ = ["control", "events", "every_port", "heartbeats", "holds", "open_planes", "pairs", "pings"]
 
 _CONNECT_S = 2.0
 _HEAR_S = 0.05
@@ -49,6 +49,21 @@ _FIRST = (
     b"\xff" * 4096,
     b"\x01" + b"\0" * 7 + b"\x7f" + b"\0" * 40,
 )
+
+
+async def open_planes(stand: Stand) -> None:
+    """Have every node open all its data planes, as changed Hellos will, so that it has what it will always have.
+
+    Raises RuntimeError if one does not.
+    """
+    for node in stand.nodes:
+        facts = await _kv_of(stand, node.url)
+        async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
+            await peer.send(encode(Hello("reader-0", facts.fingerprint)))
+            heard = await peer.hear()
+        said = None if heard is None else decode(heard[-1])
+        if not isinstance(said, Welcome) or said.on_request:
+            raise RuntimeError(f"{node.role} does not open its data planes: {said}")
 
 
 async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
