@@ -86,14 +86,14 @@ class Directly:
         except RequestError as why:  # of a field by its name in a completion
             return Response(dialect.error(why.status, why.body()), why.status, media_type="application/json")
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
-        """POST /tokenize and /detokenize. Raises KvrelayError."""
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
+        """POST /tokenize and /detokenize; None if the client has gone. Raises KvrelayError."""
         serving = self._ready()
         body = await self._read(request)
         await beside(len(body), check_shape, body)
         body = await beside(len(body), translate, body)
         work = tokenized(serving, self._sandbox, body) if path == "/tokenize" else detokenized(serving, body)
-        return await unless_gone(request, work) or b""
+        return await unless_gone(request, work)
 
 
 def _spoken(answer: Response, dialect: Dialect) -> Response:

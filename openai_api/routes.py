@@ -57,8 +57,11 @@ class Server(Protocol):
         Raises KvrelayError."""
         ...
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
-        """What POST /tokenize or /detokenize answers to the request's body, translated. Raises KvrelayError."""
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
+        """Return what POST /tokenize or /detokenize answers to the request's body, translated.
+
+        None if the client has gone. Raises KvrelayError.
+        """
         ...
 
     def served(self) -> list[str]:
@@ -113,7 +116,8 @@ def add_routes(app: FastAPI, server: Server, responses: Responses | None = None,
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)
-        return _json(await server.tokenized(request, request.url.path, lambda body: body))
+        told = await server.tokenized(request, request.url.path, lambda body: body)
+        return _nobody() if told is None else _json(told)
 
     app.post("/tokenize", response_model=None)(tokenization)
     app.post("/detokenize", response_model=None)(tokenization)
@@ -173,7 +177,10 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
     async def count(request: Request) -> Response:
         server.check_key(request)
-        counted = msgspec.json.decode(await server.tokenized(request, "/tokenize", count_body), type=Tokenized)
+        told = await server.tokenized(request, "/tokenize", count_body)
+        if told is None:
+            return _nobody()
+        counted = msgspec.json.decode(told, type=Tokenized)
         return _json(msgspec.json.encode({"input_tokens": counted.count}))
 
 
@@ -193,6 +200,11 @@ def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
 
 def _now() -> int:
     return int(time.time())
+
+
+def _nobody() -> Response:
+    """Answer a client that has gone."""
+    return Response(status_code=499)
 
 
 def _json(body: bytes) -> Response:

@@ -59,10 +59,12 @@ def kept() -> Counter[str]:
     return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
 
 
-async def asked(app: Any, path: str, body: bytes) -> int:
-    """Ask the application, and return the status of its answer."""
+async def asked(app: Any, path: str, body: bytes, *, goes: bool = False) -> int:
+    """Ask the application, and return the status of its answer. `goes`: the client leaves when all is sent."""
     told: list[int] = []
     there, answered = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+    if goes:
+        answered.set()
 
     async def receive() -> dict[str, Any]:
         if there:
@@ -115,3 +117,9 @@ async def test_what_is_refused_leaves_nothing_for_the_collector(app: Any, path: 
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+async def test_a_client_that_has_gone_is_no_fault_of_the_node(app: Any, path: str) -> None:
+    fields: dict[str, Any] = {"tokens": [1]} if path == "/detokenize" else {"messages": CHAT["messages"] * 30_000}
+    assert await asked(app, path, json.dumps({"model": "m", **fields}).encode(), goes=True) in (200, 499)
