@@ -192,13 +192,16 @@ class PrefixIndex:
             return
         self._block_size[prefix.by_content] = prefix.block_size
         per_byte = prefix.tokens / prefix.text_bytes
-        if not prefix.counted:
-            self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
         if prefix.text_bytes <= MAX_TEXT_BYTES:
             keys = prefix.keys
         else:
             keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_size]
         self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_size)
+
+    def counted(self, prefix: Prefix, tokens: int) -> None:
+        """Learn from a node's count of a prompt how long texts are in tokens."""
+        if tokens and prefix.text_bytes and not prefix.counted:
+            self._tokens_per_byte += _LEARNING_RATE * (tokens / prefix.text_bytes - self._tokens_per_byte)
 
     def knows(self, prefix: Prefix) -> bool:
         """Whether the blocks of all of its text were learned."""

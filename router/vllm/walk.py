@@ -258,7 +258,7 @@ class VllmWalk:
                 self.timeline.tokens(now)
             self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
             if one:
-                self._placer.answered(job.model, self.output_tokens)
+                self._placer.answered(job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0)
             self.reply.put(self._timed(ending.body, leg))
             return
 
@@ -286,7 +286,7 @@ class VllmWalk:
                 f"after; send the request again ({why.message})"
             ) from why
         if one:
-            self._placer.answered(job.model, self.output_tokens)
+            self._placer.answered(job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0)
             times.streamed((job.path == CHAT_PATH) + job.include_usage)
 
     def _timed(self, end: bytes, leg: LegSeen) -> bytes:

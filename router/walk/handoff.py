@@ -498,7 +498,8 @@ class Walk:
             if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
                 self._doors.links.saw(peer.url, node.url, frame.timing["exposed"])
         if frame.kind is FrameKind.END and frame.usage is not None:
-            self._means.placer.answered(self.job.model, frame.usage[1] // max(1, self.job.choices))
+            prompt, output, _ = frame.usage
+            self._means.placer.answered(self.job.model, output // max(1, self.job.choices), self._prefix, prompt)
         self.counts = frame.usage or self.counts
         stamped = frame.kind is FrameKind.END and self.job.wants_stages
         return self.timeline.stamped(frame.payload, now) if stamped else frame.payload

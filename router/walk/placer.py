@@ -129,8 +129,10 @@ class Placer:
         """Return how many tokens an answer of this model has: a mean over those that have ended."""
         return self._outputs.get(self._pool.base_of(model), FIRST_OUTPUT)
 
-    def answered(self, model: str, tokens: int) -> None:
-        """Learn from an answer that has ended with so many tokens."""
+    def answered(self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0) -> None:
+        """Learn from an answer that has ended with so many tokens, and from its prompt's length."""
+        if prefix is not None:
+            self._pool.prefixes.counted(prefix, prompt_tokens)
         if tokens and (base := self._pool.base_of(model)):
             known = self._outputs.get(base, FIRST_OUTPUT)
             self._outputs[base] = known + _OUTPUT_WEIGHT * (min(tokens, _MOST_OUTPUT) - known)

@@ -16,7 +16,7 @@ from router.nodes.doors import Doors
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
 from router.placement import LINK_MS, Placement, Refuse, Wait
-from router.walk.job import CHAT_PATH, Job, Targets, parse_job
+from router.walk.job import CHAT_PATH, Job, Targets, parse_job, prefix_of
 from router.walk.placer import Found, Placer
 from wire.config import Role
 from wire.errors import KvNotLoaded, NoNode, Overloaded
@@ -73,6 +73,15 @@ def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(max_tokens:
     assert request.kv_tokens == request.tokens + min(request.output, request.most_output)  # room alone
     rig.placer.answered("m", 10**9)
     assert rig.placer.expected_output("m") < 400  # one answer is one answer
+
+
+def test_a_text_has_as_many_tokens_as_nodes_have_counted_of_others() -> None:
+    placer, asked = Rig().placer, job()
+    prefix = prefix_of(asked)
+    assert placer.wanted(asked, prefix).request.tokens == pytest.approx(1_000, abs=20)
+    for _ in range(100):
+        placer.answered("m", 64, prefix, 650)
+    assert placer.wanted(asked, prefix).request.tokens == pytest.approx(650, rel=0.02)
 
 
 def test_choices_and_prompts_alone_are_expected_to_be_as_long_as_they_are() -> None:

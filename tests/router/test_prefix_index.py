@@ -242,8 +242,7 @@ def test_the_length_of_a_prompt_is_learned() -> None:
     dense = "0123456789" * 400
     for at in range(100):
         prefix = Prefix.of(7, (str(at) + dense).encode())
-        with under_way(index, prefix, "a"):
-            index.learn(prefix.known(PromptBlocks(BLOCK, bytes(16 * 125)), 2_000))
+        index.counted(prefix, 2_000)
     assert abs(index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens - 2_000) < 50
 
 
@@ -253,7 +252,7 @@ def test_token_ids_are_counted_and_say_nothing_of_texts() -> None:
     assert abs(index.lookup(prefix).prompt_tokens - 2_000) < 2
     text = index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens
     for _ in range(100):
-        index.learn(prefix.known(blocks_of(ids), len(ids)))
+        index.counted(prefix, len(ids))
     assert index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens == text
 
 
