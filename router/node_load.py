@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from wire.announced import FIRST_SPILL_MS
-from wire.decaying_mean import MEMORY_MS
+from wire.means import MEMORY_MS
 from wire.outputs import Load
 from wire.step_costs import StepCosts
 

@@ -62,8 +62,8 @@ class Engine:
         self.pace = 1.0
         self._pace = Pace()
         """As it follows its steps."""
-        self._prompts_ms = 0.0
-        """Of the step that runs, by the card."""
+        self._computed = 0, 0.0
+        """Prompt tokens of the step that runs, and each of them times those before it."""
         costs, gap_ms = speeds.card.costs, speeds.card.max_gap_ms
         self._budget = StepBudget(speeds.step_tokens, block_size, costs, gap_ms, pace=1.0)
         self._announced = Announced()
@@ -127,19 +127,20 @@ class Engine:
                 if seat.leg is not Leg.DECODE:
                     context += seat.known - seat.left
             promised += max(0, in_the_end - has)
+        tokens, pairs = self.tokens + self._computed[0], self._pairs + self._computed[1]
         sums = self._announced
         sums.go_on(now, self._costs, self.running, context)
         return Load(
             running=self.running,
             waiting=self.waiting,
-            waiting_tokens=self.tokens,
+            waiting_tokens=tokens,
             free_blocks=self.free(now) // block_size,
             total_blocks=self.cache.capacity // block_size,
             block_size=block_size,
             context_tokens=context,
             legs=self.legs,
             pace=self._budget.pace,
-            backlog_ms=self._costs.prompts_ms(self.tokens, self._pairs),
+            backlog_ms=self._costs.prompts_ms(tokens, pairs),
             token_rate=sums.token_rate,
             prompt_share=sums.prompt_share,
             row_weight=sums.row_weight,
@@ -357,8 +358,7 @@ class Engine:
             self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
             ms = speeds.mixed_ms(running, self._context, pieces, before) if running else speeds.chunk_ms(pieces, before)
             self._planned = Planned(1, now, ms * self.pace)
-            tokens, pairs = sum(count for count, _ in pieces), sum(count * (at + count / 2) for count, at in pieces)
-            self._prompts_ms = speeds.card.costs.prompts_ms(tokens, pairs)
+            self._computed = sum(count for count, _ in pieces), sum(count * (at + count / 2) for count, at in pieces)
         else:
             steps = self._batch[0][0] - self._steps
             if self._hides_some():
@@ -419,8 +419,8 @@ class Engine:
         costs, rows = self.speeds.card.costs, len(self._batch)
         decoding_ms = costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
         for _ in range(min(steps, _PACE_STEPS)):
-            self._pace.saw(took_ms, decoding_ms + self._prompts_ms)
-        self._prompts_ms, pace = 0.0, self._pace.factor
+            self._pace.saw(took_ms, decoding_ms + costs.prompts_ms(*self._computed))
+        self._computed, pace = (0, 0.0), self._pace.factor
         self._budget = replace(self._budget, costs=costs.scaled(pace), pace=pace)
 
     def _end(self, seat: Seat, private: int, now: float) -> None:

@@ -12,14 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from wire.decaying_mean import DecayingMean
+from wire.means import DecayingMean, RunningMean
 from wire.step_costs import StepCosts
 
 __all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 
 FIRST_OUTPUT = 128.0
 """Tokens that an answer is thought to have before any has ended here."""
-_NEW_OUTPUT = 1 / 32
+_OUTPUTS_MEAN = 32
 _DEFAULT_TPOT_STEPS = 4
 _LEAST_TPOT_MS = 0.1
 _TPOT_USED = 0.9
@@ -42,7 +42,7 @@ class Announced:
         self.row_weight = 0.0
         self.spill_ms = FIRST_SPILL_MS
         """May be below 0: a prompt was less cached than its router thought."""
-        self._output = FIRST_OUTPUT
+        self._output = RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN)
         self._tpots: Counter[float] = Counter()
         self._tokens, self._prompts = DecayingMean(), DecayingMean()
         self._new_tokens = self._new_prompts_ms = 0.0
@@ -60,7 +60,7 @@ class Announced:
         0 stands for what it does not say: then it is what is usual here.
         """
         tpot_ms = tpot_ms or _default_tpot_ms(costs)
-        expected = min(expected or round(self._output), most)
+        expected = min(expected or round(self._output.value), most)
         self._new_tokens += expected
         self._tpots[tpot_ms] += 1
         self.row_weight += _weight(tpot_ms, expected)
@@ -69,7 +69,7 @@ class Announced:
     def left(self, tpot_ms: float, expected: int, tokens: int, *, complete: bool) -> None:
         """Take out a request, by what `came` returned of it, after so many tokens. `complete`: they are its answer."""
         if complete:
-            self._output = max(1.0, self._output + _NEW_OUTPUT * (tokens - self._output))
+            self._output.add(max(1, tokens))
         self._new_tokens += tokens - expected
         self._tpots[tpot_ms] -= 1
         if not self._tpots[tpot_ms]:

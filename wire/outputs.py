@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     context_tokens: int = 0
     """Tokens of KV that the running requests have, together."""
     # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's own card times its
-    # pace; a mean is over the last seconds (wire/decaying_mean.py).
+    # pace; a mean is over the last seconds (wire/means.py).
     legs: int = 0
     """Requests that the engine has taken since it started, and one; 0 from a node that does not count them."""
     leg: int = 0

@@ -22,6 +22,7 @@ import msgspec
 from router.prefix.contents import BlockContents
 from router.prefix.held_blocks import HeldBlocks
 from router.prefix.text_tree import CHUNK_BYTES, Edge, Path, Step, TextTree
+from wire.means import RunningMean
 from wire.outputs import PromptBlocks
 
 __all__ = ["Cached", "Prefix", "PrefixIndex", "Sent"]
@@ -32,7 +33,7 @@ MAX_TEXT_BYTES = 512 << 10
 _GONE_TOGETHER = 64
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
 _TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
-_LEARNING_RATE = 0.05
+_PROMPTS_MEAN = 32
 
 
 Sent = tuple[Edge, int]
@@ -146,7 +147,7 @@ class PrefixIndex:
         """Of those that are trusted: they hold more than was told of them."""
         self._block_size = {False: 0, True: 0}
         """As last seen, by whether blocks are called by their content."""
-        self._tokens_per_byte = _TOKENS_PER_BYTE
+        self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class PrefixIndex:
         """What each node has of a prompt."""
         path = self.texts.path(prefix.chunks)
         keys, block_size, tokens = prefix.keys, prefix.block_size, prefix.tokens
-        per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte
+        per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
         if keys is None:
             keys, depth = self.texts.known_keys(path)
             block_size = self._block_size[prefix.by_content]
@@ -201,7 +202,7 @@ class PrefixIndex:
     def counted(self, prefix: Prefix, tokens: int) -> None:
         """Learn from a node's count of a prompt how long texts are in tokens."""
         if tokens and prefix.text_bytes and not prefix.counted:
-            self._tokens_per_byte += _LEARNING_RATE * (tokens / prefix.text_bytes - self._tokens_per_byte)
+            self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
     def knows(self, prefix: Prefix) -> bool:
         """Whether the blocks of all of its text were learned."""

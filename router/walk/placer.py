@@ -37,11 +37,12 @@ from router.walk.job import Job, Targets
 from wire.announced import FIRST_OUTPUT
 from wire.config import Role
 from wire.errors import KvNotLoaded, NoNode, Overloaded, without_frames
+from wire.means import RunningMean
 from wire.router_config import PRICE, RouterConfig
 
 __all__ = ["Found", "Placed", "Placer", "Wanted"]
 
-_OUTPUT_WEIGHT = 1 / 64
+_OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
 """A target counts for no less than this share of what users of such nodes expect, or it would buy priority; and for no
@@ -85,7 +86,7 @@ class Placer:
 
     def __init__(self, config: RouterConfig, pool: Pool, doors: Doors, rng: random.Random) -> None:
         self._pool, self._doors, self._rng = pool, doors, rng
-        self._outputs: dict[str, float] = {}
+        self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """By model, requests that have begun and wait for a place again."""
         self.take_over(config)
@@ -127,15 +128,16 @@ class Placer:
 
     def expected_output(self, model: str) -> float:
         """Return how many tokens an answer of this model has: a mean over those that have ended."""
-        return self._outputs.get(self._pool.base_of(model), FIRST_OUTPUT)
+        mean = self._outputs.get(self._pool.base_of(model))
+        return FIRST_OUTPUT if mean is None else mean.value
 
     def answered(self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0) -> None:
         """Learn from an answer that has ended with so many tokens, and from its prompt's length."""
         if prefix is not None:
             self._pool.prefixes.counted(prefix, prompt_tokens)
         if tokens and (base := self._pool.base_of(model)):
-            known = self._outputs.get(base, FIRST_OUTPUT)
-            self._outputs[base] = known + _OUTPUT_WEIGHT * (min(tokens, _MOST_OUTPUT) - known)
+            mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
+            mean.add(min(tokens, _MOST_OUTPUT))
 
     # --- where to ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
 from paged_engine.scheduler import Scheduler
-from wire.decaying_mean import MEMORY_MS
 from wire.engine_messages import Submit
+from wire.means import MEMORY_MS
 from wire.sampling import SamplingParams
 from wire.step_costs import StepCosts
 from wire.transfer import KvTransferParams

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.decaying_mean import MEMORY_MS, DecayingMean
+from wire.means import MEMORY_MS, DecayingMean, RunningMean
 
 
 def test_what_comes_evenly_has_its_rate_after_a_while_and_is_forgotten_later():
@@ -36,3 +36,15 @@ def test_what_is_taken_back_leaves_nothing_below_none_and_old_news_counts_as_the
     assert mean.at(0.0) == mean.at(100.0) == 4 / MEMORY_MS
     mean.add(-5.0, 100.0)
     assert mean.at(100.0) == 0
+
+
+def test_a_running_mean_is_that_of_all_until_they_are_many() -> None:
+    mean = RunningMean(128.0, 64)
+    for _ in range(3):
+        mean.add(64.0)
+    assert mean.value == pytest.approx((128 + 3 * 64) / 4)
+    for _ in range(1_000):
+        mean.add(64.0)
+    assert mean.value == pytest.approx(64)
+    mean.add(128.0)
+    assert mean.value == pytest.approx(65)
