@@ -6,7 +6,6 @@ Made without starting anything; knows no metric by name, so it cannot be out of 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from prometheus_client.registry import Collector
 from node.metrics import NodeMetrics
 from router.membership.kubernetes_watch import listed_gauge
 from router.metrics import Metrics
-from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from router.workers.parent import Parent
 from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
@@ -55,12 +53,11 @@ def metrics_reference() -> list[MetricFact]:
 
 def _router_registries() -> list[CollectorRegistry]:
     """Of one process, of what several have in common, of one that follows pods."""
-    rng, config = random.Random(0), RouterConfig(workers=2)
+    config = RouterConfig(workers=2)
     pool = Pool(["http://prefill"], ["http://decode"])
-    doors = Doors(pool, rng)
     of_pods = CollectorRegistry()
     listed_gauge(of_pods)
-    return [Metrics(pool, doors, ["key"]).registry, Parent(config, config.port).registry, of_pods]
+    return [Metrics(pool, ["key"]).registry, Parent(config, config.port).registry, of_pods]
 
 
 def _node_registry() -> CollectorRegistry:

@@ -109,7 +109,7 @@ class Router:
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
-        self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
+        self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.shared = shared(self.pool, self.doors, self.metrics)

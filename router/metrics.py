@@ -13,7 +13,6 @@ from openai_api.stages import STAGES
 from openai_api.tallies import Level, Spread, Tally
 from router.admission.metrics import AdmissionMetrics
 from router.nodes.breaker import State
-from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from router.prefix.metrics import PrefixMetrics
 from router.timeline import Timeline
@@ -39,7 +38,7 @@ class Metrics:
     The label `model_name` is the model that a request was for, also where it has named an adapter or an alias; empty if
     it named none that is served."""
 
-    def __init__(self, pool: Pool, doors: Doors, keys: Iterable[str]) -> None:
+    def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
         """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
         self._pool = pool
@@ -117,7 +116,7 @@ class Metrics:
         self.waiting_for_room = self._level(
             "kvrelay_router_waiting_for_room", "Begun requests that wait for a place on a node, again."
         )
-        registry.register(_Breakers(pool, doors))
+        registry.register(_Breakers(pool))
         self.meetings = Counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
@@ -256,8 +255,8 @@ class _Nodes(Collector):
 class _Breakers(Collector):
     """Read when they are asked for: nodes come and go."""
 
-    def __init__(self, pool: Pool, doors: Doors) -> None:
-        self._pool, self._doors = pool, doors
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape."""
@@ -268,14 +267,6 @@ class _Breakers(Collector):
             labels=labels,
         )
         for node in self._pool.nodes:
-            for leg, standing in node.standing.items():
-                state.add_metric((node.url, leg), _BREAKER[standing.breaker.state(now)])
-        ejections = CounterMetricFamily(
-            "kvrelay_router_ejections",
-            "Times that a node was taken out because it was far worse than others.",
-            labels=labels,
-        )
-        for of, times in self._doors.ejections.items():
-            ejections.add_metric(of, times)
+            for leg, breaker in node.breakers.items():
+                state.add_metric((node.url, leg), _BREAKER[breaker.state(now)])
         yield state
-        yield ejections

@@ -43,7 +43,7 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "limit_left": round(node.state.limit_left, 3),
         "costs": None if node.state.costs is UNKNOWN else msgspec.structs.asdict(node.state.costs),
         "load": msgspec.structs.asdict(node.load),
-        "breakers": {leg: standing.breaker.facts(now) for leg, standing in node.standing.items()},
+        "breakers": {leg: breaker.facts(now) for leg, breaker in node.breakers.items()},
     }
 
 

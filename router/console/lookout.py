@@ -168,7 +168,7 @@ def _node(node: Node, pool: Pool, now: float) -> NodeSeen:
         load.free_blocks,
         load.total_blocks,
         load.block_size,
-        {leg.value: _breaker(standing.breaker.facts(now)) for leg, standing in node.standing.items()},
+        {leg.value: _breaker(breaker.facts(now)) for leg, breaker in node.breakers.items()},
         int(node.up),
         node.flips_to or "",
         round(node.state.prompt_share, 3),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from router.nodes.node import Lease
-from router.nodes.standing import Passage
+from router.nodes.passage import Passage
 
 __all__ = ["LegWatch", "LegWatches"]
 

@@ -3,10 +3,10 @@
 
 Closed until FAILURES_IN_A_ROW, or half of at least WINDOW_LEGS legs within WINDOW_S, have failed; then open for a time
 that doubles with each opening; then half-open: at most PROBES real requests at once go through, SUCCESSES of them close
-it and one failure opens it again. An ejection (router/nodes/outliers.py) is an opening with a clock of its own. Only a
+it and one failure opens it again. Only a
 node's own faults are told here, by whoever has sent the leg: never a 4xx, a refusal, or a client that went away.
 
-Prior art: Nygard, Release It! (2007), the circuit breaker; Envoy's outlier detection for the ejection that grows.
+Prior art: Nygard, Release It! (2007).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ WINDOW_S = 30.0
 WINDOW_LEGS = 20
 WINDOW_SHARE = 0.5
 OPEN_S, OPEN_CAP_S = 1.0, 60.0
-EJECTED_S, EJECTED_CAP_S = 5.0, 300.0
 JITTER = 0.2
 """An opening lasts up to this share longer, so that several routers do not probe at one moment."""
 PROBES = 2
@@ -43,8 +42,6 @@ class Breaker:
     """Of one node and kind of leg. Seconds are those of any one monotonic clock."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.ejections = 0
-        """Since the start."""
         self.why = ""
         """Of the last opening."""
         self._rng = rng
@@ -52,7 +49,7 @@ class Breaker:
         self._in_a_row = 0
         self._window: deque[tuple[float, bool]] = deque(maxlen=512)  # when, and whether it failed
         self._failed = 0  # of the window
-        self._grown: dict[str, int] = {}  # openings in a row, by what sets their length
+        self._openings = 0  # in a row
         self._open_until = 0.0
         self._open_s = 0.0
         self._closed_at = float("-inf")
@@ -113,7 +110,7 @@ class Breaker:
         self._probing -= probe
         state = self.state(now)
         if state is State.HALF_OPEN and probe:
-            self._open(now, why, "failure", OPEN_S, OPEN_CAP_S)
+            self._open(now, why)
             return True
         if state is not State.CLOSED:
             return False  # it was sent before the opening, or before its time
@@ -122,18 +119,12 @@ class Breaker:
         legs = len(self._window)
         if self._in_a_row < FAILURES_IN_A_ROW and (legs < WINDOW_LEGS or self._failed < WINDOW_SHARE * legs):
             return False
-        self._open(now, why, "failure", OPEN_S, OPEN_CAP_S)
+        self._open(now, why)
         return True
 
     def dropped(self, *, probe: bool) -> None:
         """A leg ended in a way that says nothing of the node."""
         self._probing -= probe
-
-    def eject(self, now: float, why: str) -> None:
-        """The node is far worse than the others."""
-        if self.state(now) is State.CLOSED:
-            self.ejections += 1
-            self._open(now, why, "outlier", EJECTED_S, EJECTED_CAP_S)
 
     def facts(self, now: float) -> dict[str, str | float | int]:
         """For whoever looks at the router's health."""
@@ -141,14 +132,13 @@ class Breaker:
             "state": self.state(now),
             "reason": self.why,
             "opens_in_s": round(self.opens_in(now), 3),
-            "ejections": self.ejections,
         }
 
     def check(self) -> None:
         """Assert the invariants."""
         assert self._probing >= 0
         assert self._failed == sum(failed for _, failed in self._window)
-        assert 0.0 <= self._open_s <= EJECTED_CAP_S
+        assert 0.0 <= self._open_s <= OPEN_CAP_S
 
     def _note(self, now: float, *, failed: bool) -> None:
         if len(self._window) == self._window.maxlen:
@@ -158,11 +148,11 @@ class Breaker:
         while self._window[0][0] <= now - WINDOW_S:
             self._failed -= self._window.popleft()[1]
 
-    def _open(self, now: float, why: str, kind: str, first_s: float, cap_s: float) -> None:
+    def _open(self, now: float, why: str) -> None:
         if self._state is State.CLOSED and now - self._closed_at > max(FORGET_S, self._open_s):
-            self._grown.clear()
-        grown = self._grown[kind] = self._grown.get(kind, 0) + 1
-        self._open_s = min(cap_s, first_s * 2.0 ** min(grown - 1, 32) * (1 + JITTER * self._rng.random()))
+            self._openings = 0
+        self._open_s = min(OPEN_CAP_S, OPEN_S * 2.0 ** min(self._openings, 32) * (1 + JITTER * self._rng.random()))
+        self._openings += 1
         self._state, self._open_until, self.why = State.OPEN, now + self._open_s, why
 
     def _close(self, now: float) -> None:

@@ -12,12 +12,11 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 
-from router.nodes.breaker import State
+from router.nodes.breaker import Breaker, State
 from router.nodes.node import Node, NodeKind
-from router.nodes.outliers import EVERY_S, Samples, outliers
 from router.nodes.pairing import FailedPairs, Links, unlike
+from router.nodes.passage import Passage
 from router.nodes.pool import Pool
-from router.nodes.standing import Passage, Standing
 from router.placement import LINK_MS
 from router.policies.policy import Ask
 from wire.config import Role
@@ -45,20 +44,17 @@ class Doors:
     def __init__(self, pool: Pool, rng: random.Random) -> None:
         self.faults = FailedPairs()
         self.links = Links()
-        self.ejections: dict[tuple[str, Role], int] = {}
-        """By URL and kind of leg, since the start."""
         self._pool = pool
         self._rng = rng
         self._troubled: set[Node] = set()
         """Those of which some breaker is not closed, or which rest: all others need no look."""
-        self._looked_at = float("-inf")
         self._slowest_s = 0.0
 
-    def standing(self, node: Node, leg: Role) -> Standing:
-        """What is thought of a node for a kind of leg."""
-        if leg not in node.standing:
-            node.standing[leg] = Standing(self._rng)
-        return node.standing[leg]
+    def breaker(self, node: Node, leg: Role) -> Breaker:
+        """Return that of a node for a kind of leg."""
+        if leg not in node.breakers:
+            node.breakers[leg] = Breaker(self._rng)
+        return node.breakers[leg]
 
     def takers(self, ask: Ask, exclude: Collection[Node], now: float, *, computes: bool = False) -> list[Node]:
         """The nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if all of them rest.
@@ -71,7 +67,7 @@ class Doors:
             return nodes
         self._troubled = {node for node in self._troubled if not self._sound(node, now)}
         legs = (Role.PREFILL, Role.DECODE) if computes else (ask.role,)
-        doors = {node: [self.standing(node, leg).breaker for leg in legs] for node in nodes}
+        doors = {node: [self.breaker(node, leg) for leg in legs] for node in nodes}
         through = [node for node in nodes if all(door.lets_through(now) for door in doors[node])]
         if not through:
             through = [node for node in nodes if all(door.might_probe(now) for door in doors[node])]
@@ -82,8 +78,7 @@ class Doors:
         raise _nobody(ask.role, max(1, soonest), rest=bool(through))
 
     def _sound(self, node: Node, now: float) -> bool:
-        breakers = [standing.breaker for standing in node.standing.values()]
-        return all(each.state(now) is State.CLOSED and not each.rests(now) for each in breakers)
+        return all(each.state(now) is State.CLOSED and not each.rests(now) for each in node.breakers.values())
 
     def paired(self, nodes: Sequence[Node], peer: Node, now: float) -> list[Node]:
         """Of decode nodes, those that can take this prefill node's KV; without pairs that failed lately if others are
@@ -117,10 +112,9 @@ class Doors:
         why = {node.kv: min((unlike(node.kv, kind) or "" for kind in kinds), default="") for node in prefill}
         return [node for node in prefill if not why[node.kv]], next(filter(None, why.values()), "")
 
-    def enter(self, node: Node, leg: Role, now: float, *, computes: bool, waits_for_us: bool) -> Passage:
-        """A leg goes to this node."""
-        first = self.standing(node, Role.PREFILL if computes else leg)
-        return Passage(first, self.standing(node, leg), now, waits_for_us=waits_for_us)
+    def enter(self, node: Node, leg: Role, now: float, *, computes: bool) -> Passage:
+        """Begin a leg on this node."""
+        return Passage(self.breaker(node, Role.PREFILL if computes else leg), self.breaker(node, leg), now)
 
     def patience_s(self, tokens: int) -> float:
         """How long a leg that has so many tokens to wait for may say nothing before it is taken to be lost."""
@@ -132,7 +126,7 @@ class Doors:
 
     def rest(self, node: Node, leg: Role, seconds: float | None, now: float) -> None:
         """The node has no room, and says for how long."""
-        self.standing(node, leg).breaker.rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
+        self.breaker(node, leg).rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
         self._troubled.add(node)
 
     def failed(self, passage: Passage, node: Node, why: str, now: float) -> None:
@@ -156,23 +150,6 @@ class Doors:
             self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
         else:
             self.faults.worked(_name(peer), _name(node))
-
-    def look(self, now: float) -> None:
-        """Take out what is far worse than the others; cheap if it was done a moment ago."""
-        if now - self._looked_at < EVERY_S:
-            return
-        self._looked_at = now
-        for leg in (Role.PREFILL, Role.DECODE):
-            known = {node.url: node for node in self._pool.nodes if leg in node.standing and node.up}
-            by_url = {url: node.standing[leg] for url, node in known.items()}
-            out = {url for url, standing in by_url.items() if not standing.breaker.lets_through(now)}
-            samples = {url: standing.samples for url, standing in by_url.items()}
-            for url, why in outliers(samples, out, now).items():
-                _log.warning("%s is taken out of %s legs for a while: %s", url, leg, why)
-                by_url[url].breaker.eject(now, why)
-                by_url[url].samples = Samples()
-                self._troubled.add(known[url])
-                self.ejections[url, leg] = self.ejections.get((url, leg), 0) + 1
 
 
 def _nobody(role: Role, soonest_s: int, *, rest: bool) -> NoNode | Overloaded:

@@ -13,7 +13,7 @@ from math import inf
 import msgspec
 
 from router.node_load import NodeLoad, Share
-from router.nodes.standing import Standing
+from router.nodes.breaker import Breaker
 from router.prefix.index import Sent
 from wire.config import Role
 from wire.kv_events import KvEventsReport
@@ -177,7 +177,7 @@ class Node:
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
-    standing: dict[Role, Standing] = field(default_factory=dict)
+    breakers: dict[Role, Breaker] = field(default_factory=dict)
     """By kind of leg; kept by router/nodes/doors.py."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import time
 
 from router.legs.legs import LegFailed, Refused
 from router.nodes.node import Lease, Node
-from router.nodes.standing import Passage
+from router.nodes.passage import Passage
 from router.walk.means import Means
 from wire.config import Role
 from wire.errors import Overloaded

@@ -28,7 +28,6 @@ from router.legs.leg_watch import LegWatch
 from router.legs.legs import LegFailed, Refused
 from router.nodes.node import Lease, Node
 from router.nodes.pairing import unlike
-from router.nodes.standing import GAP_EVERY
 from router.reply import Reply
 from router.timeline import LegSeen, Timeline
 from router.walk.blame import broke, is_full, kv_did_not_come
@@ -425,7 +424,7 @@ class Walk:
         peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
         role = Role.DECODE if decoding else Role.PREFILL
         computes = decoding and peer is None
-        passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
+        passage = self._doors.enter(node, role, time.monotonic(), computes=computes)
         kv_failed = False
         timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
@@ -447,9 +446,8 @@ class Walk:
                     (reply.put if not progress.ended or part else reply.put_last)(payload)
             if ids and seen.tokens is None and not frame.choice:
                 timeline.told(seen, at[0], now)
-            if ids and passage.plain and passage.gap_frames < GAP_EVERY:
+            if ids and passage.plain:
                 passage.heard_at = now
-                passage.gap_frames += 1
             elif passage.heard(now, tokens=bool(ids)):
                 self._doors.began(passage)
                 lease.answered()
@@ -460,7 +458,6 @@ class Walk:
             flow = reply.flow
             if flow is None or not flow.write_paused:
                 return None
-            passage.held_up()
             return flow.drain()
 
         patience_s = self._doors.patience_s(lease.tokens)
@@ -489,7 +486,6 @@ class Walk:
                 now = time.monotonic()
                 timeline.ends(seen, now, more=not progress.ended)
                 passage.close()
-                self._doors.look(now)
 
     def _take_end(self, frame: Frame, seen: LegSeen, node: Node, peer: Node | None, now: float) -> bytes:
         """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from kvrelay.monitoring.alerts import ALERTS
 from kvrelay.monitoring.files import write
 from kvrelay.monitoring.targets import FIRST_TOKEN_S, NEXT_TOKEN_S
 from router.metrics import Metrics
-from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 
 
@@ -38,7 +36,7 @@ def test_the_files_are_those_that_the_source_makes(repository: Path, tmp_path: P
 def test_a_target_is_a_bound_of_its_histogram() -> None:
     pool = Pool(["http://p:1"], [])
     pool.nodes[0].model = "m"
-    text = Metrics(pool, Doors(pool, random.Random(0)), []).text().decode()
+    text = Metrics(pool, []).text().decode()
     for name, bound in (("time_to_first_token", FIRST_TOKEN_S), ("inter_token_latency", NEXT_TOKEN_S)):
         assert f'kvrelay_router_{name}_seconds_bucket{{le="{float(bound)}",model_name="m"}}' in text
 

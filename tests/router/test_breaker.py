@@ -122,22 +122,13 @@ def test_legs_sent_before_the_opening_change_nothing_later(breaker: Breaker) -> 
     assert breaker.state(1.0) is State.HALF_OPEN
 
 
-def test_an_ejection_grows_by_itself_and_rest_is_as_long_as_the_node_says(breaker: Breaker) -> None:
-    breaker.eject(0.0, "slow")
-    assert (breaker.opens_in(0.0), breaker.ejections) == (5.0, 1)
-    breaker.eject(1.0, "slow")
-    assert breaker.ejections == 1
-    for _ in range(SUCCESSES):
-        breaker.succeeded(5.0, probe=breaker.begin(5.0))
-    breaker.eject(6.0, "slow")
-    assert breaker.opens_in(6.0) == 10.0
-    other = Breaker(Fixed())
-    other.rest(7.0, 1.0)
-    assert (other.rests(7.9), other.rests(8.0), other.lets_through(2.0)) == (True, False, True)
+def test_rest_is_as_long_as_the_node_says(breaker: Breaker) -> None:
+    breaker.rest(7.0, 1.0)
+    assert (breaker.rests(7.9), breaker.rests(8.0), breaker.lets_through(2.0)) == (True, False, True)
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["begin", "good", "bad", "drop", "eject", "wait"]), st.floats(0, 40))),
+    st.lists(st.tuples(st.sampled_from(["begin", "good", "bad", "drop", "wait"]), st.floats(0, 40))),
     st.integers(),
 )
 def test_whatever_happens_probes_are_few_and_openings_bounded(events: list[tuple[str, float]], seed: int) -> None:
@@ -145,8 +136,6 @@ def test_whatever_happens_probes_are_few_and_openings_bounded(events: list[tuple
     for what, seconds in events:
         if what == "begin" and breaker.lets_through(now):
             legs.append(breaker.begin(now))
-        elif what == "eject":
-            breaker.eject(now, "slow")
         elif what == "wait":
             now += seconds
         elif legs:

@@ -168,7 +168,7 @@ async def test_a_process_that_is_lost_with_many_legs_has_failed_once() -> None:
     async with cluster(prefill(), d) as c:
         answers = await asyncio.gather(*(c.text({"stream": True}) for _ in range(8)))
         assert set(answers) == {STREAMED}
-        breaker = c.node(d).standing[Role.DECODE].breaker
+        breaker = c.node(d).breakers[Role.DECODE]
         assert breaker.state(time.monotonic()) is State.CLOSED
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
@@ -11,7 +10,6 @@ from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
 from router.admission.keys import hash_of
 from router.flow import Flow
 from router.metrics import Metrics
-from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from wire.frames import Frame, FrameKind
 from wire.key_config import KeyConfig
@@ -26,7 +24,7 @@ class Growing:
 
 def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
     pool = Pool([], [])
-    metrics, answer = Metrics(pool, Doors(pool, random.Random(0)), []), Growing()
+    metrics, answer = Metrics(pool, []), Growing()
     seen: list[tuple[float, int]] = []
     flow = Flow(metrics, lambda now, tokens: seen.append((now, tokens)))
     flow.begins(answer, "alice", "m")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from router.workers.messages import Family
 from router.workers.metric_sums import ADDED, LARGEST, collected, lasting, summed, text_of
@@ -62,9 +59,8 @@ def test_of_a_worker_that_has_ended_the_counts_are_left() -> None:
 
 
 def test_every_gauge_says_how_it_is_joined() -> None:
-    rng = random.Random(1)
     pool = Pool(["http://p"], ["http://d"])
-    families = collected(Metrics(pool, Doors(pool, rng), ["alice"]).registry)
+    families = collected(Metrics(pool, ["alice"]).registry)
     gauges = {family.name for family in families if family.kind == "gauge"}
     assert gauges == ADDED | LARGEST
     assert not ADDED & LARGEST

@@ -76,7 +76,7 @@ def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Po
     doors, cuts, left = Doors(pool, random.Random(1)), list[str](), list[Node]()
     pool.follow(lambda _: None, left.append)
     pool.prefixes.trust(node.url)
-    standing = doors.standing(node, D)
+    breaker = doors.breaker(node, D)
     lease = pool.hold(node, Share(), 10, None, {})
     lease.cut = lambda: cuts.append("cut")
     told(node, pool, P, 2.0, flips=1)
@@ -84,7 +84,7 @@ def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Po
     pool.give_back(lease)
     assert (cuts, left, node.leases) == ([], [], set())
     assert pool.prefixes.trusts(node.url)
-    assert node.standing[D] is standing
+    assert node.breakers[D] is breaker
     assert pool.find(node.url) is node
 
 

@@ -310,7 +310,7 @@ async def test_a_router_that_comes_late_goes_by_what_it_has_sent_too() -> None:
             assert not any(index.contents[url].whole for url in store_urls)
             for _ in range(2):
                 await late.text({"prompt": DOCUMENT, "max_tokens": 3}, path="/v1/completions")
-            assert late.metric("kvrelay_router_cached_prompt_tokens_total", by="estimate") > 300
+            assert late.metric("kvrelay_router_cached_prompt_tokens_total", by="estimate") > 200
 
 
 async def test_a_node_without_replays_is_listened_to_from_now_on() -> None:

@@ -107,7 +107,7 @@ class Pair:
         rng = random.Random(1)
         pool = Pool([], [])
         doors = Doors(pool, rng)
-        worker.append(Worker(link, heard[0], pool, doors, Metrics(pool, doors, [])))
+        worker.append(Worker(link, heard[0], pool, doors, Metrics(pool, [])))
         self.pools.append(pool)
         link.tell(Listening())
         await until(lambda: self.parent.serves(index))
