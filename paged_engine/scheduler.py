@@ -452,6 +452,7 @@ class Scheduler:
             strictest_tpot_ms=sums.strictest_tpot_ms,
             spill_ms=max(0.0, sums.spill_ms),
             promised_tokens=promised,
+            max_num_seqs=self._max_num_seqs,
         )
 
     def _prompts_ms(self, tokens: int, pairs: float) -> float:

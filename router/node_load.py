@@ -78,6 +78,7 @@ class NodeLoad:
         "kv_most",
         "linear_ms",
         "lost",
+        "max_num_seqs",
         "name",
         "own",
         "prompt_share",
@@ -120,6 +121,7 @@ class NodeLoad:
         rows = load.running + load.waiting
         self.rows = float(rows if load.legs else max(0, rows - len(self._pending)))
         self.context, self._row_weight = float(load.context_tokens), load.row_weight
+        self.max_num_seqs = load.max_num_seqs
         self.backlog_ms, self.spill_ms = load.backlog_ms, load.spill_ms
         if not load.legs:
             tokens = load.waiting_tokens or _REQUEST_TOKENS * load.waiting

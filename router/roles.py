@@ -1,7 +1,7 @@
 """Roles follow the load: where one role of a model is short of nodes, a node of the other one takes it.
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time, and tokens
-`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py). Owns that decision, and who is asked:
+`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py); requests may take all of its seats. Owns that decision, and who is asked:
 all routers see the same and ask the same node, which changes once (node/role.py).
 """
 
@@ -38,7 +38,8 @@ def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> d
     decode = loads[Role.DECODE]
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
     left = fsum(1 - load.step_ms / (tpot_ms or default_targets(load.costs, 0)[1]) for load in decode)
-    return {Role.PREFILL: prompts, Role.DECODE: tokens / max(LEAST_LEFT, left / max(1, len(decode)))}
+    seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
+    return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / max(LEAST_LEFT, left / max(1, len(decode))))}
 
 
 class Roles:

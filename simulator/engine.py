@@ -147,6 +147,7 @@ class Engine:
             strictest_tpot_ms=sums.strictest_tpot_ms,
             spill_ms=max(0.0, sums.spill_ms),
             promised_tokens=promised,
+            max_num_seqs=self.speeds.max_num_seqs,
         )
 
     # --- what comes ----------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Time of prompts that it takes now although a prefill node could compute them."""
     promised_tokens: int = 0
     """Tokens of KV that all requests here are still expected to take beyond the blocks that they have."""
+    max_num_seqs: int = 0
+    """Requests that it runs at most at once; 0 from a node that does not say."""
 
     def header(self) -> str:
         """The value of the `x-kvrelay-load` header."""

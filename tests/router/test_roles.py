@@ -47,6 +47,13 @@ def test_work_is_reckoned_in_nodes() -> None:
     assert work_of({P: [other], D: [load]}) == pytest.approx({P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 16.0)})
 
 
+def test_requests_that_wait_for_a_seat_are_work() -> None:
+    full, idle = NodeLoad("d0", COSTS), NodeLoad("d1", COSTS)
+    full.announced(Load(running=16, waiting=20, legs=1, token_rate=0.1, max_num_seqs=16))
+    idle.announced(Load(legs=1, max_num_seqs=16))
+    assert work_of({P: [], D: [full, idle]})[D] == pytest.approx(36 / 16)
+
+
 def test_a_target_that_no_node_keeps_and_no_nodes_at_all_are_work_too() -> None:
     load = NodeLoad("d", COSTS)
     load.announced(Load(running=1, legs=1, token_rate=0.1))
