@@ -1,8 +1,8 @@
 """Roles follow the load: where one role of a model is short of nodes, a node of the other one takes it.
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time, and tokens
-`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py); requests may take all of its seats. Owns that decision, and who is asked:
-all routers see the same and ask the same node, which changes once (node/role.py).
+`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py); requests may take all of its seats.
+Owns that decision, and who is asked: all routers see the same and ask the same node, which changes once (node/role.py).
 """
 
 from __future__ import annotations
