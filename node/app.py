@@ -42,7 +42,7 @@ from openai_api.beside import beside
 from openai_api.body import asked_id
 from openai_api.front import Front, front_of
 from openai_api.join import joined_end
-from openai_api.json_body import check_shape, json_response
+from openai_api.json_body import check_leg, check_shape, json_response
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import Tracing, sane_trace
@@ -161,6 +161,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             key,
             partial(_node_body, node),
             lambda req, body, chat: _complete(node, req, chat=chat, body=body),
+            node.config.max_body_bytes,
         ),
         root_path=node.config.root_path,
     )
@@ -279,7 +280,9 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
-        if not wants_frames:  # else a router has looked, and what it hands over may hold more
+        if wants_frames:
+            await beside(len(body), check_leg, body, node.config.max_body_bytes)
+        else:
             await beside(len(body), check_shape, body)
     named = request.headers.get("x-request-id") or await beside(len(body), asked_id, body)
     call = Call(chat, body, request_id(named), sane_trace(request.headers.get))
@@ -333,6 +336,7 @@ async def _streamed(
     """A leg of a leg stream."""
     if path not in _COMPLETIONS:
         raise NotFound(f"there is no leg {path}")
+    await beside(len(body), check_leg, body, node.config.max_body_bytes)
     call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")), sane_trace(headers.get))
     _, _, load, frames = await _begun(node, call)
     return load, frames

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from openai_api.routes import error_shape
-from wire.errors import KvrelayError, NotFound, RequestError
+from wire.errors import KvrelayError, NotFound, RequestBroke, RequestError
 
 __all__ = ["answer_errors"]
 
@@ -40,7 +40,7 @@ async def _nobody_there(_: Request, __: Exception) -> Response:
 
 async def _bug_answer(request: Request, _: Exception) -> Response:
     """A fault of ours; the server logs it with its trace."""
-    return await _error_answer(request, KvrelayError("this node failed on the request; its log says why"))
+    return await _error_answer(request, RequestBroke())
 
 
 async def _http_error_answer(request: Request, why: Exception) -> Response:

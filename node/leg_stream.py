@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from wire.errors import KvrelayError, NodeFailed, RequestError
+from wire.errors import KvrelayError, NodeFailed, RequestBroke, RequestError
 from wire.frames import MALFORMED, Frame, FrameKind
 from wire.leg_stream import (
     LEGS_MEDIA_TYPE,
@@ -165,8 +165,8 @@ class LegStream(Response):
             return
         except Exception:
             log.exception("leg %d broke before it began", number)
-            broken = NodeFailed("this node failed on the request; its log says why")
-            self._say(_answer(number, Answer(500, None, broken.body())))
+            broken = RequestBroke()
+            self._say(_answer(number, Answer(broken.status, None, broken.body())))
             return
         self._say(_answer(number, Answer(200, load)))
         ended = False

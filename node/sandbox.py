@@ -37,7 +37,7 @@ from node.sandbox_messages import (
     framed,
 )
 from openai_api.beside import LONG_BYTES
-from wire.errors import NodeFailed, Overloaded, RequestError, Unavailable
+from wire.errors import Overloaded, RequestBroke, RequestError, Unavailable
 from wire.sampling import Constraint
 
 __all__ = ["Sandbox"]
@@ -167,7 +167,7 @@ class Sandbox:
         return answer.constraint
 
     async def _done(self, work: Work) -> Answer:
-        """Have a child do it. Raises RequestError, Unavailable, NodeFailed, _Killed."""
+        """Have a child do it. Raises RequestError, Unavailable, RequestBroke, _Killed."""
         turn = self._turns[type(work)]
         await self._acquire(turn)
         try:
@@ -181,7 +181,7 @@ class Sandbox:
             raise RequestError(answer.message, param=answer.param, code=answer.code)
         if isinstance(answer, Broke):
             log.error("a child that read a request broke:\n%s", answer.traceback)
-            raise NodeFailed("this node failed on the request; its log says why")
+            raise RequestBroke
         return answer
 
     async def _acquire(self, turn: asyncio.Semaphore) -> None:

@@ -45,8 +45,10 @@ _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
 # Far above any conversation; each is rendered by a template.
 _MAX_MESSAGES = 16384
-# What the server itself gives to a chat template.
-_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+# What the server itself gives to a chat template, and to `render` beside it.
+_TEMPLATE_VARIABLES = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
+)  # fmt: skip
 _MAX_PRIORITY = 2**31 - 1
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id

@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import msgspec
 from starlette.responses import Response
 
-from wire.errors import RequestError
+from wire.errors import BodyTooLarge, RequestError
 from wire.frames import MALFORMED
 
-__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "MAX_STRINGS", "MAX_VALUES", "check_shape", "json_response", "reading"]
+__all__ = [
+    "MAX_CONTAINERS",
+    "MAX_DEPTH",
+    "MAX_STRINGS",
+    "MAX_VALUES",
+    "check_leg",
+    "check_shape",
+    "json_response",
+    "reading",
+]
 
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
@@ -24,6 +33,8 @@ MAX_STRINGS = 1 << 18
 """Keys and texts in a body."""
 MAX_VALUES = 1 << 20
 """Values of lists and objects in a body: token ids of the longest contexts. Each takes up to 36 bytes of memory."""
+_HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
+"""The field in which nodes hand over what they have, and how many times as much it may hold."""
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
@@ -33,27 +44,47 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
 
 
-def check_shape(body: bytes) -> None:
-    """Raise RequestError if a JSON body nests too deep or holds too much in number.
+def check_leg(body: bytes, limit: int) -> None:
+    """Raise RequestError if the body of a leg is longer than `limit` bytes, nests too deep or holds too much in number.
+
+    What a node has handed over counts apart, and may be more: a prompt with log-probabilities of each of its tokens.
+    """
+    if len(body) <= limit:
+        with suppress(RequestError):
+            check_shape(body)
+            return
+    with reading():
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    handed_over = bytes(fields.pop(_HANDED_OVER, b""))
+    own = b",".join(map(bytes, fields.values()))
+    if len(own) > limit:
+        raise BodyTooLarge(f"the request body has {len(own)} bytes beside {_HANDED_OVER}; the limit is {limit}")
+    check_shape(own)
+    check_shape(handed_over, _HANDED_OVER_TIMES)
+
+
+def check_shape(body: bytes, times: int = 1) -> None:
+    """Raise RequestError if a JSON body nests too deep or holds more than `times` the limits in number.
 
     What is no JSON passes: its reader says so."""
+    most_strings, most_values, most_containers = times * MAX_STRINGS, times * MAX_VALUES, times * MAX_CONTAINERS
     # Nearly all bodies have fewer brackets, quotes and commas than that: four scans at memory speed, and nothing more.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
-    if opened <= MAX_DEPTH and quotes <= 2 * MAX_STRINGS and commas < MAX_VALUES:
+    if opened <= MAX_DEPTH and quotes <= 2 * most_strings and commas < most_values:
         return
     strings = values = opened = closed = depth = 0
     for piece in _pieces(body.replace(rb"\\", b"").replace(rb"\"", b"")):
         bare, found = _STRINGS.subn(b"", piece)
         strings += found
-        if strings > MAX_STRINGS:
-            raise RequestError(f"the body holds more than {MAX_STRINGS} keys and texts; send fewer", code=_CODE)
+        if strings > most_strings:
+            raise RequestError(f"the body holds more than {most_strings} keys and texts; send fewer", code=_CODE)
         values += bare.count(b",")
-        if values >= MAX_VALUES:
-            raise RequestError(f"the body holds more than {MAX_VALUES} values; send fewer", code=_CODE)
+        if values >= most_values:
+            raise RequestError(f"the body holds more than {most_values} values; send fewer", code=_CODE)
         steps = bare.translate(_STEPS, _NOT_BRACKETS)
         opened, closed = opened + steps.count(1), closed + steps.count(255)
-        if max(opened, closed) > MAX_CONTAINERS:
-            raise RequestError(f"the body holds more than {MAX_CONTAINERS} objects and lists; send fewer", code=_CODE)
+        if max(opened, closed) > most_containers:
+            raise RequestError(f"the body holds more than {most_containers} objects and lists; send fewer", code=_CODE)
         depths = list(accumulate(array("b", steps), initial=depth))
         if max(depths) > MAX_DEPTH:
             raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE)

@@ -10,7 +10,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
@@ -26,6 +26,7 @@ from openai_api.body import sane_id
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.front import Front, front_of
 from openai_api.json_body import check_shape, json_response
+from openai_api.responses_call import Learn, translated
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
 from openai_api.types import ModelList
@@ -197,9 +198,7 @@ class Router:
         if how in ("met", "failed"):
             self.shared.met(meeting.prefill, meeting.decode, failed=how == "failed")
 
-    async def complete(
-        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
-    ) -> Response:
+    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), caller_of(request)
         header = headers_of(request.scope).get
@@ -211,9 +210,7 @@ class Router:
             fingerprint = partial(fingerprint_of, caller.key_hash, body)
             deaths = Deaths(self.pool.fates, self.shared, self.metrics, fingerprint)
             deaths.check()
-            if learn is not None:
-                await learn(body)
-            body, dialect = await beside(len(body), speak, body)
+            body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id("")
@@ -285,7 +282,9 @@ class Router:
             return Walk(part, headers, its, means, deaths, reply)
 
         parts = parts_of(job)
-        return JoinedWalk(job, parts, timeline.arrived, walk_of) if len(parts) > 1 else walk_of(job, timeline)
+        if len(parts) == 1:
+            return walk_of(job, timeline)
+        return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""

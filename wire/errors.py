@@ -17,6 +17,7 @@ KvrelayError 500
 |   +-- RateLimited 429         a limit of the API key
 +-- PoisonRequest 503           nodes died while they had this request
 +-- NodeFailed 502              a node broke after it had been chosen
+|   +-- RequestBroke 500        it failed as it read the request; its own fault if another node reads it
 +-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
 +-- DeadlineExceeded 504
 +-- TransferError 500           a hand-over failed; by default the decode node recomputes
@@ -56,6 +57,7 @@ __all__ = [
     "PeerLost",
     "PoisonRequest",
     "RateLimited",
+    "RequestBroke",
     "RequestError",
     "RequestTimeout",
     "TransferError",
@@ -230,6 +232,17 @@ _CAUSES = {
     "TransferTimeout": "the transfer did not end within its deadline",
     "KvCorrupted": "what arrived is not what its prefill node sent",
 }
+
+
+class RequestBroke(NodeFailed):
+    """A node failed as it read a request, which may be a defect of all nodes that this request finds."""
+
+    status = 500
+    type = "internal_error"
+    code = "request_broke"
+
+    def __init__(self) -> None:
+        super().__init__("this node failed on the request; its log says why")
 
 
 class KvNotLoaded(KvrelayError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed, RequestBroke
 from wire.frames import Frame, FrameKind
 
 __all__ = ["LOST", "LegFailed", "Refused", "ending", "refusal"]
@@ -54,6 +54,8 @@ class LegFailed(NodeFailed):
         """The process may have had the leg when it was lost: that was not what refused it."""
         self.paid = paid
         """It was cut at the cost of the retry budget: another try costs it no more."""
+        self.reading = False
+        """It failed as it read the request: whose fault that is another node tells."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining
@@ -86,5 +88,7 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
         return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
     if 400 <= status < 500:
         return Refused(status, error, retry_after_s)
-    drains, lost = error.code == Draining.code, error.code == EngineDead.code
-    return LegFailed(error.message, max(status, 500), retry_after_s, draining=drains, lost=lost, reached=False)
+    failed = LegFailed(error.message, max(status, 500), retry_after_s, reached=False)
+    failed.draining, failed.lost = error.code == Draining.code, error.code == EngineDead.code
+    failed.reading = error.code == RequestBroke.code
+    return failed

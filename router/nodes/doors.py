@@ -135,6 +135,11 @@ class Doors:
             _log.warning("%s gets no legs for a while, the last one broke: %s", node.url, why)
             self._troubled.add(node)
 
+    def could_not_read(self, node: Node, leg: Role, now: float) -> None:
+        """Count a request against a node that has failed as it read it, and that another one could read."""
+        if self.breaker(node, leg).failed(now, "it fails on requests that others can read", probe=False):
+            self._troubled.add(node)
+
     def kv_came(self, peer: Node, node: Node) -> None:
         """The decode node has the prefill node's KV."""
         self.faults.worked(_name(peer), _name(node))

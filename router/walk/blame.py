@@ -24,6 +24,8 @@ def broke(means: Means, job_id: str, lease: Lease, role: Role, passage: Passage,
         means.pool.drains(node, now)
         return
     _log.warning("id=%s: the %s leg broke on %s: %s", job_id, role, node.url, why.detail)
+    if why.reading:
+        return
     if node.up or not why.lost:  # a process that is lost with all of its legs has failed once
         means.doors.failed(passage, node, why.detail, now)
     if why.lost:

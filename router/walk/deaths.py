@@ -43,6 +43,8 @@ class Deaths:
         """`fingerprint` is asked for when it matters, once: it takes 1 ms for each MB of the body."""
         self._known, self._shared, self._metrics = fates, shared, metrics
         self._make = fingerprint
+        self.first_token = asyncio.Event()
+        """Set once a node has told a token of it: it can be computed."""
         self._fates: dict[str, asyncio.Future[bool]] = {}  # by process: whether it has died
 
     @cached_property

@@ -95,6 +95,8 @@ class Walk:
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._kv_failed = False  # a decode node could not get it
+        self._unread: list[tuple[Node, Role]] = []
+        """Nodes that have failed as they read the request, and what they were to do."""
         self._spills = True  # until a node has refused its prompt
         self._prefilling: asyncio.Task[bool] | None = None
         self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
@@ -450,6 +452,7 @@ class Walk:
                 passage.heard_at = now
             elif passage.heard(now, tokens=bool(ids)):
                 self._doors.began(passage)
+                self._deaths.first_token.set()
                 lease.answered()
                 if peer is not None and not kv_failed:
                     self._doors.kv_came(peer, node)
@@ -474,6 +477,8 @@ class Walk:
                 if watch.silent:
                     why = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, why)
+                if why.reading:
+                    self._unread.append((node, role))
                 if why.lost and why.reached and not passage.answered:
                     self._deaths.lost(lease, time.monotonic())
                     await self._deaths.may_go_on()
@@ -496,6 +501,10 @@ class Walk:
         if frame.kind is FrameKind.END and frame.usage is not None:
             prompt, output, _ = frame.usage
             self._means.placer.answered(self.job.model, output // max(1, self.job.choices), self._prefix, prompt)
+        if frame.kind is FrameKind.END and self._unread:  # this node has read it
+            for other, role in self._unread:
+                self._doors.could_not_read(other, role, now)
+            self._unread = []
         self.counts = frame.usage or self.counts
         stamped = frame.kind is FrameKind.END and self.job.wants_stages
         return self.timeline.stamped(frame.payload, now) if stamped else frame.payload

@@ -36,6 +36,8 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 SESSION_HEADER = "x-session-id"
 
+_MOST_COPIED_BYTES = 32 << 20
+"""Each prompt of a request goes to its nodes with all other fields."""
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
@@ -170,6 +172,13 @@ def parts_of(job: Job) -> list[Job]:
     if len(prompts) == 1:
         return [job]
     check_choices(len(prompts), max(job.choices, job.best_of))
+    others = sum(len(bytes(value)) for name, value in job.fields.items() if name != "prompt")
+    if len(prompts) * others > _MOST_COPIED_BYTES:
+        raise RequestError(
+            f"{len(prompts)} prompts with {others} bytes of other fields are {len(prompts) * others} bytes for the "
+            f"nodes; the limit is {_MOST_COPIED_BYTES}: send fewer prompts at once, or shorter fields",
+            param="prompt",
+        )
     parts = []
     for at, prompt in enumerate(prompts):
         tokens, counted = _length(bytes(prompt))

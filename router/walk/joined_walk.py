@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from openai_api.join import joined_body, joined_end
+from router.admission.poison import DEATHS
 from router.chores import ended
 from router.reply import Reply
 from router.timeline import Timeline
@@ -21,10 +22,15 @@ class JoinedWalk:
     """`run` once. The first walk that fails ends the others, and each gives back what it took."""
 
     def __init__(
-        self, job: Job, parts: Sequence[Job], arrived: float, walk: Callable[[Job, Timeline, Reply], Walk]
+        self,
+        job: Job,
+        parts: Sequence[Job],
+        arrived: float,
+        walk: Callable[[Job, Timeline, Reply], Walk],
+        first_token: asyncio.Event,
     ) -> None:
-        """`walk` makes the walk of one part."""
-        self.job = job
+        """`walk` makes the walk of one part. `first_token` is set when a node has told a token of any."""
+        self.job, self._first_token = job, first_token
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
         self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
@@ -80,12 +86,20 @@ class JoinedWalk:
         return ",".join(sorted(prefill)), ",".join(sorted(decode))
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be answered."""
-        tasks = [asyncio.create_task(walk.run()) for walk in self._walks]
+        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be answered.
+
+        Until a node has told a token no more than DEATHS prompts are under way: a request that ends its nodes ends no
+        more of them by having many prompts.
+        """
+        tasks = [asyncio.create_task(walk.run()) for walk in self._walks[:DEATHS]]
+        told = asyncio.create_task(self._first_token.wait())
         try:
+            await asyncio.wait([told, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not any(task.done() and task.exception() for task in tasks):
+                tasks += [asyncio.create_task(walk.run()) for walk in self._walks[DEATHS:]]
             await asyncio.gather(*tasks)
         finally:
-            await ended(tasks)
+            await ended([told, *tasks])
         self.reply.put(self._end())
 
     def _end(self) -> bytes:

@@ -27,6 +27,7 @@ REMEDIES = {
     "Draining": "Nothing: the router goes to another node. Who asks a node directly asks another one.",
     "Overloaded": "Wait for `Retry-After`; if it lasts, add nodes of the role that is busy.",
     "RateLimited": "Wait for `Retry-After`, or raise the key's limits.",
+    "RequestBroke": "A defect of ours. The node's log has the traceback: report it.",
     "PoisonRequest": "Change the request. The router's log names the nodes by this id; their last log lines say why.",
     "NodeFailed": "Send the request again. The router's log line with this id names the node.",
     "KvNotLoaded": "Send the request again, or start decode nodes with `--kv-load-failure-policy recompute`.",

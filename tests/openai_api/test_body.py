@@ -80,6 +80,8 @@ def test_deep_nesting_is_refused_and_not_a_crash(field: str) -> None:
         ({"stop": "x" * 1025}, "stop"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"write": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
     ],
 )
 def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, check_shape
-from wire.errors import RequestError
+from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, check_leg, check_shape
+from wire.errors import BodyTooLarge, RequestError
 
 values = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(st.characters(codec="utf-8"), max_size=20)),
@@ -94,3 +94,19 @@ def test_the_largest_bodies_are_looked_at_in_no_time(unit: str) -> None:
     with pytest.raises(RequestError):
         check_shape(body)
     assert time.process_time() - began < 1
+
+
+def test_a_leg_is_limited_beside_what_is_handed_over() -> None:
+    limit = 1 << 20
+    handed_over = b'"kv_transfer_params": {"prompt_token_ids": [' + b"1," * MAX_VALUES + b"1]}"
+    check_leg(b'{"prompt": "a", ' + handed_over + b"}", limit)
+    check_leg(b'{"prompt": "a"}', limit)
+    with pytest.raises(BodyTooLarge, match="beside kv_transfer_params; the limit is 1048576"):
+        check_leg(b'{"prompt": "' + b"a" * limit + b'", ' + handed_over + b"}", limit)
+    lists = b"[" + b"[]," * MAX_CONTAINERS + b"[]]"
+    with pytest.raises(RequestError, match="objects and lists"):
+        check_leg(b'{"stop": ' + lists + b", " + handed_over + b"}", limit)
+    with pytest.raises(RequestError, match="objects and lists"):
+        check_leg(b'{"kv_transfer_params": ' + b"[" + b"[]," * 16 * MAX_CONTAINERS + b"[]]}", limit)
+    with pytest.raises(RequestError, match="not valid JSON"):
+        check_leg(b"x" * (limit + 1), limit)

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, until
+from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, prefill_ok, refuse, until
 
 import router.walk.handoff
-from router.nodes.breaker import State
+from router.nodes.breaker import FAILURES_IN_A_ROW, State
 from wire.config import Role
 from wire.errors import EngineDead, ErrorBody
 from wire.frames import Frame, FrameKind
@@ -181,3 +181,32 @@ async def test_a_node_that_is_down_is_asked_again_while_the_last_question_is_not
         await asyncio.sleep(0.1)  # a question is lost now
         d.health_status, d.health_hangs = 200, False
         await until(lambda: bool(c.router.pool.up(Role.DECODE)))
+
+
+BROKE = refuse(500, "this node failed on the request; its log says why", code="request_broke")
+
+
+async def test_a_request_that_no_node_can_read_is_no_fault_of_any() -> None:
+    nodes = [prefill(BROKE), prefill(BROKE), decode(BROKE)]
+    async with cluster(*nodes) as c:
+        for _ in range(2 * FAILURES_IN_A_ROW):
+            async with c.post() as answer:
+                assert answer.status == 500
+        for node in nodes:
+            assert node.calls
+            assert all(each.state(time.monotonic()) is State.CLOSED for each in c.node(node).breakers.values())
+
+
+async def test_a_node_that_cannot_read_what_others_can_gets_no_more() -> None:
+    broken, good = prefill(BROKE), prefill(prefill_ok)
+    async with cluster(broken, good, decode()) as c:
+
+        def state() -> State:
+            breakers = c.node(broken).breakers
+            return breakers[Role.PREFILL].state(time.monotonic()) if breakers else State.CLOSED
+
+        for at in range(10 * FAILURES_IN_A_ROW):
+            assert await c.text({"stream": True, "cache_salt": f"{at}"})
+            if state() is State.OPEN:
+                break
+        assert (len(broken.calls), state()) == (FAILURES_IN_A_ROW, State.OPEN)

@@ -44,6 +44,12 @@ def test_too_many_choices_are_refused_before_any_walk() -> None:
             parts(**fields)
 
 
+def test_many_prompts_beside_a_long_field_are_refused_before_any_walk() -> None:
+    assert len(parts(prompt=["a"] * 128, user="x" * 200_000)) == 128
+    with pytest.raises(RequestError, match=r"128 prompts with .* the limit is 33554432"):
+        parts(prompt=["a"] * 128, user="x" * 300_000)
+
+
 def chunk(text: str) -> bytes:
     return b"data: " + msgspec.json.encode({"text": text}) + b"\n\n"
 
