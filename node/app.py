@@ -301,7 +301,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     if first.kind is FrameKind.ERROR and first.error is not None:
         await frames.aclose()
         if first.status in (429, 503):
-            headers["retry-after"] = "1"
+            headers["retry-after"] = str(load.retry_after_s)
         return Response(msgspec.json.encode({"error": first.error}), first.status, headers, "application/json")
     # A caller that knows frames has the stages of all legs, and puts them into the answer itself.
     since = began if parsed.include_metrics else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -65,6 +66,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of KV that all requests here are still expected to take beyond the blocks that they have."""
     max_num_seqs: int = 0
     """Requests that it runs at most at once; 0 from a node that does not say."""
+
+    @property
+    def retry_after_s(self) -> int:
+        """Return the whole seconds until the prompts that wait are computed, 1 to 60: the value of Retry-After."""
+        return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
     def header(self) -> str:
         """The value of the `x-kvrelay-load` header."""

@@ -6,6 +6,7 @@ import logging
 
 from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed, RequestBroke
 from wire.frames import Frame, FrameKind
+from wire.outputs import Load
 
 __all__ = ["LOST", "LegFailed", "Refused", "ending", "refusal"]
 
@@ -68,11 +69,11 @@ def ending(frame: Frame) -> FrameKind:
     """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
     if frame.kind is FrameKind.ERROR:
         error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
+        rests_s = (frame.load or Load()).retry_after_s if frame.status in (429, 503) else None
         if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
-            refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused = Refused(frame.status, error, rests_s)
             refused.kv_error = frame.kv_error
             raise refused
-        rests_s = 1 if frame.status == 503 else None
         raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")

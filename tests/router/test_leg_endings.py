@@ -1,0 +1,21 @@
+"""What the last frame of a leg says of the node and of the client's next try."""
+
+import pytest
+
+from router.legs.leg_endings import LegFailed, Refused, ending
+from wire.errors import ErrorBody
+from wire.frames import Frame, FrameKind
+from wire.outputs import Load
+
+
+@pytest.mark.parametrize(("backlog_ms", "seconds"), [(0.0, 1), (400.0, 1), (2_100.0, 3), (1e9, 60)])
+def test_a_client_is_told_when_what_waits_is_computed(backlog_ms: float, seconds: int) -> None:
+    load = Load(backlog_ms=backlog_ms)
+    for status, kind in ((429, Refused), (503, LegFailed)):
+        frame = Frame(FrameKind.ERROR, error=ErrorBody("full", "overloaded_error"), status=status, load=load)
+        with pytest.raises(kind) as told:
+            ending(frame)
+        assert told.value.retry_after_s == seconds
+    with pytest.raises(Refused) as told:
+        ending(Frame(FrameKind.ERROR, error=ErrorBody("wrong", "invalid_request_error"), status=400, load=load))
+    assert told.value.retry_after_s is None
