@@ -207,11 +207,6 @@ class NodeLoad:
         return self.rows + (self.backlog_ms / each_ms if each_ms else 0.0)
 
     @property
-    def price_parts(self) -> tuple[float, ...]:
-        """What the prices of requests are made of here."""
-        return self.wait_ms, self.behind, self.row_ms, self.context_ms, self.stretch, self.lost, self.spill_ms
-
-    @property
     def limit_left(self) -> float:
         """The share of its time left for prompts until tokens take longer than users expect; may be negative."""
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / _TPOT_STEPS

@@ -94,11 +94,6 @@ class Pairs:
         if not self._both_here(meeting.key):
             self._forget(meeting.key)
 
-    def met(self, prefill: Node, decode: Node) -> bool:
-        """Whether KV has gone from one to the other."""
-        outcome = self._outcomes.get(_key(prefill, decode))
-        return outcome is not None and not outcome.why
-
     def failed(self) -> list[tuple[str, str, str]]:
         """Addresses of pairs whose meeting failed, and why; not of those that were busy or cannot be asked."""
         return [

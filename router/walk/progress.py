@@ -191,15 +191,6 @@ class Progress:
                 return self.ticket  # it will tell of the first token again
         return self.without_kv()
 
-    def tokens_to_compute(self, params: KvTransferParams) -> int:
-        """Tokens that a decode node must compute for `params` before it can go on: none of a prompt that is handed
-        over, and of the answer those behind the first one."""
-        generated = len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
-        if params.remote_engine_id is not None:
-            return max(0, generated - 1)
-        prompt = params.prompt_tokens
-        return (self._job.prompt_tokens if prompt is None else prompt) + generated
-
     def without_kv(self) -> KvTransferParams:
         """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
         base = (

@@ -183,9 +183,9 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
 @pytest.mark.parametrize("name", ["pace", "backlog_ms", "row_weight"])
 def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
     rig = Rig()
-    before = rig.pool.nodes[0].state.price_parts
+    before = rig.pool.nodes[0].state.row_ms, rig.pool.nodes[0].state.wait_ms
     node = rig.says("p0", msgspec.structs.replace(ROOMY, **{name: wrong}))
-    assert node.state.price_parts == before
+    assert (node.state.row_ms, node.state.wait_ms) == before
     report = HealthReport(P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0))
     rig.pool.report(node, report, 2.0, 2.0)
     assert node.state.costs == COSTS

@@ -113,6 +113,17 @@ async def test_a_conversation_goes_on_from_a_kept_response() -> None:
         assert len(p.calls[-1].body["messages"]) == 5
 
 
+async def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused() -> None:
+    p, d = prefill(prefill_first), decode(decode_tools)
+    async with cluster(p, d, max_body_bytes=2000) as started, openai_client(started) as client:
+        items: Any = [{"type": "reasoning", "summary": [], "note": "x" * 1500}, {"role": "user", "content": "Rome?"}]
+        first = await client.responses.create(model=MODEL, input=items)
+        with pytest.raises(openai.BadRequestError, match=r"bytes .* limit is 2000; begin a new one") as why:
+            await client.responses.create(model=MODEL, input="x" * 300, previous_response_id=first.id)
+        assert why.value.param == "previous_response_id"
+        assert len(p.calls) == 1
+
+
 async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> None:
     keys = (KeyConfig("ann", hash_of("ann")), KeyConfig("bob", hash_of("bob")))
     p, d = prefill(prefill_first), decode(decode_tools)

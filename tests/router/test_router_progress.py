@@ -61,7 +61,6 @@ def handed_over(payload: bytes = b"x", **fields: Any) -> Progress:
 def test_the_first_decode_leg_gets_the_hand_over_as_it_is() -> None:
     state = handed_over()
     assert state.decode_params() is HANDOVER
-    assert state.tokens_to_compute(HANDOVER) == 0
     assert (state.forwarded, state.settled) == (True, False)
 
 
@@ -75,7 +74,6 @@ def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     assert remote == (None, None, None, None)
     assert (params.remote_port, params.generation, params.num_tokens) == (None, None, 0)
     assert state.settled
-    assert state.tokens_to_compute(params) == 5
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=6))
@@ -188,7 +186,6 @@ def test_every_choice_goes_on_where_the_client_has_it() -> None:
     assert (params.generated, params.sent_text, params.finish, params.remote_engine_id) == ([11, 12], 2, None, None)
     ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
     assert params.so_far(3) == [ChoiceSoFar(generated=[11, 12], sent_text=2), ended, ChoiceSoFar()]
-    assert state.tokens_to_compute(params) == 2 + 4
     again = Place.behind(params)
     assert state.take(tokens(31, sent=1, choice=2), again)
     assert state.take(tokens(13, sent=3, finish=Finish.LENGTH), again)
