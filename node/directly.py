@@ -21,6 +21,7 @@ from node.serving import Serving
 from openai_api.beside import beside
 from openai_api.dialect import Dialect, Speak
 from openai_api.json_body import check_shape
+from openai_api.responses_call import Learn, translated
 from wire.errors import EngineDead, ErrorBody, NodeFailed, RequestError
 
 __all__ = ["Directly"]
@@ -45,8 +46,10 @@ class Directly:
         check: Callable[[Request], None],
         read: Callable[[Request], Awaitable[bytes]],
         answer: Callable[[Request, bytes, bool], Awaitable[Response]],
+        max_body_bytes: int,
     ) -> None:
         self._ready, self._sandbox, self._check, self._read, self._answer = ready, sandbox, check, read, answer
+        self._max_bytes = max_body_bytes
         self.alive = alive
 
     def check_key(self, request: Request) -> None:
@@ -71,16 +74,12 @@ class Directly:
             return [serving.model_name, *serving.adapters]
         return []
 
-    async def complete(
-        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
-    ) -> Response:
+    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
         """A completion in a dialect. Raises KvrelayError."""
         self._ready()
         body = await self._read(request)
         await beside(len(body), check_shape, body)
-        if learn is not None:
-            await learn(body)
-        body, dialect = await beside(len(body), speak, body)
+        body, dialect = await translated(body, speak, learn, self._max_bytes)
         try:
             return _spoken(await self._answer(request, body, dialect.chat), dialect)
         except RequestError as why:  # of a field by its name in a completion

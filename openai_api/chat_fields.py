@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +10,21 @@ import msgspec
 from openai_api.json_body import reading
 from wire.errors import RequestError
 
-__all__ = ["PASSED_ON", "assistant", "function_tool", "joined_system", "passed_on", "text_of"]
+__all__ = [
+    "MAX_MESSAGES",
+    "MAX_TOOLS",
+    "PASSED_ON",
+    "assistant",
+    "check_tools",
+    "function_tool",
+    "joined_system",
+    "passed_on",
+    "text_of",
+]
+
+MAX_MESSAGES = 16384
+MAX_TOOLS = 1024
+"""Of a chat completion (body.py, tool_choice.py): more are not translated before they are refused there."""
 
 PASSED_ON = (
     "seed",
@@ -81,6 +96,12 @@ def joined_system(messages: list[Message]) -> list[Message]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def check_tools(tools: Sequence[object] | None) -> None:
+    """Raise RequestError if there are more tools than a chat completion may have."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools lists {len(tools)} tools; the limit is {MAX_TOOLS}; send fewer", param="tools")
 
 
 def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:

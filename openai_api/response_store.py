@@ -1,9 +1,9 @@
 """Responses that were answered, kept in memory so that a later request can go on from them. Pure.
 
 A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as one that was never
-there: both are looked for in the same way. Bounded in number and in bytes; when either is reached, those go first that
-nobody has asked for the longest time. What is kept dies with the process that keeps it. `Responses` is what the routes
-need of it: it may be another process.
+there: both are looked for in the same way. Bounded in number and in bytes; when either is reached, the owner that keeps
+most of it loses first what it has not asked for the longest time: nobody takes room from one that keeps less. What is
+kept dies with the process that keeps it. `Responses` is what the routes need of it: it may be another process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,43 @@ MAX_STORED_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response as it was sent, the items that it answers, and all turns up to it, each a JSON list of items."""
+    """One response as it was sent, the items that it answers, and all turns up to it, each a JSON list of items.
+
+    `items`: how many there are in the turns."""
 
     body: bytes
     input: bytes
     turns: tuple[bytes, ...]
+    items: int = 0
 
     @property
     def size(self) -> int:
         """Bytes. Turns are shared between the responses of a conversation, and counted for each: an upper bound."""
-        return len(self.body) + len(self.input) + sum(map(len, self.turns))
+        return len(self.body) + len(self.input) + self.turn_bytes
+
+    @property
+    def turn_bytes(self) -> int:
+        """Of all turns."""
+        return sum(map(len, self.turns))
+
+
+class _Share:
+    """What one owner keeps, that asked for last at the end."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, Stored] = OrderedDict()
+        self.bytes = 0
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """One more, or in place of one."""
+        if response_id in self.kept:
+            self.drop(response_id)
+        self.kept[response_id] = stored
+        self.bytes += stored.size
+
+    def drop(self, response_id: str) -> None:
+        """One that is there."""
+        self.bytes -= self.kept.pop(response_id).size
 
 
 class ResponseStore:
@@ -39,36 +66,54 @@ class ResponseStore:
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._kept: OrderedDict[tuple[str, str], Stored] = OrderedDict()
-        self.bytes = 0
+        self._shares: OrderedDict[str, _Share] = OrderedDict()
+        """By owner, who asked last at the end. Nobody has an empty one."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(len(share.kept) for share in self._shares.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is kept."""
+        return sum(share.bytes for share in self._shares.values())
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """Keep a response; one that is larger than all the room there is is not kept."""
         if stored.size > self._max_bytes:
             return
-        self._kept[owner, response_id] = stored
-        self.bytes += stored.size
-        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self.bytes -= oldest.size
+        self._shares.setdefault(owner, _Share()).put(response_id, stored)
+        self._shares.move_to_end(owner)
+        number, size = len(self), self.bytes
+        while number > self._max_responses or size > self._max_bytes:
+            too_many = number > self._max_responses
+            most = max(self._shares, key=lambda of: self._held(of, too_many))
+            oldest = next(iter(self._shares[most].kept))
+            number, size = number - 1, size - self._shares[most].kept[oldest].size
+            self._drop(most, oldest)
 
     def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """A kept response. Raises NotFound, with `param` as the field that named it."""
-        found = self._kept.get((owner, response_id))
-        if found is None:
+        share = self._shares.get(owner)
+        if share is None or response_id not in share.kept:
             raise missing(response_id, param, self._max_responses)
-        self._kept.move_to_end((owner, response_id))
-        return found
+        share.kept.move_to_end(response_id)
+        self._shares.move_to_end(owner)
+        return share.kept[response_id]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises NotFound."""
-        found = self._kept.pop((owner, response_id), None)
-        if found is None:
+        if owner not in self._shares or response_id not in self._shares[owner].kept:
             raise missing(response_id, None, self._max_responses)
-        self.bytes -= found.size
+        self._drop(owner, response_id)
+
+    def _held(self, owner: str, number: bool) -> int:
+        share = self._shares[owner]
+        return len(share.kept) if number else share.bytes
+
+    def _drop(self, owner: str, response_id: str) -> None:
+        self._shares[owner].drop(response_id)
+        if not self._shares[owner].kept:
+            del self._shares[owner]
 
 
 class Responses(Protocol):
@@ -110,7 +155,7 @@ def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> N
     """The error for a response that is not there; `param` is the field that named it."""
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was deleted, gave way to "
-        f"newer ones (the last {kept} are kept), or this server was restarted",
+        f"newer ones ({kept} are kept at most), or this server was restarted",
         param=param,
         code="previous_response_not_found" if param else "response_not_found",
     )

@@ -54,12 +54,10 @@ class ResponsesAnswer:
 
     chat = True
 
-    def __init__(
-        self, request: ResponsesRequest, response_id: str, created_at: int, finished: Finished | None = None
-    ) -> None:
+    def __init__(self, request: ResponsesRequest, response_id: str, created_at: int) -> None:
         self._head = _head(request, response_id, created_at)
         self._suffix = response_id.removeprefix("resp_")
-        self._finished = finished
+        self.finished: Finished | None = None
         self._chunks = ChatEvents()
         self._sent: list[bytes] = []
         self._number = 0
@@ -164,7 +162,7 @@ class ResponsesAnswer:
                 self._close("completed")
             name, call_id = call.function.name or "", call.id or f"call_{self._suffix}{index}"
             item = self._calls[index] = self._new("function_call", "fc", arguments="", call_id=call_id, name=name)
-        if item not in self._open:
+        if item.value["status"] != "in_progress":
             raise NodeFailed("a node went on with a function call that had ended; send the request again")
         if call.function.arguments:
             item.text.append(call.function.arguments)
@@ -213,8 +211,8 @@ class ResponsesAnswer:
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._say(f"response.{status}", response=response)
-        if self._finished is not None:
-            self._finished(response)
+        if self.finished is not None:
+            self.finished(response)
         return response
 
     def _fail(self, error: ErrorBody) -> None:

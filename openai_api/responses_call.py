@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from openai_api.beside import beside
-from openai_api.dialect import Dialect
+from openai_api.dialect import Dialect, Speak
+from openai_api.json_body import check_shape
 from openai_api.response_store import Responses, Stored, missing
 from openai_api.responses_answer import ResponsesAnswer
-from openai_api.responses_request import Item, chat_body, decode_responses, own_items
+from openai_api.responses_request import Item, chat_body, check_count, decode_responses, own_items
+from wire.errors import RequestError
 from wire.frames import MALFORMED
 
-__all__ = ["Recalled", "Shelf", "speak_responses", "stored_items"]
+__all__ = ["Learn", "Recalled", "Shelf", "speak_responses", "stored_items", "translated"]
+
+Learn = Callable[[bytes, int], Awaitable[int]]
+"""What comes before a Speak. Given the body and the bytes that all may have, it returns those that are added to it."""
+_NAMED = "previous_response_id"
 
 _encode = msgspec.json.Encoder().encode
 _items = msgspec.json.Decoder(list[Item])
@@ -45,14 +53,20 @@ class Recalled:
         self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
-    async def recall(self, body: bytes) -> None:
-        """Get the response that a body goes on from, if it names one. Raises NotFound, Unavailable."""
+    async def recall(self, body: bytes, max_bytes: int) -> int:
+        """A Learn: get the response that a body goes on from, if it names one.
+
+        Raises NotFound, Unavailable, and RequestError if the conversation is too long."""
         try:
             wanted = (await beside(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
-            return  # speak_responses() says what is wrong
-        if wanted is not None:
-            self._found = await self._responses.get(self._owner, wanted, "previous_response_id")
+            return 0  # speak_responses() says what is wrong
+        if wanted is None:
+            return 0
+        self._found = await self._responses.get(self._owner, wanted, _NAMED)
+        earlier = self._found.turn_bytes
+        _check_bytes(len(body) + earlier, max_bytes)
+        return earlier
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
         """The one that was recalled. Raises NotFound if none was."""
@@ -65,22 +79,66 @@ class Recalled:
         self._responses.put(self._owner, response_id, stored)
 
 
+async def translated(body: bytes, speak: Speak, learn: Learn | None, max_bytes: int) -> tuple[bytes, Dialect]:
+    """What `speak` makes of a body, on a thread if it or what it goes on from is long. Raises KvrelayError."""
+    earlier = 0 if learn is None else await learn(body, max_bytes)
+    return await beside(len(body) + earlier, partial(_joined, speak, max_bytes) if earlier else speak, body)
+
+
+def _joined(speak: Speak, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
+    """The same, if the whole is no more than a body may be."""
+    said, dialect = speak(body)
+    _check_bytes(len(said), max_bytes)
+    _check_shape(said)
+    return said, dialect
+
+
+def _check_bytes(count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(
+            f"the conversation has {count} bytes with those before this request; the limit is {limit}; "
+            f"begin a new one without {_NAMED}, with a summary of this one",
+            param=_NAMED,
+        )
+
+
+def _check_shape(whole: bytes) -> None:
+    try:
+        check_shape(whole)
+    except RequestError as why:
+        raise RequestError(f"with the conversation behind {_NAMED}, {why.message}", param=_NAMED) from why
+
+
 def speak_responses(body: bytes, store: Shelf, response_id: str, created_at: int) -> tuple[bytes, Dialect]:
     """A Speak (openai_api/dialect.py). Raises RequestError, also NotFound for an earlier response that is not kept."""
     request = decode_responses(body)
     turns: tuple[bytes, ...] = ()
+    earlier = 0
     if request.previous_response_id is not None:
-        turns = store.get(request.previous_response_id, "previous_response_id").turns
+        found = store.get(request.previous_response_id, _NAMED)
+        turns, earlier = found.turns, found.items
+        check_count(request, earlier)
+        _check_shape(b",".join((*turns, body)))  # before they are read
     own = own_items(request, response_id.removeprefix("resp_") + "i")
     items = [item for turn in turns for item in _items.decode(turn)] + own
+    answer = ResponsesAnswer(request, response_id, created_at)
+    if request.store is not False:
+        given, count = _encode(own), earlier + len(own)
 
-    def keep(response: dict[str, Any]) -> None:
-        if request.store is not False:
-            given = _encode(own)
-            answered = _encode([*own, *response["output"]])
-            store.put(response_id, Stored(_encode(response), given, (*turns, answered)))
+        def keep(response: dict[str, Any]) -> None:
+            output = [_said(item) for item in response["output"]]
+            answered = b"%b,%b" % (given[:-1], _encode(output)[1:]) if output else given
+            store.put(response_id, Stored(_encode(response), given, (*turns, answered), count + len(output)))
 
-    return chat_body(request, items, body), ResponsesAnswer(request, response_id, created_at, keep)
+        answer.finished = keep
+    return chat_body(request, items, body), answer
+
+
+def _said(item: Item) -> Item:
+    """An item of an output without log-probabilities, which no later turn reads."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
 
 
 def stored_items(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:

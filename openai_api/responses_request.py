@@ -10,11 +10,28 @@ from typing import Any
 
 import msgspec
 
-from openai_api.chat_fields import assistant, function_tool, joined_system, passed_on, text_of
+from openai_api.chat_fields import (
+    MAX_MESSAGES,
+    assistant,
+    check_tools,
+    function_tool,
+    joined_system,
+    passed_on,
+    text_of,
+)
 from openai_api.json_body import reading
 from wire.errors import RequestError
 
-__all__ = ["Item", "ReasoningConfig", "ResponsesRequest", "TextConfig", "chat_body", "decode_responses", "own_items"]
+__all__ = [
+    "Item",
+    "ReasoningConfig",
+    "ResponsesRequest",
+    "TextConfig",
+    "chat_body",
+    "check_count",
+    "decode_responses",
+    "own_items",
+]
 
 Item = dict[str, Any]
 """One item of an input or an output."""
@@ -96,7 +113,23 @@ def decode_responses(body: bytes) -> ResponsesRequest:
         )
     if not request.input:
         raise RequestError("input must not be empty", param="input")
+    check_tools(request.tools)
+    check_count(request, 0)
     return request
+
+
+def check_count(request: ResponsesRequest, earlier: int) -> None:
+    """Raise RequestError if `earlier` items and those of the input are more than a conversation may have."""
+    count = earlier + (1 if isinstance(request.input, str) else len(request.input))
+    if count <= MAX_MESSAGES:
+        return
+    if earlier:
+        raise RequestError(
+            f"input has {count} items with those before it; the limit is {MAX_MESSAGES}; "
+            "begin a new conversation without previous_response_id, with a summary of this one",
+            param="previous_response_id",
+        )
+    raise RequestError(f"input has {count} items; the limit is {MAX_MESSAGES}; send fewer", param="input")
 
 
 def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
@@ -127,6 +160,9 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
     messages = [] if not request.instructions else [{"role": "system", "content": request.instructions}]
     for at, item in enumerate(items):
         _add(messages, item, at)
+    for message in messages:
+        if isinstance(message["content"], list):
+            message["content"] = "\n".join(message["content"])
     every: dict[str, Any] = {
         **passed_on(body),
         "model": request.model,
@@ -148,7 +184,7 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
-    """One item, as a message or as a part of the last one."""
+    """One item, as a message or as a part of the last one. An assistant's content stays a list of texts here."""
     where = f"input[{at}]"
     kind = item.get("type")
     if kind == "message":
@@ -158,7 +194,9 @@ def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
         text = text_of(item.get("content"), _MESSAGE_PARTS, f"{where}.content")
         if role == "assistant":
             last = assistant(messages)
-            last["content"] = text if last["content"] is None else f"{last['content']}\n{text}"
+            if last["content"] is None:
+                last["content"] = []
+            last["content"].append(text)
         else:
             messages.append({"role": "system" if role == "developer" else role, "content": text})
     elif kind == "function_call":
@@ -202,7 +240,8 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
     if isinstance(choice, dict):
         match choice:
             case {"type": "allowed_tools", "tools": [*listed], "mode": "auto" | "required" as choice}:
-                allowed = [tool.get("name") for tool in listed if isinstance(tool, dict)]
+                names = (tool.get("name") for tool in listed if isinstance(tool, dict))
+                allowed = {name for name in names if isinstance(name, str)}
                 tools = [tool for tool in tools if tool["function"]["name"] in allowed]
             case {"type": "function", "name": str(name)}:
                 choice = {"type": "function", "function": {"name": name}}

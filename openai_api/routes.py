@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -19,10 +19,11 @@ from starlette.responses import HTMLResponse, Response
 
 from openai_api.anthropic_answer import anthropic_error, speak_anthropic
 from openai_api.anthropic_request import count_body
+from openai_api.beside import beside
 from openai_api.dialect import Speak, openai_error
 from openai_api.docs_page import DOCS_PAGE
 from openai_api.response_store import KeptHere, Responses
-from openai_api.responses_call import Recalled, speak_responses, stored_items
+from openai_api.responses_call import Learn, Recalled, speak_responses, stored_items
 from openai_api.token_generation import GENERATE_PATH, speak_generate
 from openai_api.tokenize_types import Tokenized
 from wire.errors import ErrorBody, RequestError
@@ -49,9 +50,7 @@ class Server(Protocol):
         """To whom the responses belong that a request makes: the hash of its key, empty where all are one caller."""
         ...
 
-    async def complete(
-        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
-    ) -> Response:
+    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
         """A chat or text completion, asked for and answered in a dialect; `learn` is given the body before `speak` is.
 
         Raises KvrelayError."""
@@ -164,7 +163,7 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
         stored = await store.get(server.owner(request), response_id)
-        page = stored_items(stored, int(limit), order, asked.get("after"))
+        page = await beside(len(stored.input), stored_items, stored, int(limit), order, asked.get("after"))
         return _json(msgspec.json.encode(page))
 
 

@@ -91,6 +91,16 @@ def test_a_conversation_goes_on_where_it_stood(openai_client: openai.OpenAI) -> 
     assert second.output_text == chat_text(openai_client, messages)
 
 
+def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(openai_client: openai.OpenAI) -> None:
+    items: Any = [{"type": "reasoning", "summary": [], "note": "x" * (9 << 20)}, {"role": "user", "content": "hi"}]
+    first = openai_client.responses.create(model="tiny", input=items, max_output_tokens=2)
+    asked: Any = {"model": "tiny", "previous_response_id": first.id, "max_output_tokens": 2}
+    openai_client.responses.create(**asked, input="and?")
+    with pytest.raises(openai.BadRequestError, match=f"bytes .* limit is {16 << 20}; begin a new one") as why:
+        openai_client.responses.create(**asked, input=items)
+    assert why.value.param == "previous_response_id"
+
+
 def test_a_message_says_what_the_chat_completion_says(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
 ) -> None:

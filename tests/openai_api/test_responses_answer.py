@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import msgspec
 import pytest
 
+from openai_api import responses_answer
 from openai_api.dialect import KEEP_ALIVE, Dialect
 from openai_api.response_store import ResponseStore, Stored
 from openai_api.responses_call import speak_responses, stored_items
 from openai_api.sse import error_event
-from tests.openai_api.chat_chunks import DONE, ROLE, TEXT, TOOLS, WHOLE_TOOLS, chunk, events_of, usage_chunk, whole
+from tests.openai_api.chat_chunks import (
+    DONE,
+    ROLE,
+    TEXT,
+    TOOLS,
+    WHOLE_TOOLS,
+    call,
+    chunk,
+    events_of,
+    usage_chunk,
+    whole,
+)
 from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded
 
 
@@ -237,3 +250,59 @@ def test_a_response_of_another_owner_is_as_one_that_is_not_there() -> None:
         store.get("cid", "r")
     store.put("bob", "t", Stored(b"t", b"", ()))
     assert store.get("ann", "r").body == b"a"
+
+
+def test_an_owner_that_keeps_most_loses_its_own_first() -> None:
+    store = ResponseStore(max_responses=4, max_bytes=100)
+
+    def kept(owner: str) -> list[str]:
+        found = []
+        for name in "abcdefgh":
+            with contextlib.suppress(NotFound):
+                store.get(owner, name)
+                found.append(name)
+        return found
+
+    def put(owner: str, name: str, size: int) -> None:
+        store.put(owner, name, Stored(b"x" * size, b"", ()))
+
+    put("ann", "a", 10)
+    put("bob", "a", 20)
+    for name in "abcd":
+        put("eve", name, 30)
+    assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], ["c", "d"])  # in number
+    put("eve", "e", 60)
+    assert (kept("ann"), kept("bob"), kept("eve"), store.bytes) == (["a"], ["a"], ["e"], 90)  # in bytes
+    put("eve", "f", 95)  # no room beside the others'
+    assert (kept("ann"), kept("bob"), kept("eve"), store.bytes) == (["a"], ["a"], [], 30)
+    # Who keeps less takes from who keeps most, and all of it where there is nobody else.
+    for name in "bcd":
+        put("bob", name, 20)
+    assert (kept("ann"), kept("bob"), len(store)) == (["a"], ["b", "c", "d"], 4)
+    put("ann", "b", 35)
+    assert (kept("ann"), kept("bob"), store.bytes) == (["a", "b"], ["c", "d"], 85)
+    put("bob", "d", 5)  # in place of another
+    assert (kept("bob"), store.bytes) == (["c", "d"], 70)
+
+
+def test_of_owners_that_keep_the_same_the_one_that_has_not_asked_for_longest_loses() -> None:
+    store = ResponseStore(max_responses=2)
+    for owner in ("ann", "bob"):
+        store.put(owner, "r", Stored(b"a", b"", ()))
+    store.get("ann", "r")
+    store.put("cid", "r", Stored(b"a", b"", ()))
+    with pytest.raises(NotFound):
+        store.get("bob", "r")
+    assert store.get("ann", "r") == store.get("cid", "r")
+
+
+def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(*_: object) -> bool:
+        raise AssertionError("an item was compared")
+
+    monkeypatch.setattr(responses_answer._Item, "__eq__", compared)
+    begun = [call(index, "", f"call_{index}", "f") for index in range(3)]
+    more = [call(index, "{}") for index in (2, 1, 0)]
+    events = b"".join(chunk({"tool_calls": [each]}) for each in [*begun, *more])
+    told = events_of(speak(stream=True).events(ROLE + events + chunk({}, "tool_calls") + DONE))
+    assert [item["arguments"] for item in told[-1]["response"]["output"]] == ["{}"] * 3

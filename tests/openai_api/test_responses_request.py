@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+from openai_api import body, tool_choice
+from openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
 from openai_api.response_store import KeptHere
 from openai_api.responses_call import Recalled, speak_responses
+from openai_api.responses_request import _tools, decode_responses
 from wire.errors import RequestError
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
-    body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    value: dict[str, Any] = json.loads(speak_responses(body, Recalled(KeptHere(), ""), "resp_1", 7)[0])
+    asked = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
+    value: dict[str, Any] = json.loads(speak_responses(asked, Recalled(KeptHere(), ""), "resp_1", 7)[0])
     return value
 
 
@@ -94,6 +98,33 @@ def test_allowed_tools_are_the_only_ones_that_the_model_sees() -> None:
     chat = chat_of(tools=tools, tool_choice=choice)
     assert chat["tools"] == [{"type": "function", "function": {"name": "b"}}]
     assert chat["tool_choice"] == "required"
+    choice["tools"] = [{"name": ["b"]}, {"name": {}}, {}, "b"]
+    assert "tools" not in chat_of(tools=tools, tool_choice=choice | {"mode": "auto"})
+
+
+def test_many_texts_of_an_assistant_are_joined_once() -> None:
+    said = [{"role": "assistant", "content": "a" * 800}] * MAX_MESSAGES
+    began = time.process_time()
+    (message,) = chat_of(input=said)["messages"]
+    assert time.process_time() - began < 5  # each copied with all before it is 100 GB
+    assert message["content"] == "\n".join(["a" * 800] * MAX_MESSAGES)
+
+
+def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
+    tools = [{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS)]
+    names = [{"name": f"t{i}"} for i in range(60_000, 0, -1)]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": names}
+    request = decode_responses(json.dumps({"input": "hi", "tools": tools, "tool_choice": choice}).encode())
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        _tools(request)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.3  # by a list it is a second
+
+
+def test_what_a_chat_completion_may_not_have_is_refused_before_it_is_translated() -> None:
+    assert (MAX_MESSAGES, MAX_TOOLS) == (body._MAX_MESSAGES, tool_choice._MAX_TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +135,8 @@ def test_allowed_tools_are_the_only_ones_that_the_model_sees() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "instructions"),
         ({"truncation": "auto"}, "truncation", "shorten"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+        ({"tools": [{}] * 1025}, "tools", "1025 tools; the limit is 1024; send fewer"),
+        ({"input": [{}] * 16385}, "input", "16385 items; the limit is 16384; send fewer"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "function"),
         ({"tool_choice": {"type": "allowed_tools", "tools": 1, "mode": "auto"}}, "tool_choice", "function"),

@@ -1,0 +1,162 @@
+"""A conversation over kept responses: what it may hold, and where it is put together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from openai_api import responses_call
+from openai_api.chat_fields import MAX_MESSAGES
+from openai_api.dialect import AS_IS, Dialect
+from openai_api.json_body import MAX_CONTAINERS
+from openai_api.response_store import KeptHere, Stored
+from openai_api.responses_call import Recalled, speak_responses, translated
+from tests.openai_api.chat_chunks import whole
+from wire.errors import RequestError
+
+MAX_BYTES = 16 << 20
+EMPTY = {"type": "reasoning", "summary": []}
+ANSWER = whole({"role": "assistant", "content": "ok"})
+
+
+class Client:
+    """Goes on from its last response, each time with other items."""
+
+    def __init__(self) -> None:
+        self.store = KeptHere()
+        self.turns = 0
+
+    async def ask(self, items: Any, max_bytes: int = MAX_BYTES, answer: bytes = ANSWER, **fields: Any) -> Any:
+        """The chat completion that was asked for. Raises RequestError."""
+        asked = {"model": "m", "input": items, **fields}
+        if self.turns:
+            asked["previous_response_id"] = f"resp_{self.turns}"
+        shelf = Recalled(self.store, "me")
+        wanted = f"resp_{self.turns + 1}"
+
+        def speak(body: bytes) -> tuple[bytes, Dialect]:
+            return speak_responses(body, shelf, wanted, 7)
+
+        said, dialect = await translated(msgspec.json.encode(asked), speak, shelf.recall, max_bytes)
+        dialect.whole(answer)
+        self.turns += 1
+        return json.loads(said)
+
+    async def last(self) -> Stored:
+        return await self.store.get("me", f"resp_{self.turns}")
+
+
+def never(*_: object) -> Any:
+    raise AssertionError("it was read")
+
+
+class Unreadable:
+    decode = staticmethod(never)
+
+
+async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    half = [EMPTY] * (MAX_MESSAGES // 2 - 1) + [{"role": "user", "content": "hi"}]
+    await client.ask(half)
+    assert (await client.last()).items == MAX_MESSAGES // 2 + 1
+    assert len((await client.ask(half[2:]))["messages"]) == 3
+    assert (await client.last()).items == MAX_MESSAGES
+    monkeypatch.setattr(responses_call, "_items", Unreadable())
+    with pytest.raises(RequestError) as why:
+        await client.ask("hi")
+    assert (why.value.status, why.value.param) == (400, "previous_response_id")
+    assert all(word in why.value.message for word in (str(MAX_MESSAGES + 1), str(MAX_MESSAGES), "summary"))
+
+
+async def test_a_conversation_of_too_many_bytes_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    await client.ask([EMPTY | {"note": "x" * 900}, {"role": "user", "content": "hi"}], max_bytes=2000)
+    monkeypatch.setattr(responses_call, "_items", Unreadable())
+    monkeypatch.setattr(responses_call, "speak_responses", never)
+    earlier = (await client.last()).turn_bytes
+    with pytest.raises(RequestError) as why:
+        await client.ask("y" * 1000, max_bytes=2000)
+    assert (why.value.status, why.value.param) == (400, "previous_response_id")
+    asked = len(msgspec.json.encode({"model": "m", "input": "y" * 1000, "previous_response_id": "resp_1"}))
+    assert all(word in why.value.message for word in (f"{earlier + asked} bytes", "limit is 2000", "summary"))
+
+
+async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Client()
+    parts = [{"type": "input_text", "text": ""}] * (MAX_CONTAINERS - 200)
+    await client.ask([{"role": "user", "content": parts}])
+    with monkeypatch.context() as patch:
+        patch.setattr(responses_call, "_items", Unreadable())
+        with pytest.raises(RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"):
+            await client.ask([{"role": "user", "content": parts[:200]}])
+    # A call is one object here, and two in a chat completion.
+    client = Client()
+    calls = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}] * (MAX_MESSAGES - 100)
+    await client.ask(calls)
+    schema = {"enum": [{}] * (MAX_CONTAINERS - 20000)}
+    with pytest.raises(RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"):
+        await client.ask("hi", tools=[{"type": "function", "name": "f", "parameters": schema}])
+
+
+async def test_a_chat_completion_is_no_longer_than_a_body_may_be() -> None:
+    client = Client()
+    await client.ask("hi")
+    asked: dict[str, Any] = {"items": "and?", "tools": [{"type": "function", "name": "f"}] * 1000, "store": False}
+    said = len(msgspec.json.encode(await client.ask(**asked)))
+    client.turns = 1
+    with pytest.raises(RequestError, match=f"conversation has {said} bytes .*limit is {said - 1}"):
+        await client.ask(**asked, max_bytes=said - 1)
+
+
+async def test_a_long_conversation_is_put_together_on_a_thread_however_short_the_request() -> None:
+    threads: list[int] = []
+
+    def speak(body: bytes) -> tuple[bytes, Dialect]:
+        threads.append(threading.get_ident())
+        return body, AS_IS
+
+    async def learn(body: bytes, max_bytes: int) -> int:
+        return 1 << 20
+
+    assert await translated(b"{}", speak, None, 9) == (b"{}", AS_IS)
+    assert await translated(b"{}", speak, learn, 9) == (b"{}", AS_IS)
+    assert threads[0] == threading.get_ident() != threads[1]
+    client = Client()
+    await client.ask("x" * 20_000)
+    shelf = Recalled(client.store, "me")
+    asked = b'{"model":"m","input":"hi","previous_response_id":"resp_1"}'
+    assert await shelf.recall(asked, MAX_BYTES) == (await client.last()).turn_bytes > 20_000
+    assert await shelf.recall(b'{"model":"m","input":"hi"}', MAX_BYTES) == 0
+
+
+async def test_log_probabilities_take_no_room_of_a_conversation() -> None:
+    client = Client()
+    top = [{"token": "a", "logprob": -1.0, "bytes": [97]}] * 20
+    told = {"content": [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": top}]}
+    answer = json.loads(whole({"role": "assistant", "content": "ok"}))
+    answer["choices"][0]["logprobs"] = told
+    await client.ask("hi", answer=json.dumps(answer).encode(), top_logprobs=20)
+    stored = await client.last()
+    assert b"top_logprobs" in stored.body
+    assert json.loads(stored.turns[0])[-1] == {
+        "id": "msg_10",
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "ok"}],
+    }
+    assert [message["role"] for message in (await client.ask("and?"))["messages"]] == ["user", "assistant", "user"]
+
+
+async def test_what_a_response_answers_is_kept_as_it_came() -> None:
+    client = Client()
+    await client.ask([{"role": "user", "content": "hi", "id": "mine", "note": 3}])
+    (item,) = json.loads((await client.last()).input)
+    content = [{"type": "input_text", "text": "hi"}]
+    assert item == {"type": "message", "role": "user", "content": content, "id": "mine", "note": 3}
