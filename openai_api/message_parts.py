@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 __all__ = ["Arguments", "CallBegun", "CallIds", "Content", "Part", "Reasoning", "joined"]
 
@@ -51,16 +52,24 @@ Part = Content | Reasoning | CallBegun | Arguments
 
 def joined(parts: Iterable[Part]) -> list[Part]:
     """The same with neighbours of one kind as one."""
-    out: list[Part] = []
-    for part in parts:
-        last = out[-1] if out else None
-        if isinstance(part, Arguments) and isinstance(last, Arguments) and last.index == part.index:
-            out[-1] = Arguments(part.index, last.text + part.text)
-        elif isinstance(part, (Content, Reasoning)) and type(last) is type(part):
-            out[-1] = type(part)(last.text + part.text)
+    out = list(parts)
+    if len(out) < 2:  # nearly always, and for every token
+        return out
+    parts, out = out, []
+    for (kind, index), run in groupby(parts, _kind):
+        if kind is CallBegun:
+            out += run
+            continue
+        text = "".join([part.text for part in run if not isinstance(part, CallBegun)])
+        if kind is Arguments:
+            out.append(Arguments(index, text))
         else:
-            out.append(part)
+            out.append(Content(text) if kind is Content else Reasoning(text))
     return out
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.index if isinstance(part, Arguments) else 0
 
 
 @dataclass(frozen=True, slots=True)

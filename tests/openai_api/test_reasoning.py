@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.message_parts import Content, Part, Reasoning, joined
+from openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, joined
 from openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
 
 THINK = ReasoningMarks()
@@ -89,3 +89,21 @@ def test_where_the_text_is_cut_makes_no_difference(begins: Opening, shreds: list
 def bare(text: str) -> str:
     """Without white space and markers."""
     return "".join(text.split()).replace("<think>", "\0").replace("</think>", "\0").replace("\0", "")
+
+
+def test_many_pieces_are_joined_once() -> None:
+    class Once(str):
+        def __add__(self, other: str) -> str:
+            raise AssertionError("a text was copied for one more piece")
+
+    pieces: list[Part] = [Reasoning(Once("a"))] * 3 + [Content(Once("b"))] * 3 + [Arguments(0, Once("c"))] * 3
+    pieces += [Arguments(1, Once("d")), CallBegun(2, "i", "f"), CallBegun(3, "j", "g"), Content(Once("e"))]
+    assert joined(pieces) == [
+        Reasoning("aaa"),
+        Content("bbb"),
+        Arguments(0, "ccc"),
+        Arguments(1, "d"),
+        CallBegun(2, "i", "f"),
+        CallBegun(3, "j", "g"),
+        Content("e"),
+    ]
