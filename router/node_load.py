@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from wire.announced import FIRST_SPILL_MS
 from wire.means import MEMORY_MS
 from wire.outputs import Load
-from wire.step_costs import StepCosts
+from wire.step_costs import TPOT_STEPS, StepCosts
 
 __all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 
@@ -26,9 +26,8 @@ MOST_KV = 0.5
 UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
 """A node that has not said what its steps cost, until something was seen of it."""
 _REQUEST_TOKENS = 512
-_LEAST_STEP_MS = 0.1
 _ANY = 1e9  # of a node that does not say how many prompts it has
-_TTFT_STEPS, _TTFT_PROMPTS, _TPOT_STEPS = 25.0, 2.2, 4.0
+_TTFT_TPOTS, _TTFT_PROMPTS = 6.25, 2.2
 
 
 def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
@@ -36,8 +35,8 @@ def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
 
     On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and 15 ms.
     """
-    step = max(_LEAST_STEP_MS, costs.step or costs.decode_ms(1, 0))
-    return _TTFT_STEPS * step + _TTFT_PROMPTS * costs.chunk_ms(tokens), _TPOT_STEPS * step
+    tpot_ms = costs.usual_tpot_ms
+    return _TTFT_TPOTS * tpot_ms + _TTFT_PROMPTS * costs.chunk_ms(tokens), tpot_ms
 
 
 @dataclass(eq=False, slots=True)
@@ -209,7 +208,7 @@ class NodeLoad:
     @property
     def limit_left(self) -> float:
         """The share of its time left for prompts until tokens take longer than users expect; may be negative."""
-        return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / _TPOT_STEPS
+        return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
     @property
     def is_idle(self) -> bool:

@@ -20,7 +20,6 @@ __all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 FIRST_OUTPUT = 128.0
 """Tokens that an answer is thought to have before any has ended here."""
 _OUTPUTS_MEAN = 32
-_DEFAULT_TPOT_STEPS = 4
 _LEAST_TPOT_MS = 0.1
 _TPOT_USED = 0.9
 """Of the strictest time per token: what is measured of a node is not exact."""
@@ -59,7 +58,7 @@ class Announced:
 
         0 stands for what it does not say: then it is what is usual here.
         """
-        tpot_ms = tpot_ms or _default_tpot_ms(costs)
+        tpot_ms = tpot_ms or _usual_tpot_ms(costs)
         expected = min(expected or round(self._output.value), most)
         self._new_tokens += expected
         self._tpots[tpot_ms] += 1
@@ -91,7 +90,7 @@ class Announced:
         passed, self._at = max(0.0, now - self._at), now
         if costs is not None:
             decoding = self.token_rate * (costs.row + costs.row_context * context / max(1, rows))
-            tpot_ms = self.strictest_tpot_ms or _default_tpot_ms(costs)
+            tpot_ms = self.strictest_tpot_ms or _usual_tpot_ms(costs)
             gained = max(0.0, 1 - decoding - costs.step / (_TPOT_USED * tpot_ms)) * passed
             self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
 
@@ -106,5 +105,5 @@ def _weight(tpot_ms: float, expected: int) -> float:
     return 1 / (tpot_ms * max(1, expected))
 
 
-def _default_tpot_ms(costs: StepCosts | None) -> float:
-    return max(_LEAST_TPOT_MS, 0.0 if costs is None else _DEFAULT_TPOT_STEPS * costs.step)
+def _usual_tpot_ms(costs: StepCosts | None) -> float:
+    return _LEAST_TPOT_MS if costs is None else costs.usual_tpot_ms
