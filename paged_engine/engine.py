@@ -184,7 +184,12 @@ class Engine:
 
     def load(self, now: float) -> Load:
         """Return what the scheduler tells to routers, with the prompts of the step that the device computes now."""
-        return self.scheduler.load(now, () if self._in_flight is None else self._in_flight.chunks)
+        step = self._in_flight
+        return (
+            self.scheduler.load(now)
+            if step is None
+            else self.scheduler.load(now, step.chunks, now - max(step.at, self._tokens_at))
+        )
 
     @property
     def in_flight(self) -> bool:

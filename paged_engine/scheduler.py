@@ -415,9 +415,10 @@ class Scheduler:
         """Whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
-    def load(self, now: float, launched: Iterable[Chunk] = ()) -> Load:
-        """Return queue depth and room, as told to routers; `launched` are chunks that are not computed yet."""
+    def load(self, now: float, launched: Iterable[Chunk] = (), for_s: float = 0.0) -> Load:
+        """Return queue depth and room, as told to routers; `launched` are chunks that are computed now, `for_s` long."""
         tokens, pairs, promised, context = self._waiting.tokens, self._waiting.pairs, self._waiting.wanted, 0
+        tokens_now, pairs_now = 0, 0.0
         # After each step, of all that decode: a call for each would take as long as all else here.
         for request in self._running:
             start = request.num_computed
@@ -427,13 +428,18 @@ class Scheduler:
                 tokens, pairs = tokens + left, pairs + left * (start + left / 2)
         for chunk in launched:
             if chunk.count > 1 + len(chunk.proposals):
-                tokens, pairs = tokens + chunk.count, pairs + chunk.count * (chunk.start + chunk.count / 2)
+                tokens_now, pairs_now = (
+                    tokens_now + chunk.count,
+                    pairs_now + chunk.count * (chunk.start + chunk.count / 2),
+                )
         block_size = self._block_size
         for request in itertools.chain(self._running, self._fetching.values()):
             lacks = request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
             if lacks > 0:
                 promised += lacks
-        backlog_ms, sums = self._prompts_ms(tokens, pairs), self._announced
+        done_ms = min(for_s * 1e3, self._prompts_ms(tokens_now, pairs_now))
+        tokens, pairs = tokens + tokens_now, pairs + pairs_now
+        backlog_ms, sums = self._prompts_ms(tokens, pairs) - done_ms, self._announced
         sums.go_on(now * 1e3, self.budget.costs, len(self._running), context)
         return Load(
             running=len(self._running) + len(self._fetching),

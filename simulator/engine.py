@@ -128,6 +128,7 @@ class Engine:
                     context += seat.known - seat.left
             promised += max(0, in_the_end - has)
         tokens, pairs = self.tokens + self._computed[0], self._pairs + self._computed[1]
+        done_ms = min(now - self._planned.began, self._costs.prompts_ms(*self._computed))
         sums = self._announced
         sums.go_on(now, self._costs, self.running, context)
         return Load(
@@ -140,7 +141,7 @@ class Engine:
             context_tokens=context,
             legs=self.legs,
             pace=self._budget.pace,
-            backlog_ms=self._costs.prompts_ms(tokens, pairs),
+            backlog_ms=self._costs.prompts_ms(tokens, pairs) - done_ms,
             token_rate=sums.token_rate,
             prompt_share=sums.prompt_share,
             row_weight=sums.row_weight,

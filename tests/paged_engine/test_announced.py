@@ -259,3 +259,6 @@ def test_a_prompt_is_backlog_until_the_device_has_computed_it():
     assert scheduler.load(0.0).backlog_ms == 0
     launched = scheduler.load(0.0, plan.chunks)
     assert (launched.backlog_ms, launched.waiting_tokens) == (before.backlog_ms, before.waiting_tokens)
+    half_ms = before.backlog_ms / 2
+    assert scheduler.load(0.0, plan.chunks, half_ms / 1e3).backlog_ms == pytest.approx(half_ms)
+    assert scheduler.load(0.0, plan.chunks, 9.0).backlog_ms == 0

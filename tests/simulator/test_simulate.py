@@ -214,7 +214,7 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
         if number == 0:
             chunks = launched(scheduler).chunks
     for now in (0.0, 5.0):
-        seen, expected = node.load(now * 1e3), scheduler.load(now, chunks)
+        seen, expected = node.load(now * 1e3), scheduler.load(now, chunks, now)
         for name in (
             "running", "waiting", "waiting_tokens", "context_tokens", "pace", "backlog_ms", "token_rate",
             "prompt_share", "row_weight", "strictest_tpot_ms", "spill_ms",
