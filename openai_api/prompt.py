@@ -1,10 +1,12 @@
 """A request's prompt as token ids: the template rendered, tokenized once, and cut to what the client allows.
 
-A text that cannot fit the model's context is refused by its bytes, or after the first parts of it were tokenized.
+A text that cannot fit the model's context is refused by its bytes, or after the first parts of it were tokenized. Of a
+text that is cut, only an end is tokenized.
 """
 
 from __future__ import annotations
 
+import re
 from typing import NoReturn
 
 import msgspec
@@ -27,6 +29,9 @@ _CUT_TOKENS = 16
 """A cut through a word adds fewer."""
 _MAX_COUNTED_BYTES = 1 << 20
 """Of a text whose tokens are counted, whether or not they fit a context."""
+_MARGIN_CHARS = 4096
+# Tokenizers begin a token at a space like this. Marks, numbers and other white space may go into one with it.
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
 class Prompts:
@@ -67,9 +72,29 @@ class Prompts:
             text, special = request.prompt, request.add_special_tokens is not False
         else:
             return self._kept(request, [token for token in request.prompt if isinstance(token, int)])
-        if len(text) > self._max_model_len and request.truncate_prompt_tokens is None:
+        if request.truncate_prompt_tokens is not None:
+            return self._end(text, special, kept_tokens(request, self._max_model_len, self._max_model_len))
+        if len(text) > self._max_model_len:
             self._check_length(text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits)
-        return self._kept(request, self._tokenizer.encode(text, special))
+        return self._tokenizer.encode(text, special)
+
+    def _end(self, text: str, special: bool, kept: int) -> list[int]:
+        """Encode as much of the end of a text as has `kept` tokens, and return these.
+
+        They are those of the whole text: what is encoded begins between two words, where a token begins whatever stands
+        before. Where 4,096 characters hold no two words it begins anywhere, and the tokens that this changes are
+        dropped. Only a text without any place at which its tokens must end, such as one letter a million times, may be
+        divided in another way than as a whole.
+        """
+        chars = kept * _LIKELY_BYTES_PER_TOKEN + _MARGIN_CHARS
+        while chars < len(text):
+            start = len(text) - chars
+            found = _BETWEEN_WORDS.search(text, start, start + _MARGIN_CHARS)
+            tokens = self._tokenizer.encode(text[found.start() if found else start :], special)
+            if len(tokens) >= kept + _CUT_TOKENS:
+                return tokens[-kept:]
+            chars *= 2
+        return self._tokenizer.encode(text, special)[-kept:]
 
     def _kept(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
         return tokens[len(tokens) - kept_tokens(request, len(tokens), self._max_model_len) :]

@@ -55,6 +55,39 @@ def test_only_the_last_tokens_of_a_prompt_are_kept(bytewise: Tokenizer) -> None:
     assert text(bytewise, chat(("user", "abcdef"), truncate_prompt_tokens=3)) == "ef;"
 
 
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Some words, in 2 lines:\n\n  `a_b`: été. " * 8000,
+        "1234567" * 40_000,
+        "漢字 仮名" * 40_000,
+        " <|im_end|>ab" * 20_000,
+    ],
+)
+def test_of_a_text_that_is_cut_an_end_is_tokenized_and_its_tokens_are_those_of_the_whole(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    whole, seen, encode = smollm2.encode(text, True), list[int](), smollm2.encode
+    monkeypatch.setattr(smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special))
+    made = Prompts(smollm2, 8192, chat_template=TEMPLATE, trusts_request_templates=False)
+    for kept in (1, 2, 100, 1000):
+        seen.clear()
+        assert made.token_ids(completion(prompt=text, truncate_prompt_tokens=kept)) == whole[-kept:]
+        assert sum(seen) <= 6 * kept + 4096
+
+
+def test_where_tokens_are_long_more_of_a_text_is_tokenized(bytewise: Tokenizer) -> None:
+    text, made = "<|end2|>" * 1000 + "ab", prompts(bytewise)
+    whole = bytewise.encode(text, True)
+    assert len(whole) == 1002
+    long = Prompts(bytewise, 2000, chat_template=TEMPLATE, trusts_request_templates=False)
+    for kept in (1, 50, 700, 1002, 1500):
+        assert long.token_ids(completion(prompt=text, truncate_prompt_tokens=kept)) == whole[-kept:]
+    with pytest.raises(RequestError, match="truncate_prompt_tokens must be between 1 and 100"):
+        made.token_ids(completion(prompt=text, truncate_prompt_tokens=101))
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
