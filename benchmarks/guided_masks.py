@@ -16,7 +16,7 @@ import time
 from kvrelay.embedded import embedded_model
 from node.compiling import grammars_for
 from openai_api.tokenizer import Tokenizer
-from paged_engine.grammar import Grammars, masks_of
+from paged_engine.grammar import Grammars, TimedMatcher, masks_of
 from paged_engine.guide import Guide
 from paged_engine.request import Request
 from wire.engine_messages import Submit
@@ -48,7 +48,7 @@ def _request(grammars: Grammars, tokens: list[int], eos_token_ids: tuple[int, ..
     params = SamplingParams(1 << 20, seed=0, constraint=Constraint("json", json.dumps({"items": _RECORD})))
     assert params.constraint is not None
     request = Request.of(Submit("r", [0], params, generated=tokens), 0.0)
-    matcher = grammars.matcher(params.constraint)
+    matcher = TimedMatcher(grammars.matcher(params.constraint))
     request.guide = Guide.of(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids, matcher=matcher)
     return request
 

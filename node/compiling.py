@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from openai_api.tokenizer import Tokenizer
-from paged_engine.grammar import Grammars
+from paged_engine.grammar import Grammars, TimedMatcher
 from paged_engine.request import Request
 from wire.errors import KvrelayError
 
@@ -115,7 +115,8 @@ class Compiling:
         if self._grammars is None or constraint is None:
             return self._load_error
         try:
-            guide = self._engine.guide(request.params, self._grammars.matcher(constraint))
+            matcher = TimedMatcher(self._grammars.matcher(constraint))
+            guide = self._engine.guide(request.params, matcher)
             assert guide is not None
             guide.follow(request.token_ids, request.prompt_tokens)
             request.guide = guide

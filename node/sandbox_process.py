@@ -1,8 +1,8 @@
 """The process that forks a child for each piece of work that a request could make endless, and that child.
 
-A child renders and tokenizes one request's prompts, or compiles one grammar. It has limits of CPU time, memory and
-stack, and the kernel ends it when its caller hangs up: no request costs more than that, and none outlives its client.
-What is sent here, and what is said of a child that was ended, is node/sandbox.py's.
+A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out. It has limits of CPU
+time, memory and stack, and the kernel ends it when its caller hangs up: no request costs more than that, and none
+outlives its client. What is sent here, and what is said of a child that was ended, is node/sandbox.py's.
 
 For each child the caller passes one end of a socket pair. The work comes on it, and the answer goes back.
 """
@@ -111,7 +111,7 @@ def _tokenized(work: Tokenize, prompts: Prompts) -> Tokenized:
 
 def _compiled(work: Compile, grammars: Grammars) -> Compiled:
     before = _memory_bytes()[1]
-    grammars.matcher(work.constraint).compute_bitmask()  # the first step builds a good part of the automaton
+    grammars.try_out(work.constraint)  # which builds a good part of the automaton
     taken = _memory_bytes()[1] - before
     if taken > _MAX_COMPILED_BYTES:
         field = work.constraint.field

@@ -2,14 +2,19 @@
 
 A matcher never forces tokens: it allows every token that can go on, also ways to write a text that the tokenizer would
 not choose. So masks need no tokenizer, and no call back into Python.
+
+The step loop waits for masks, so what a token may take is limited: by the library, which counts; before a grammar is
+used, by `try_out`; and in the loop, by TimedMatcher.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -25,19 +30,31 @@ from paged_engine.request import Request
 from wire.errors import RequestError
 from wire.sampling import GBNF_RULE, Constraint
 
-__all__ = ["Grammars", "masks_of"]
+__all__ = ["TOKEN_LIMIT_S", "Grammars", "TimedMatcher", "masks_of"]
 
 # Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
-# An automaton grows with the answers that it has seen, by 1 to 2 KB a state.
-_LIMITS = LLParserLimits(max_lexer_states=50_000)
+TOKEN_LIMIT_S = 0.03
+"""CPU time for a token's mask and the way through it. A grammar that takes more is refused; common ones take 3 ms."""
+_TRIED_PATHS, _TRIED_TOKENS = 3, 16
+# In the step loop, where a grammar may come to a place that was not tried: so often, and the answer ends.
+_STALL_S = 0.1
+_STALLS = 3
+_WATCHED_STEPS = 64
+# An automaton grows with the answers that it has seen, by 1 to 2 KB a state. 1,000 optional properties are 4,110 items
+# in a row and more than 50,000 in a step, which take 16 ms.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=5000, step_max_items=100_000)
+# Rules that begin with each other have each item of a row look at all others: 1,561 take 40 ms. A grammar with 300
+# keywords has 304 in a row, one of C's expressions 4,100 in a step.
+_CLIENTS_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=500, step_max_items=10_000)
+_CLIENTS = "\n// rules of a client\n"
 # Between JSON's tokens, unless a request says otherwise: a model that may write white space for ever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Texts are people's: no pattern here looks at a character twice.
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
-_LIMITS_HINT = re.compile(r"; either increase limits\..*+", re.DOTALL)
+_LIMITS_HINT = re.compile(r"; (?:either increase limits\.|consider making|try avoiding).*+", re.DOTALL)
 _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
@@ -54,6 +71,7 @@ class Grammars:
         self._specials = frozenset(
             tokens[token].decode(errors="replace") for token in special_ids if token < len(tokens)
         )
+        self._ends = eos
         # A grammar ends with a token: a model without one gets an id that means nothing to it, or else its last.
         empty = next((token for token in reversed(range(len(tokens))) if not tokens[token]), len(tokens) - 1)
         vocabulary = _Vocabulary(tokens, special_ids, eos[0] if eos else empty)
@@ -85,12 +103,41 @@ class Grammars:
             self._compile(msgspec.structs.replace(constraint, behind="", opener=""))
         try:
             lark = self._lark(constraint)
-            matcher = LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)
+            limits = _CLIENTS_LIMITS if _CLIENTS in lark else _LIMITS
+            matcher = LLMatcher(self._tokenizer, lark, log_level=0, limits=limits)
         except (ValueError, TypeError, KeyError, RecursionError) as why:
             raise _refused(constraint, f"{why}") from why
         if matcher.is_error():
             raise _refused(constraint, matcher.get_error())
         return matcher
+
+    def try_out(self, constraint: Constraint) -> None:
+        """Follow a few answers, the same each time; raise RequestError if a token takes more than TOKEN_LIMIT_S.
+
+        A grammar can be quick there and slow elsewhere: then TimedMatcher ends the answer."""
+        if constraint.behind:  # few answers would come to it
+            self.try_out(msgspec.structs.replace(constraint, behind="", opener=""))
+        for path in range(_TRIED_PATHS):
+            pick, matcher, tokens = random.Random(path), self.matcher(constraint), list[int]()
+            while len(tokens) < _TRIED_TOKENS and not matcher.is_stopped():
+                took, mask = _timed_step(matcher, tokens[-1:])
+                if took > TOKEN_LIMIT_S:  # the first time part of the automaton is built, and the machine may be busy
+                    again = self.matcher(constraint)
+                    again.consume_tokens(tokens[:-1])
+                    took = min(took, _timed_step(again, tokens[-1:])[0])
+                if matcher.is_error():
+                    raise _refused(constraint, _first_line(matcher.get_error()))
+                if took > TOKEN_LIMIT_S:
+                    raise _refused(
+                        constraint,
+                        f"a token takes {took * 1000:.0f} ms of CPU time; the limit is {TOKEN_LIMIT_S * 1000:.0f} ms: "
+                        "make it simpler",
+                    )
+                allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+                allowed = allowed[~np.isin(allowed, self._ends)]
+                if not len(allowed):
+                    break
+                tokens.append(int(allowed[pick.randrange(len(allowed))]))
 
     def as_lark(self, constraint: Constraint) -> Constraint:
         """The same constraint as one Lark grammar, which is compiled without Python. `matcher` must have taken it."""
@@ -157,6 +204,58 @@ class Grammars:
         )
 
 
+class TimedMatcher:
+    """A matcher (see paged_engine/guide.py) that fails once it has held up the step loop too often.
+
+    A step takes what it computes together, so a slow one is computed row by row for a while, to see which it is.
+    """
+
+    def __init__(self, inner: LLMatcher, stalls: int = 0) -> None:
+        self.inner = inner
+        self.watched = 0
+        """So many of the next masks are computed alone."""
+        self._stalls = stalls
+        self._error = ""
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        """Go on by tokens; False if they do not match."""
+        began = time.thread_time()
+        matches: bool = self.inner.consume_tokens(sampled_tokens)
+        self._took((time.thread_time() - began) / max(1, len(sampled_tokens)))
+        return matches
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        """Write the mask at an address."""
+        began = time.thread_time()
+        self.inner.unsafe_compute_mask_ptr(pointer, size)
+        self._took(time.thread_time() - began)
+        self.watched = max(0, self.watched - 1)
+
+    def is_stopped(self) -> bool:
+        """Whether nothing can follow. Also true after an error."""
+        return self.is_error() or self.inner.is_stopped()
+
+    def is_error(self) -> bool:
+        """Whether a limit was hit, or a token was consumed that does not match."""
+        return bool(self._error) or self.inner.is_error()
+
+    def get_error(self) -> str:
+        """Why."""
+        return self._error or self.inner.get_error()
+
+    def deep_copy(self) -> TimedMatcher:
+        """Another one in the same state."""
+        return TimedMatcher(self.inner.deep_copy(), self._stalls)
+
+    def _took(self, seconds: float) -> None:
+        self._stalls += seconds > _STALL_S
+        if self._stalls >= _STALLS and not self._error:
+            self._error = (
+                f"{self._stalls} of its tokens took more than {_STALL_S * 1000:.0f} ms of CPU time, the last one "
+                f"{seconds * 1000:.0f} ms; the limit is {_STALLS - 1} of an answer: make the grammar simpler"
+            )
+
+
 def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
     """The masks of a step's rows, whose tokens are all known; row i is requests[i]. None if no row needs one.
 
@@ -184,13 +283,35 @@ def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
 
 def _fill(guides: Sequence[Guide], words: Words) -> None:
     """What the matchers allow; the GIL is not held."""
-    matchers: list[tuple[Any, int]] = [(g.matcher, i) for i, g in enumerate(guides) if g.matcher is not None]
     bytes_each = words.shape[1] * words.itemsize
-    if len(matchers) == 1:
-        matcher, place = matchers[0]
+    alone: list[tuple[Any, int]]
+    alone = [(guide.matcher, place) for place, guide in enumerate(guides) if guide.matcher is not None]
+    together = [(m, place) for m, place in alone if isinstance(m, TimedMatcher) and not m.watched]
+    if len(together) > 1:
+        alone = [(m, place) for m, place in alone if not isinstance(m, TimedMatcher) or m.watched]
+    else:
+        together = []
+    for matcher, place in alone:
         matcher.unsafe_compute_mask_ptr(words.ctypes.data + place * bytes_each, bytes_each)
-    elif matchers:
-        _executor().unsafe_compute_mask_ptr(matchers, words.ctypes.data, bytes_each, len(words))
+    if together:
+        began = time.perf_counter()
+        inner = [(matcher.inner, place) for matcher, place in together]
+        _executor().unsafe_compute_mask_ptr(inner, words.ctypes.data, bytes_each, len(words))
+        if time.perf_counter() - began > _STALL_S:
+            for matcher, _ in together:
+                matcher.watched = _WATCHED_STEPS
+
+
+def _timed_step(matcher: LLMatcher, tokens: list[int]) -> tuple[float, bytes]:
+    """Consume tokens and compute the next mask; the CPU time of that, and the mask."""
+    began = time.thread_time()
+    matcher.consume_tokens(tokens)
+    mask: bytes = matcher.compute_bitmask()
+    return time.thread_time() - began, mask
+
+
+def _first_line(text: str) -> str:
+    return (text.strip() or "no reason given").splitlines()[0]
 
 
 @functools.cache
@@ -241,7 +362,7 @@ def _user_grammar(text: str) -> str:
             text = _OPTION_LINE.sub("", gbnf_to_lark(text))
         except Exception as why:
             raise ValueError(f"read as GBNF (its rules are written with ::=): {why}") from why
-    return f"{text}\n{_OPTIONS}"  # behind it, so that errors name the client's lines
+    return f"{text}\n{_OPTIONS}{_CLIENTS}"  # behind it, so that errors name the client's lines
 
 
 def _refused(constraint: Constraint, why: str) -> RequestError:

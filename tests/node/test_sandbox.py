@@ -114,6 +114,23 @@ async def test_a_grammar_that_takes_too_much_is_a_400_and_nothing_else(
     await until(lambda: not children(sandbox))
 
 
+@pytest.mark.parametrize("first", ["s", '"a text" s'])
+async def test_a_grammar_whose_tokens_take_too_long_is_a_400(sandbox: Sandbox, first: str) -> None:
+    """It compiles in milliseconds, and each token of an answer would take half a second of the step loop."""
+    names = [f"r{i}" for i in range(390)]
+    rules = [f"{name}: s X | {names[i - 1]} X" for i, name in enumerate(names)]
+    text = "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *rules, "X: /[ab]/"])
+    with pytest.raises(RequestError, match=r"(max is 500|the limit is 30 ms)\W.*make it simpler") as refused:
+        await sandbox.as_lark(Constraint("grammar", text, field="guided_grammar").check())
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "guided_grammar", "invalid_grammar")
+
+
+async def test_a_long_text_is_cut_before_it_is_tokenized(sandbox: Sandbox) -> None:
+    """Whole, it would take more memory than a child has."""
+    body = json.dumps({"prompt": "x" * (15 << 20) + "yz", "truncate_prompt_tokens": 2}).encode()
+    assert await sandbox.token_ids(False, body) == [[ord("y"), ord("z")]]
+
+
 async def test_memory_is_limited(sandbox: Sandbox) -> None:
     with pytest.raises(RequestError, match="1024 MiB of memory"):
         await sandbox.token_ids(True, chat("x", chat_template="{{ 'a' * 10000000000 }}"))

@@ -9,12 +9,18 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt
 from tiny_models import make_tiny
 
+from kvrelay.embedded import embedded_model
+from node.compiling import grammars_for
+from openai_api.tokenizer import Tokenizer
+from paged_engine import grammar
 from paged_engine.engine import Engine
-from paged_engine.grammar import Grammars, _refused
+from paged_engine.grammar import Grammars, TimedMatcher, _refused
+from paged_engine.guide import Guide
 from paged_engine.request import Request
 from wire.config import SpeculativeConfig
 from wire.engine_messages import Submit
@@ -60,6 +66,21 @@ def engine(folder) -> Engine:
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Grammars:
+    """Of a real model: common letters stand in many tokens."""
+    tokenizer = Tokenizer.load(str(embedded_model()))
+    return grammars_for(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def guide_of(grammars: Grammars, constraint: Constraint) -> Request:
+    params = SamplingParams(max_tokens=200, seed=3, constraint=constraint)
+    request = Request.of(Submit("r", prompt(9), params), 0.0)
+    matcher = TimedMatcher(grammars.matcher(constraint))
+    request.guide = Guide.of(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
+    return request
 
 
 def guided(
@@ -386,6 +407,68 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
     assert request.guide.error.endswith("cannot be followed any further: too many items")
 
 
+class Slow:
+    """A matcher whose masks take CPU time."""
+
+    def __init__(self, inner, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def deep_copy(self):
+        return Slow(self._inner.deep_copy(), self._seconds)
+
+    def unsafe_compute_mask_ptr(self, *where) -> None:
+        until = time.thread_time() + self._seconds
+        while time.thread_time() < until:
+            pass
+        self._inner.unsafe_compute_mask_ptr(*where)
+
+
+def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, grammars):
+    letters = Constraint("regex", "[a-z]{30}")
+    slow, quick = (guided(engine, grammars, name, constraint=letters) for name in ("slow", "quick"))
+    slow.guide.matcher = TimedMatcher(Slow(slow.guide.matcher, 0.12))
+    quick.guide.matcher = TimedMatcher(quick.guide.matcher)
+    slow.guide.matcher.watched = quick.guide.matcher.watched = 99
+    drain(engine)
+    assert slow.finish is Finish.ERROR
+    assert re.fullmatch("[a-z]{2}", text(slow))
+    assert "3 of its tokens took more than 100 ms of CPU time" in slow.guide.error
+    assert "the limit is 2 of an answer: make the grammar simpler" in slow.guide.error
+    assert re.fullmatch("[a-z]{30}", text(quick)), "whoever is computed beside it goes on"
+
+
+def test_stalls_are_counted_over_forks_and_errors_of_the_library_come_first(grammars):
+    matcher = TimedMatcher(Slow(grammars.matcher(Constraint("regex", "[a-z]*")), 0.12))
+    mask = np.zeros(VOCAB // 32, np.uint32)
+    for expected in (False, False, True):
+        matcher = matcher.deep_copy()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert matcher.is_error() is matcher.is_stopped() is expected
+    wrong = TimedMatcher(grammars.matcher(Constraint("regex", "a")))
+    assert not wrong.consume_tokens([ord("b")])
+    assert wrong.is_error()
+    assert wrong.get_error()
+
+
+def test_rows_of_a_slow_step_are_timed_one_by_one_in_the_next(grammars, monkeypatch):
+    """Together nobody knows whose time it was."""
+    executed: list[int] = []
+
+    class Executor:
+        def unsafe_compute_mask_ptr(self, matchers, *_) -> None:
+            executed.append(len(matchers))
+            time.sleep(0.11)
+
+    monkeypatch.setattr(grammar, "_executor", Executor)
+    requests = [guide_of(grammars, Constraint("regex", "[a-z]*")) for _ in range(3)]
+    for _ in range(grammar._WATCHED_STEPS + 2):
+        assert grammar.masks_of(requests, VOCAB) is not None
+    assert executed == [3, 3]
+
+
 def test_only_allowed_tokens_come(engine, grammars):
     allowed = (5, 31, 32, 63, 64, 255)
     request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
@@ -449,6 +532,71 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, gr
     assert refused.value.param == "response_format"
     assert "\n" not in refused.value.message
     assert len(refused.value.message) < 800
+
+
+def optional(count: int, **more) -> Constraint:
+    return Constraint("json", json.dumps({"properties": {f"field_{i}": more for i in range(count)}}))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        JSON,
+        Constraint("json", "{}"),
+        Constraint("json", "{}", behind="</think>", opener="<think>"),
+        pytest.param(optional(100, type="string"), id="100 properties"),
+        pytest.param(optional(1000, type="string"), id="1000 properties"),
+        pytest.param(Constraint("json", json.dumps({"enum": [f"value {i}" for i in range(3000)]})), id="enum"),
+        pytest.param(Constraint("choice", json.dumps([f"choice {i}" for i in range(3000)])), id="choices"),
+        pytest.param(
+            Constraint("grammar", "start: (" + " | ".join(f'"key{i}"' for i in range(300)) + ")+"), id="keywords"
+        ),
+        Constraint("grammar", 'root ::= sum\nsum ::= sum "+" sum | "(" sum ")" | [0-9]+\n'),
+        Constraint("grammar", 'root ::= word (" " word)*\nword ::= [a-zA-Z] [a-z]*\n'),
+        Constraint("regex", r"[a-z0-9._%+-]{1,64}@[a-z0-9.-]+\.[a-z]{2,}"),
+    ],
+)
+def test_what_people_ask_for_is_quick_enough(vocabulary, constraint):
+    vocabulary.try_out(constraint.check())
+
+
+def left_recursive(rules: int, first: str = "s") -> Constraint:
+    """Each rule may begin with each other one, and ends at every letter."""
+    names = [f"r{i}" for i in range(rules)]
+    lines = [f"{name}: s X | {names[i - 1]} X" for i, name in enumerate(names)]
+    return Constraint("grammar", "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *lines, "X: /[ab]/"]))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        left_recursive(390),
+        left_recursive(200),
+        left_recursive(390, first='"aaaa" s'),
+        Constraint("json", "{}", behind="a"),
+    ],
+    ids=["390 rules", "200 rules", "behind a text", "ours"],
+)
+def test_a_grammar_whose_tokens_take_too_long_is_refused(vocabulary, constraint, monkeypatch):
+    if constraint.kind == "json":
+        monkeypatch.setattr(grammar, "TOKEN_LIMIT_S", 1e-6)
+    with pytest.raises(RequestError, match=r"limit|max") as refused:
+        vocabulary.try_out(constraint.check())
+    assert refused.value.code == "invalid_grammar"
+    assert refused.value.message.endswith("make it simpler")
+    assert "\n" not in refused.value.message
+
+
+def test_a_clients_rules_have_smaller_limits_also_behind_a_text(grammars):
+    for behind in ("", "</think>"):
+        refused = Constraint("grammar", left_recursive(200).text, behind=behind)
+        with pytest.raises(RequestError, match=r"max is 500|the limit is"):
+            grammars.try_out(refused)
+        matcher = grammars.matcher(grammars.as_lark(refused))  # as the engine compiles it
+        assert not matcher.consume_tokens(list(f"{behind}abab".encode()))
+        assert "max is 500" in matcher.get_error()
 
 
 def test_what_a_client_cannot_do_is_not_told():
