@@ -157,9 +157,20 @@ def _regexes() -> dict[str, Program]:
     }
 
 
+def _left_recursive(first: str, colon: str, last: str) -> Program:
+    """So many rules, of which each may begin with another one and all with `s`: any text is each of them."""
+
+    def made(n: int) -> str:
+        names = [f"r{at}" for at in range(max(1, n - 3))]
+        ways = "\n".join(f"{name} {colon} s x | {names[at - 1]} x" for at, name in enumerate(names))
+        return f"{first}\ns {colon} x | {' | '.join(names)}\n{ways}\nx {colon} {last}\n"
+
+    return made
+
+
 def _grammars() -> dict[str, Program]:
     found: dict[str, Program] = {}
-    for name, start, colon in (("Lark", "start", ":"), ("GBNF", "root", "::=")):
+    for name, start, colon, class_ in (("Lark", "start", ":", "/[ab]/"), ("GBNF", "root", "::=", "[ab]")):
         rule = f"{start} {colon} "
         short = f'{rule}"a"\n'
 
@@ -172,6 +183,9 @@ def _grammars() -> dict[str, Program]:
             "rules that double": chain("r%+ r%+", '"a"'),
             "rules that begin again": chain('r%+ | "(" r0 ")"', '"a"'),
             "alternatives": _many('"a%d"', rule, "\n", " | "),
+            "rules in each other": _left_recursive(f"{rule}s", colon, class_),
+            "rules in each other, behind a text": _left_recursive(f'{rule}"a" s', colon, class_),
+            "parts in many ways": _many("a a", f'{rule}a\na {colon} "a" | ', "\n", " | a "),
             "recursion to the left": _many(f'{start} "a"', rule, ' | "a"\n', " | "),
             "sequence": _many('"a"', rule, "\n", " "),
             "optional": _many('"a"?', rule, "\n", " "),
