@@ -185,11 +185,9 @@ class Engine:
     def load(self, now: float) -> Load:
         """Return what the scheduler tells to routers, with the prompts of the step that the device computes now."""
         step = self._in_flight
-        return (
-            self.scheduler.load(now)
-            if step is None
-            else self.scheduler.load(now, step.chunks, now - max(step.at, self._tokens_at))
-        )
+        if step is None:
+            return self.scheduler.load(now)
+        return self.scheduler.load(now, step.chunks, now - max(step.at, self._tokens_at))
 
     @property
     def in_flight(self) -> bool:

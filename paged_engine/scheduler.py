@@ -416,7 +416,10 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def load(self, now: float, launched: Iterable[Chunk] = (), for_s: float = 0.0) -> Load:
-        """Return queue depth and room, as told to routers; `launched` are chunks that are computed now, `for_s` long."""
+        """Return queue depth and room, as told to routers.
+
+        `launched` are the chunks of the step under way, which began `for_s` seconds ago.
+        """
         tokens, pairs, promised, context = self._waiting.tokens, self._waiting.pairs, self._waiting.wanted, 0
         tokens_now, pairs_now = 0, 0.0
         # After each step, of all that decode: a call for each would take as long as all else here.
@@ -428,10 +431,8 @@ class Scheduler:
                 tokens, pairs = tokens + left, pairs + left * (start + left / 2)
         for chunk in launched:
             if chunk.count > 1 + len(chunk.proposals):
-                tokens_now, pairs_now = (
-                    tokens_now + chunk.count,
-                    pairs_now + chunk.count * (chunk.start + chunk.count / 2),
-                )
+                tokens_now += chunk.count
+                pairs_now += chunk.count * (chunk.start + chunk.count / 2)
         block_size = self._block_size
         for request in itertools.chain(self._running, self._fetching.values()):
             lacks = request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
