@@ -2,15 +2,17 @@
 
 Owns which cases there are, in which order a seed plays them, and what is wrong behind each. A case is a field and a
 generator; it is played as a ladder of sizes from 1 up to the limit of a body, so the first that breaks is nearly the
-smallest. Over some rounds every generator is played once before any is played again on another field.
+smallest. Over some rounds every generator is played once before any is played again on another field. A conversation is
+played in every round of "sizes": a response is stored, and others go on from it, one from the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -23,11 +25,16 @@ from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder
 from benchmarks.fuzz.stand import Process, Stand
 from benchmarks.fuzz.table import ROUTES, Route, places
 from benchmarks.fuzz.watch import Watch, still_busy
+from openai_api.json_body import MAX_CONTAINERS
+from openai_api.responses_request import ResponsesRequest
 
 __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 
 TARGETS = ("sizes", "languages")
 _PER_ROUND = 12
+_TURNS = 24
+"""Of a conversation at most, if it is not refused before."""
+_RESPONSE_ID = re.compile(rb'"id":"(resp_\w+)"')
 _AGAIN = 6
 """Times that the largest size of some cases is played in a row: what each leaves behind shows."""
 _MOST_NUMBER = 2**63
@@ -38,14 +45,22 @@ _MOST_HEARD = 1 << 16
 _SLOW_S = 1.0
 """Behind an answer that took longer it is asked whether somebody goes on computing."""
 
+_EMPTY = b'{"type":"reasoning","summary":[]}'
+_CONVERSATIONS: Mapping[str, tuple[Callable[[int], bytes], int]] = {
+    "reasonings": (lambda n: _EMPTY + (b"," + _EMPTY) * (n - 1), MAX_CONTAINERS // 2 - 8),
+    "a long reasoning": (lambda n: b'%b,"unread":"%b"}' % (_EMPTY[:-1], b"a" * n), 0),
+}
+"""Items of a turn that are kept and cost no token, and how many there may be where they are no bytes."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """Bodies for a route that grow in one place."""
+    """Bodies for a route that grow in one place. `goes_on`: each from the stored answer to the one before."""
 
     route: Route
     place: str
     generator: Generator
+    goes_on: bool = False
 
     @property
     def name(self) -> str:
@@ -61,13 +76,15 @@ def cases(target: str) -> tuple[Case, ...]:
 
 def round_of(target: str, seed: int, number: int, only: str = "") -> list[Case]:
     """The cases of a round."""
-    every = [case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name]
+    named = [case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name]
+    every, conversations = ([case for case in named if case.goes_on is wanted] for wanted in (False, True))
     seen: dict[str, int] = {}
     turns = {}
     for case in every:
         turns[case] = seen[case.generator.name] = seen.get(case.generator.name, 0) + 1
     every.sort(key=lambda case: turns[case])
-    return [every[(number * _PER_ROUND + at) % len(every)] for at in range(min(_PER_ROUND, len(every)))]
+    one = [conversations[number % len(conversations)]] if conversations else []
+    return [*one, *(every[(number * _PER_ROUND + at) % len(every)] for at in range(min(_PER_ROUND, len(every))))]
 
 
 async def small(stand: Stand, rng: random.Random) -> tuple[int, list[str]]:
@@ -91,6 +108,10 @@ async def sizes(
     """Play the cases. Returns what is wrong: the first thing, with the field, the generator and the size."""
     for case in played:
         process = _server(stand, rng, case.route)
+        if case.goes_on:
+            if wrong := await _conversations(stand, watch, process, case, most_bytes):
+                return wrong
+            continue
         at_once, leaves, again = rng.choice((1, 1, 1, 4)), rng.random() < 0.25, rng.random() < 0.25
         held = 0
         # Large values take seconds to make on a busy machine, and leases are renewed meanwhile.
@@ -108,11 +129,44 @@ async def sizes(
     return []
 
 
+async def _conversations(stand: Stand, watch: Watch, process: Process, case: Case, most_bytes: int) -> list[str]:
+    """Play conversations of turns of some sizes, up to the largest. Returns what is wrong."""
+    top = case.generator.capped(most_bytes)
+    for size in sorted({1, max(1, top // 256), max(1, top // 2), top}):
+        body, previous = await asyncio.to_thread(case.generator.make, size), b""
+        for turn in range(1, _TURNS + 1):
+            sent = _request(stand, process, case.route, _going_on(body, previous))
+            wrong, answers = await _asked(stand, watch, process, sent)
+            # What was stored is read for whoever goes on from it, however little he sends.
+            short = case.route.body({"input": b'"a"', "store": b"false"})
+            if not wrong and previous:
+                sent = _request(stand, process, case.route, _going_on(short, previous))
+                wrong, _ = await _asked(stand, watch, process, sent)
+            if wrong:
+                return [f"{process.role} {case.name}, size {size}, turn {turn}: {one}" for one in wrong]
+            found = _RESPONSE_ID.search(answers[0] or b"")
+            if found is None:  # it is refused
+                break
+            previous = found[1]
+    return []
+
+
+def _going_on(body: bytes, previous: bytes) -> bytes:
+    return b'{"previous_response_id":"%b",%b' % (previous, body[1:]) if previous else body
+
+
 async def _played(
     stand: Stand, watch: Watch, process: Process, case: Case, size: int, at_once: int, leaves: bool
 ) -> list[str]:
     """Ask with one size. Returns what is wrong."""
     sent = await asyncio.to_thread(_written, stand, process, case, size)
+    return (await _asked(stand, watch, process, sent, at_once, leaves))[0]
+
+
+async def _asked(
+    stand: Stand, watch: Watch, process: Process, sent: bytes, at_once: int = 1, leaves: bool = False
+) -> tuple[list[str], list[bytes | None]]:
+    """Ask so many times at once. Returns what is wrong, and the answers."""
     began, leaves_s, wrong = time.monotonic(), _LEAVES_S if leaves else None, list[str]()
     asking = [asyncio.create_task(exchange(process.port, [sent], leaves_s=leaves_s)) for _ in range(at_once)]
     try:
@@ -128,7 +182,7 @@ async def _played(
     wrong = [said for answer in answers if (said := judged(answer, may_be_silent=silent))][:1] + wrong
     wrong += stand.ended()
     slow = leaves or time.monotonic() - began > _SLOW_S
-    return wrong or (await still_busy(stand.processes) if slow else [])
+    return wrong or (await still_busy(stand.processes) if slow else []), answers
 
 
 async def _quiet(stand: Stand, watch: Watch) -> bool:
@@ -162,6 +216,24 @@ def _of_fields() -> Iterator[Case]:
                 made(route, place.name, value, place.body) for value in generators(place.types, at_home=at_home)
             )
 
+        if {"tools", "tool_choice"} <= route.fields.keys():
+            yield Case(route, "tools, tool_choice", Generator("allowed tools", partial(_with_allowed_tools, route)))
+        if route.asks.__name__ == ResponsesRequest.__name__:
+            for name, (items, most) in _CONVERSATIONS.items():
+                turns = Generator(f"conversation of {name}", partial(_turn, route, items), most)
+                yield Case(route, "previous_response_id", turns, goes_on=True)
+
+
+def _turn(route: Route, items: Callable[[int], bytes], size: int) -> bytes:
+    return route.body({"input": b'[%b,{"role":"user","content":"a"}]' % items(size)})
+
+
+def _with_allowed_tools(route: Route, count: int) -> bytes:
+    tools = b",".join(b'{"type":"function","name":"a%d","function":{"name":"a%d"}}' % (i, i) for i in range(count))
+    names = b",".join(b'{"name":"b%d"}' % i for i in range(count))
+    choice = b'{"type":"allowed_tools","mode":"auto","tools":[%b]}' % names
+    return route.body({"tools": b"[%b]" % tools, "tool_choice": choice})
+
 
 def _with_unknown(route: Route, value: bytes) -> bytes:
     return route.body({"unknown": value})
@@ -188,5 +260,8 @@ def _server(stand: Stand, rng: random.Random, route: Route) -> Process:
 
 
 def _written(stand: Stand, process: Process, case: Case, size: int) -> bytes:
-    key = stand.keys["node" if process is not stand.router else case.route.key]
-    return written("POST", case.route.path, key, case.generator.make(size))
+    return _request(stand, process, case.route, case.generator.make(size))
+
+
+def _request(stand: Stand, process: Process, route: Route, body: bytes) -> bytes:
+    return written("POST", route.path, stand.keys["node" if process is not stand.router else route.key], body)

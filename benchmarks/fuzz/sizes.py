@@ -32,6 +32,20 @@ UNITS = (
 )  # fmt: skip
 """Repeated in texts: quadratic in somebody's pattern, many tokens each, or special to a parser."""
 _STEPS = 10
+_ITEMS = {
+    "user messages": b'{"role":"user","content":"a"}',
+    "assistant messages": b'{"role":"assistant","content":"a"}',
+    "long assistant messages": b'{"role":"assistant","content":"%b"}' % (b"a" * 500),
+    "system messages": b'{"role":"system","content":"a"}',
+    "tool messages": b'{"role":"tool","tool_call_id":"a","content":"a"}',
+    "functions": b'{"type":"function","name":"a","function":{"name":"a"}}',
+    "function calls": b'{"type":"function_call","call_id":"a","name":"a","arguments":"{}"}',
+    "function outputs": b'{"type":"function_call_output","call_id":"a","output":"a"}',
+    "reasonings": b'{"type":"reasoning","summary":[]}',
+    "tool uses": b'{"type":"tool_use","id":"a","name":"a","input":{}}',
+    "tool results": b'{"type":"tool_result","tool_use_id":"a","content":"a"}',
+}
+"""In lists, by role or type: each goes another way through a translation."""
 _HOME = "http://127.0.0.1:9/"
 
 
@@ -140,6 +154,7 @@ def _lists() -> list[Generator]:
         of("texts", b'"a"'),
         of("objects", b'{"role":"user","type":"text","text":"a","content":"a","name":"a","function":{"name":"a"}}'),
         of("lists", b"[7]"),
+        *(of(name, item) for name, item in _ITEMS.items()),
         Generator("list of other numbers", lambda n: b"[" + b",".join(b"%d" % i for i in range(n)) + b"]"),
         Generator("list of other texts", lambda n: b"[" + b",".join(b'"%d"' % i for i in range(n)) + b"]"),
         Generator("list of long texts", lambda n: b'["' + b"a" * n + b'","' + b"a " * n + b'"]'),
