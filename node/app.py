@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from node.accounts import Account
 from node.adapter_calls import load_adapter, unload_adapter
-from node.callers import authorize, read_body, request_id, unless_gone
+from node.callers import authorize, read_body, request_id
 from node.directly import Directly
 from node.drain import Drain
 from node.engine_client import EngineClient
@@ -38,7 +38,7 @@ from node.probe_calls import fetch_probe, offer_probe
 from node.role import FLIPPING, NodeRole
 from node.sandbox import Sandbox
 from node.serving import Call, Serving
-from openai_api.beside import beside
+from openai_api.beside import beside, unless_gone
 from openai_api.body import asked_id
 from openai_api.front import Front, front_of
 from openai_api.join import joined_end

@@ -1,43 +1,19 @@
-"""What a node reads of its callers: key, id, body, and whether they are still there. Knows no engine."""
+"""What a node reads of its callers: key, id and body. Knows no engine."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import uuid
-from collections.abc import Awaitable
-from typing import TypeVar
 
 from fastapi import Request
 
 from openai_api.routes import given_key
 from wire.errors import BodyTooLarge, RequestTimeout, Unauthorized
 
-__all__ = ["authorize", "read_body", "request_id", "unless_gone"]
+__all__ = ["authorize", "read_body", "request_id"]
 
 READ_DEADLINE_S = 60.0
-
-T = TypeVar("T")
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None if the client left first; `work` is cancelled then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-        del each, task, gone  # or an error that leaves here holds a frame that holds the task that holds the error
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def read_body(request: Request, limit: int) -> bytes:

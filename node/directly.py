@@ -14,11 +14,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from node.callers import unless_gone
 from node.preprocess import detokenized, tokenized
 from node.sandbox import Sandbox
 from node.serving import Serving
-from openai_api.beside import beside
+from openai_api.beside import beside, unless_gone
 from openai_api.dialect import Dialect, Speak
 from openai_api.json_body import check_shape
 from openai_api.responses_call import Learn, translated

@@ -1,15 +1,17 @@
-"""Work on a request's body: beside the event loop if it is long, one by one if it is very long; and its memory."""
+"""Work on a request: beside the event loop if its body is long, and only while its client is there."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-__all__ = ["LONG_BYTES", "beside", "give_large_blocks_back"]
+from starlette.requests import Request
+
+__all__ = ["LONG_BYTES", "beside", "give_large_blocks_back", "unless_gone"]
 
 # Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this process for that time.
 _INLINE_BYTES = 16 << 10
@@ -39,3 +41,23 @@ async def beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwa
         return work(*args, **kwargs)
     thread = _alone if size > LONG_BYTES else None
     return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *args, **kwargs))
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`, or None if the client left first; `work` is cancelled then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+        del each, task, gone  # or an error that leaves here holds a frame that holds the task that holds the error
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

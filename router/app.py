@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from openai_api.beside import beside
+from openai_api.beside import beside, unless_gone
 from openai_api.body import sane_id
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.front import Front, front_of
@@ -286,15 +286,19 @@ class Router:
             return walk_of(job, timeline)
         return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
-        """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
+        """Return what a node's /tokenize or /detokenize says to a body; None if the client has gone.
+
+        Raises KvrelayError.
+        """
         assert self._legs is not None
         body = await self._body(request)
         body = await beside(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
             # What ends one node ends the next: no more of them than a request may have that is answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
-            return await ask_any(self.pool, self.models, self._legs, path, body, attempts)
+            asked = ask_any(self.pool, self.models, self._legs, path, body, attempts)
+            return await unless_gone(request, asked)
 
     def running_now(self) -> int:
         """Requests that this process is answering."""

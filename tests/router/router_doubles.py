@@ -199,6 +199,8 @@ class FakeNode:
     gets: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
+    tokenizes: Callable[[], Awaitable[None]] | None = None
+    """Awaited before /tokenize answers."""
     legs: int = field(default_factory=lambda: LEGS.oldest if SPEAKS["legs"] else 0)
     """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no newest one."""
     legs_newest: int | None = None
@@ -306,6 +308,12 @@ class FakeNode:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         self.asked.append(await request.read())
+        try:
+            if self.tokenizes is not None:
+                await self.tokenizes()
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
         return web.json_response({"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None})
 
     async def detokenize(self, request: web.Request) -> web.Response:

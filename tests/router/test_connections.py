@@ -231,6 +231,22 @@ async def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_
         await until(lambda: not c.router._live)
 
 
+async def test_a_client_that_leaves_while_a_node_tokenizes_for_it_ends_that() -> None:
+    never = asyncio.Event()
+
+    async def hang() -> None:
+        await never.wait()
+
+    p = prefill(tokenizes=hang)
+    async with cluster(p, decode()) as c:
+        async with connection(c) as (_, writer):
+            body = b'{"model": "tiny", "prompt": "hi"}'
+            head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await until(lambda: len(p.asked) == 1)
+        await asyncio.wait_for(p.aborted.wait(), 5)
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("last", [b"connection: close\r\n", b""])
 async def test_a_client_that_does_not_read_holds_nothing_for_ever(
