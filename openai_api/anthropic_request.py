@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from openai_api.chat_fields import (
-    MAX_MESSAGES,
     assistant,
+    check_messages,
     check_tools,
     function_tool,
     joined_system,
@@ -128,11 +128,7 @@ def count_body(body: bytes) -> bytes:
 def _prompt(request: CountRequest) -> dict[str, Any]:
     """The chat fields that make the prompt."""
     check_tools(request.tools)
-    if len(request.messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages holds {len(request.messages)} messages; the limit is {MAX_MESSAGES}; send fewer",
-            param="messages",
-        )
+    check_messages(request.messages)
     system = text_of(request.system, ("text",), "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for at, message in enumerate(request.messages):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from openai_api.chat_fields import check_messages
 from openai_api.json_body import reading
 from openai_api.not_built import refuse_not_built
 from openai_api.structured import constraint_of
@@ -43,8 +44,6 @@ _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
-# Far above any conversation; each is rendered by a template.
-_MAX_MESSAGES = 16384
 # What the server itself gives to a chat template, and to `render` beside it.
 _TEMPLATE_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
@@ -321,10 +320,7 @@ def _check_common(request: SamplingFields) -> None:
 
 
 def _check_messages(request: ChatRequest) -> None:
-    if len(request.messages) > _MAX_MESSAGES:
-        raise RequestError(
-            f"messages holds {len(request.messages)} messages; the limit is {_MAX_MESSAGES}", param="messages"
-        )
+    check_messages(request.messages)
     for i, message in enumerate(request.messages):
         if not message.role:
             raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_TOOLS",
     "PASSED_ON",
     "assistant",
+    "check_messages",
     "check_tools",
     "function_tool",
     "joined_system",
@@ -23,8 +24,8 @@ __all__ = [
 ]
 
 MAX_MESSAGES = 16384
+"""Far above any conversation; each is rendered by a template."""
 MAX_TOOLS = 1024
-"""Of a chat completion (body.py, tool_choice.py): more are not translated before they are refused there."""
 
 PASSED_ON = (
     "seed",
@@ -96,6 +97,14 @@ def joined_system(messages: list[Message]) -> list[Message]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """Raise RequestError if there are more messages than a chat completion may have."""
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}; send fewer", param="messages"
+        )
 
 
 def check_tools(tools: Sequence[object] | None) -> None:

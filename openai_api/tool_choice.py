@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openai_api.chat_fields import check_tools
 from openai_api.types import ChatRequest
 from wire.errors import RequestError
 
 __all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
 
-_MAX_TOOLS = 1024
 _MAX_NAME_CHARS = 256
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -106,8 +106,7 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
 
 def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of the tools, each of which is one that can be called."""
-    if len(tools) > _MAX_TOOLS:
-        raise RequestError(f"tools lists {len(tools)} tools; the limit is {_MAX_TOOLS}", param="tools")
+    check_tools(tools)
     names: list[str] = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"

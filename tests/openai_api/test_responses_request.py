@@ -124,7 +124,6 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
 
 
 def test_what_a_chat_completion_may_not_have_is_refused_before_it_is_translated() -> None:
-    assert (MAX_MESSAGES, MAX_TOOLS) == (body._MAX_MESSAGES, tool_choice._MAX_TOOLS)
 
 
 @pytest.mark.parametrize(
