@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from openai_api import body, tool_choice
 from openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
 from openai_api.response_store import KeptHere
 from openai_api.responses_call import Recalled, speak_responses
@@ -123,7 +122,9 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
     assert min(took) < 0.3  # by a list it is a second
 
 
-def test_what_a_chat_completion_may_not_have_is_refused_before_it_is_translated() -> None:
+def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
+    with pytest.raises(RequestError, match="1025 tools; the limit is 1024"):
+        chat_of(input="hi", tools=[{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS + 1)])
 
 
 @pytest.mark.parametrize(
