@@ -227,7 +227,8 @@ def _paced(factor: float, path: Path) -> list[str]:
     folder = str(Path(__file__).parent / "paced")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     os.environ["KVRELAY_BENCH_CARD"] = str(path.resolve())
-    return ["--cpu", f"--max-num-batched-tokens={card.step_tokens}", f"--max-num-seqs={card.max_num_seqs}"]
+    limits = {"max-num-batched-tokens": card.step_tokens, "max-num-seqs": card.max_num_seqs}
+    return ["--cpu", f"--max-gap-ms={card.max_gap_ms:g}", *(f"--{name}={most}" for name, most in limits.items())]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

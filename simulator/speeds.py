@@ -210,6 +210,7 @@ def slowed(card: RateCard, factor: float) -> RateCard:
             name: [msgspec.structs.replace(each, ms=each.ms * factor) for each in points]
             for name, points in card.transfer.items()
         },
+        max_gap_ms=card.max_gap_ms * factor,
     )
 
 
