@@ -22,6 +22,8 @@ class Passage:
         """When the last frame came."""
         self.answered = False
         """Whether the node has told of tokens."""
+        self.plain = False
+        """Whether a frame with tokens says nothing new but that it came: it is asked of every token."""
         self._then = then
         self._untold = [(first, first.begin(now))]
         """Breakers that were told that it began, whether as a probe, and not yet how it is."""
@@ -29,11 +31,6 @@ class Passage:
             self._untold.append((then, then.begin(now)))
         self._began = now
         self._closed = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether a frame with tokens says nothing new but that it came."""
-        return self.answered and not self._untold
 
     def heard(self, now: float, *, tokens: bool) -> bool:
         """Note that frames came, with tokens or without. Returns whether they are the leg's first tokens."""
@@ -45,6 +42,7 @@ class Passage:
         if self._untold:
             self._succeeded(now)
         first, self.answered = not self.answered, True
+        self.plain = not self._untold
         return first
 
     def failed(self, why: str, now: float) -> bool:
