@@ -43,6 +43,17 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
     return [1, *tokens_of(prompt if isinstance(prompt, str) else json.dumps(body["messages"])), 2]
 
 
+async def counted(call: Call) -> web.StreamResponse:
+    """Answer as `ok` does; a whole answer tells the length of its prompt."""
+    answer = await ok(call)
+    if isinstance(answer, web.Response) and answer.status == 200:
+        assert isinstance(answer.body, bytes)
+        told = json.loads(answer.body)
+        told["usage"]["prompt_tokens"] = len(prompt_of(call.body))
+        return web.json_response(told)
+    return answer
+
+
 class VllmCache:
     """Blocks of BLOCK tokens. Hashes are bytes."""
 
@@ -223,12 +234,12 @@ class VllmEvents:
             adapter = "" if call.body["model"] not in call.node.adapters else call.body["model"]
             cached = self.cache.run(tokens, adapter, salt)
             self.publish()
-            answer = await ok(call)
+            answer = await counted(call)
             if not isinstance(answer, web.Response) or answer.status != 200:
                 return answer
             assert isinstance(answer.body, bytes)
             told = json.loads(answer.body)
-            told["usage"] |= {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
+            told["usage"] |= {"prompt_tokens_details": {"cached_tokens": cached}}
             if call.body.get("return_token_ids") and not self.version.startswith("0.9"):
                 (told if call.chat else told["choices"][0])["prompt_token_ids"] = tokens
             return web.json_response(told)
