@@ -45,9 +45,10 @@ _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed
 
 
 def check_leg(body: bytes, limit: int) -> None:
-    """Raise RequestError if the body of a leg is longer than `limit` bytes, nests too deep or holds too much in number.
+    """Raise RequestError if the body of a leg is too long, nests too deep or holds too much in number.
 
-    What a node has handed over counts apart, and may be more: a prompt with log-probabilities of each of its tokens.
+    `limit` is in bytes. What a node has handed over counts apart, and may be more: a prompt with log-probabilities of
+    each of its tokens.
     """
     if len(body) <= limit:
         with suppress(RequestError):

@@ -22,9 +22,9 @@ MAX_STORED_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response as it was sent, the items that it answers, and all turns up to it, each a JSON list of items.
+    """A response as it was sent, the items that it answers, and all turns up to it.
 
-    `items`: how many there are in the turns."""
+    Each turn is a JSON list of items; `items` is how many there are in all of them."""
 
     body: bytes
     input: bytes

@@ -54,7 +54,7 @@ class Recalled:
         self._found: Stored | None = None
 
     async def recall(self, body: bytes, max_bytes: int) -> int:
-        """A Learn: get the response that a body goes on from, if it names one.
+        """Get the response that a body goes on from, if it names one; this is a Learn.
 
         Raises NotFound, Unavailable, and RequestError if the conversation is too long."""
         try:
@@ -80,13 +80,13 @@ class Recalled:
 
 
 async def translated(body: bytes, speak: Speak, learn: Learn | None, max_bytes: int) -> tuple[bytes, Dialect]:
-    """What `speak` makes of a body, on a thread if it or what it goes on from is long. Raises KvrelayError."""
+    """Return what `speak` makes of a body, on a thread if it or what it goes on from is long. Raises KvrelayError."""
     earlier = 0 if learn is None else await learn(body, max_bytes)
     return await beside(len(body) + earlier, partial(_joined, speak, max_bytes) if earlier else speak, body)
 
 
 def _joined(speak: Speak, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
-    """The same, if the whole is no more than a body may be."""
+    """Return what `speak` makes of a body with what it goes on from, if that is no more than a body may be."""
     said, dialect = speak(body)
     _check_bytes(len(said), max_bytes)
     _check_shape(said)

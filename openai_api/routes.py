@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, server: Server, responses: Responses | None = None,
     async def tokenization(request: Request) -> Response:
         server.check_key(request)
         told = await server.tokenized(request, request.url.path, lambda body: body)
-        return _nobody() if told is None else _json(told)
+        return Response(status_code=499) if told is None else _json(told)
 
     app.post("/tokenize", response_model=None)(tokenization)
     app.post("/detokenize", response_model=None)(tokenization)
@@ -178,7 +178,7 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
         server.check_key(request)
         told = await server.tokenized(request, "/tokenize", count_body)
         if told is None:
-            return _nobody()
+            return Response(status_code=499)
         counted = msgspec.json.decode(told, type=Tokenized)
         return _json(msgspec.json.encode({"input_tokens": counted.count}))
 
@@ -199,11 +199,6 @@ def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
 
 def _now() -> int:
     return int(time.time())
-
-
-def _nobody() -> Response:
-    """Answer a client that has gone."""
-    return Response(status_code=499)
 
 
 def _json(body: bytes) -> Response:

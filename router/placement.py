@@ -291,7 +291,7 @@ def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -
 def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
-    """Return what a placement takes of its prefill node, if it has one of its own, and of its decode node."""
+    """Return what a placement takes of its prefill node, if that is another one, and of its decode node."""
     own = source.prompt_ms(request.tokens, request.cached.get(source.name, 0))
     output = max(1.0, min(request.output, request.most_output))
     row = Share(

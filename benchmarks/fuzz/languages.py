@@ -158,7 +158,7 @@ def _regexes() -> dict[str, Program]:
 
 
 def _left_recursive(first: str, colon: str, last: str) -> Program:
-    """So many rules, of which each may begin with another one and all with `s`: any text is each of them."""
+    """Make rules of which each may begin with another one, and all with `s`: any text is each of them."""
 
     def made(n: int) -> str:
         names = [f"r{at}" for at in range(max(1, n - 3))]

@@ -33,7 +33,7 @@ __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 TARGETS = ("sizes", "languages")
 _PER_ROUND = 12
 _TURNS = 24
-"""Of a conversation at most, if it is not refused before."""
+"""A conversation has so many at most, if it is not refused before."""
 _RESPONSE_ID = re.compile(rb'"id":"(resp_\w+)"')
 _AGAIN = 6
 """Times that the largest size of some cases is played in a row: what each leaves behind shows."""
@@ -50,7 +50,7 @@ _CONVERSATIONS: Mapping[str, tuple[Callable[[int], bytes], int]] = {
     "reasonings": (lambda n: _EMPTY + (b"," + _EMPTY) * (n - 1), MAX_CONTAINERS // 2 - 8),
     "a long reasoning": (lambda n: b'%b,"unread":"%b"}' % (_EMPTY[:-1], b"a" * n), 0),
 }
-"""Items of a turn that are kept and cost no token, and how many there may be where they are no bytes."""
+"""Items of a turn that are kept and cost no token; and how many of them there may be, where a size counts items."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ _FIRST = (
 
 
 async def open_planes(stand: Stand) -> None:
-    """Have every node open all its data planes, as changed Hellos will, so that it has what it will always have.
+    """Have every node open all its data planes, as changed Hellos will later.
 
-    Raises RuntimeError if one does not.
+    Then it has what it will always have. Raises RuntimeError if one does not.
     """
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
