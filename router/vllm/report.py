@@ -68,7 +68,7 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
         return "its /v1/models names no model"
-    load, started = _load_of(metrics)
+    load, started = _load_of(role, metrics)
     return HealthReport(
         role=role,
         model=base.id,
@@ -83,8 +83,8 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     )
 
 
-def _load_of(metrics: bytes) -> tuple[Load, str]:
-    """The load of all engines of a node, and when its process began, as it writes that: a restart has another one."""
+def _load_of(role: Role, metrics: bytes) -> tuple[Load, str]:
+    """Return the load of all engines of a node, and when its process began, as it writes that (it tells restarts)."""
     sums: dict[bytes, list[float]] = {}
     started = ""
     for name, value in _SAMPLE.findall(metrics):
@@ -103,6 +103,8 @@ def _load_of(metrics: bytes) -> tuple[Load, str]:
     running, waiting = (
         max(0, int(sum(sums.get(name, ())))) for name in (b"vllm:num_requests_running", b"vllm:num_requests_waiting")
     )
+    if role is Role.PREFILL:
+        running, waiting = 0, running + waiting  # each is a prompt that is not computed yet
     if not total:
         block_size = 0  # room of no known size is not no room
     return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size), started

@@ -143,6 +143,9 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
         engines=2,
         kind=NodeKind.VLLM,
     )
+    on_prefill = report_of(Role.PREFILL, "", MODELS, text)
+    assert isinstance(on_prefill, HealthReport)
+    assert (on_prefill.load.running, on_prefill.load.waiting) == (0, 5)
     older = report_of(Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode())
     assert isinstance(older, HealthReport)
     assert (older.load.free_blocks, older.kind) == (100, NodeKind.VLLM_P2P_NCCL)
