@@ -18,11 +18,10 @@ from node.metrics import NodeMetrics
 from router.membership.kubernetes_watch import listed_gauge
 from router.metrics import Metrics
 from router.nodes.pool import Pool
-from router.workers.parent import Parent
+from router.workers.parent import WorkerMetrics
 from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
 from wire.engine_messages import EngineReady, EngineStats
 from wire.outputs import Load
-from wire.router_config import RouterConfig
 
 __all__ = ["MetricFact", "metrics_reference"]
 
@@ -53,11 +52,12 @@ def metrics_reference() -> list[MetricFact]:
 
 def _router_registries() -> list[CollectorRegistry]:
     """Of one process, of what several have in common, of one that follows pods."""
-    config = RouterConfig(workers=2)
     pool = Pool(["http://prefill"], ["http://decode"])
     of_pods = CollectorRegistry()
     listed_gauge(of_pods)
-    return [Metrics(pool, ["key"]).registry, Parent(config, config.port).registry, of_pods]
+    of_workers = CollectorRegistry()
+    WorkerMetrics(of_workers, lambda: 0)
+    return [Metrics(pool, ["key"]).registry, of_workers, of_pods]
 
 
 def _node_registry() -> CollectorRegistry:

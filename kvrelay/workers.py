@@ -16,12 +16,14 @@ import sys
 import time
 from asyncio.subprocess import Process
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.last_words import fate_of
 from node.parent import PARENT_PID, die_with_parent
+from node.private_files import ProcessFolder
 from node.process_log import log_to_stderr
 from openai_api.tls import server_context
 from router.reload import Reread, reload_on_hangup
@@ -56,11 +58,20 @@ async def _run(config: RouterConfig, port: int, reread: Reread | None = None) ->
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    parent = Parent(config, port, reread)
+    folder = ProcessFolder()
+    try:
+        return await _serve(Parent(config, port, folder.path, reread), config, port, folder.path, stop, reread)
+    finally:
+        folder.close()
+
+
+async def _serve(
+    parent: Parent, config: RouterConfig, port: int, folder: Path, stop: asyncio.Event, reread: Reread | None
+) -> int:
     if reread is not None:
-        reload_on_hangup(parent.reload)
+        reload_on_hangup(parent.router.reload)
     stop_s = config.drain_deadline_s + _STOP_AFTER_DRAIN_S
-    workers = [_Worker(parent, index, stop_s) for index in range(config.workers)]
+    workers = [_Worker(parent, index, folder, stop_s) for index in range(config.workers)]
     async with parent.running():
         tasks = [asyncio.create_task(worker.keep()) for worker in workers]
         ready = asyncio.create_task(_ready(parent, config, port))
@@ -70,6 +81,7 @@ async def _run(config: RouterConfig, port: int, reread: Reread | None = None) ->
             for task in done - {stopped}:
                 task.result()  # raises: a worker is kept for as long as it gets ready at all
         finally:
+            parent.router.ending = True
             ready.cancel()
             stopped.cancel()
             for task in tasks:
@@ -90,8 +102,8 @@ async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
 class _Worker:
     """One place among the workers, and the process that is in it."""
 
-    def __init__(self, parent: Parent, index: int, stop_s: float) -> None:
-        self._parent, self._index, self._stop_s = parent, index, stop_s
+    def __init__(self, parent: Parent, index: int, folder: Path, stop_s: float) -> None:
+        self._parent, self._index, self._folder, self._stop_s = parent, index, folder, stop_s
         self._backoff = Backoff()
         self._process: Process | None = None
 
@@ -110,7 +122,7 @@ class _Worker:
             fate = (self._index, fate_of(code), lived_s, delay_s)
             _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
             await asyncio.sleep(delay_s)
-            self._parent.restarts.inc()
+            self._parent.metrics.restarts.inc()
 
     async def end(self) -> None:
         """SIGTERM, and SIGKILL to what has not drained in time."""
@@ -131,7 +143,8 @@ class _Worker:
         with its:
             # Also on the main thread: Linux sends the parent's death to the children of a *thread* that ends.
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index), RELEASE),
+                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers"),
+                *(str(its.fileno()), str(self._index), str(self._folder), RELEASE),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
@@ -141,10 +154,10 @@ class _Worker:
 
     async def _was_ready(self, process: Process, began: float) -> bool:
         """Wait until it serves, or has ended; it is killed if it does neither in time."""
-        while not self._parent.serves(self._index):
+        while not self._parent.serves_at(self._index):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), 0.05)
-                return self._parent.serves(self._index)
+                return self._parent.serves_at(self._index)
             if time.monotonic() - began > _START_DEADLINE_S:
                 _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)
                 _kill(process)
@@ -157,18 +170,18 @@ def _kill(process: Process) -> None:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX RELEASE`, the release being the parent's."""
+    """A worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`, the release being the parent's."""
     die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
     log_to_stderr("router", worker=index)
-    if sys.argv[3] != RELEASE:  # the package was replaced under a running router, and a worker has ended since
-        _log.error("this worker is of kvrelay %s and its parent of %s; restart the router", RELEASE, sys.argv[3])
+    if sys.argv[4] != RELEASE:  # the package was replaced under a running router, and a worker has ended since
+        _log.error("this worker is of kvrelay %s and its parent of %s; restart the router", RELEASE, sys.argv[4])
         sys.exit(2)
     settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_worker(socket.socket(fileno=descriptor)))
+        runner.run(serve_worker(socket.socket(fileno=descriptor), index, Path(sys.argv[3])))
 
 
 if __name__ == "__main__":

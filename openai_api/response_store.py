@@ -1,23 +1,47 @@
-"""Responses that were answered, kept in memory so that a later request can go on from them. Pure.
+"""Responses that were answered, kept in SQLite so that a later request can go on from them.
 
 A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as one that was never
 there: both are looked for in the same way. Bounded in number and in bytes; when either is reached, the owner that keeps
-most of it loses first what it has not asked for the longest time: nobody takes room from one that keeps less. What is
-kept dies with the process that keeps it. `Responses` is what the routes need of it: it may be another process.
+most of it loses first what it has not asked for the longest time: nobody takes room from one that keeps less. In memory
+it dies with its process; in a file, several processes of one router share it for as long as they run.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
-from wire.errors import NotFound
+import msgspec
 
-__all__ = ["MAX_RESPONSES", "MAX_STORED_BYTES", "KeptHere", "ResponseStore", "Responses", "Stored", "missing"]
+from wire.errors import NotFound, Unavailable
 
+__all__ = ["IN_MEMORY", "MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored", "missing"]
+
+IN_MEMORY = ":memory:"
 MAX_RESPONSES = 4096
 MAX_STORED_BYTES = 128 << 20
+_WAIT_S = 2.0
+
+_log = logging.getLogger("kvrelay.responses")
+
+# The index holds all that is looked at to find who keeps most: no row is read for that.
+_TABLE = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = OFF;
+CREATE TABLE IF NOT EXISTS kept (
+    owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, input BLOB, turns BLOB, items INTEGER,
+    PRIMARY KEY (owner, id)
+);
+CREATE INDEX IF NOT EXISTS by_owner ON kept (owner, size, used);
+CREATE INDEX IF NOT EXISTS by_use ON kept (used);
+"""
+_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM kept)"
+_OLDEST = "DELETE FROM kept WHERE rowid = (SELECT rowid FROM kept WHERE owner = ? ORDER BY used LIMIT 1)"
+_MOST = "SELECT owner FROM kept GROUP BY owner ORDER BY {} DESC, MAX(used) LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +57,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes. Turns are shared between the responses of a conversation, and counted for each: an upper bound."""
+        """Bytes."""
         return len(self.body) + len(self.input) + self.turn_bytes
 
     @property
@@ -42,113 +66,71 @@ class Stored:
         return sum(map(len, self.turns))
 
 
-class _Share:
-    """What one owner keeps, that asked for last at the end."""
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[str, Stored] = OrderedDict()
-        self.bytes = 0
-
-    def put(self, response_id: str, stored: Stored) -> None:
-        """One more, or in place of one."""
-        if response_id in self.kept:
-            self.drop(response_id)
-        self.kept[response_id] = stored
-        self.bytes += stored.size
-
-    def drop(self, response_id: str) -> None:
-        """One that is there."""
-        self.bytes -= self.kept.pop(response_id).size
-
-
 class ResponseStore:
-    """Responses by owner and id. Not for threads."""
+    """Responses by owner and id. All methods but `put` raise Unavailable if the file cannot be used."""
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
+    def __init__(
+        self, path: str = IN_MEMORY, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES
+    ) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._shares: OrderedDict[str, _Share] = OrderedDict()
-        """By owner, who asked last at the end. Nobody has an empty one."""
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(path, timeout=_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False)
+        self._db.executescript(_TABLE)
 
-    def __len__(self) -> int:
-        return sum(len(share.kept) for share in self._shares.values())
-
-    @property
-    def bytes(self) -> int:
-        """Of all that is kept."""
-        return sum(share.bytes for share in self._shares.values())
+    def held(self) -> tuple[int, int]:
+        """Count what is kept: responses and bytes."""
+        with self._using() as db:
+            number, size = db.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM kept").fetchone()
+        return number, size
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Keep a response; one that is larger than all the room there is is not kept."""
+        """Keep a response, unless it is larger than all the room there is, or the file cannot be used."""
         if stored.size > self._max_bytes:
             return
-        self._shares.setdefault(owner, _Share()).put(response_id, stored)
-        self._shares.move_to_end(owner)
-        number, size = len(self), self.bytes
-        while number > self._max_responses or size > self._max_bytes:
-            too_many = number > self._max_responses
-            most = max(self._shares, key=lambda of: self._held(of, too_many))
-            oldest = next(iter(self._shares[most].kept))
-            number, size = number - 1, size - self._shares[most].kept[oldest].size
-            self._drop(most, oldest)
+        try:
+            self._put(owner, response_id, stored)
+        except Unavailable as why:  # its answer is whole, and its client has mostly read it
+            _log.warning("response %s is not kept: %s", response_id, why.message)
+
+    def _put(self, owner: str, response_id: str, stored: Stored) -> None:
+        turns = msgspec.msgpack.encode(stored.turns)
+        row = (owner, response_id, stored.size, stored.body, stored.input, turns, stored.items)
+        with self._using() as db:
+            db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?, ?, ?)", row)
+            while True:
+                number, size = db.execute("SELECT COUNT(*), SUM(size) FROM kept").fetchone()
+                if number <= self._max_responses and size <= self._max_bytes:
+                    break
+                most = "COUNT(*)" if number > self._max_responses else "SUM(size)"
+                db.execute(_OLDEST, db.execute(_MOST.format(most)).fetchone())
 
     def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
-        """A kept response. Raises NotFound, with `param` as the field that named it."""
-        share = self._shares.get(owner)
-        if share is None or response_id not in share.kept:
+        """Return a kept response. Raises NotFound, with `param` as the field that named it."""
+        with self._using() as db:
+            asked = (owner, response_id)
+            db.execute(f"UPDATE kept SET used = {_NEXT} WHERE owner = ? AND id = ?", asked)
+            found = db.execute("SELECT body, input, turns, items FROM kept WHERE owner = ? AND id = ?", asked)
+            row = found.fetchone()
+        if row is None:
             raise missing(response_id, param, self._max_responses)
-        share.kept.move_to_end(response_id)
-        self._shares.move_to_end(owner)
-        return share.kept[response_id]
+        body, given, turns, items = row
+        return Stored(body, given, msgspec.msgpack.decode(turns, type=tuple[bytes, ...]), items)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises NotFound."""
-        if owner not in self._shares or response_id not in self._shares[owner].kept:
+        with self._using() as db:
+            found = db.execute("DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)).rowcount
+        if not found:
             raise missing(response_id, None, self._max_responses)
-        self._drop(owner, response_id)
 
-    def _held(self, owner: str, number: bool) -> int:
-        share = self._shares[owner]
-        return len(share.kept) if number else share.bytes
-
-    def _drop(self, owner: str, response_id: str) -> None:
-        self._shares[owner].drop(response_id)
-        if not self._shares[owner].kept:
-            del self._shares[owner]
-
-
-class Responses(Protocol):
-    """Where responses are kept."""
-
-    async def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
-        """As ResponseStore.get; also Unavailable if whoever keeps it does not answer."""
-        ...
-
-    async def delete(self, owner: str, response_id: str) -> None:
-        """As ResponseStore.delete; also Unavailable."""
-        ...
-
-    def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """As ResponseStore.put."""
-        ...
-
-
-class KeptHere:
-    """The Responses of one process alone."""
-
-    def __init__(self) -> None:
-        self._store = ResponseStore()
-
-    async def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
-        """See Responses."""
-        return self._store.get(owner, response_id, param)
-
-    async def delete(self, owner: str, response_id: str) -> None:
-        """See Responses."""
-        self._store.delete(owner, response_id)
-
-    def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """See Responses."""
-        self._store.put(owner, response_id, stored)
+    @contextmanager
+    def _using(self) -> Iterator[sqlite3.Connection]:
+        """Begin a transaction that ends with the block."""
+        try:
+            with self._lock, self._db:
+                yield self._db
+        except sqlite3.Error as why:
+            raise Unavailable(f"the file of kept responses cannot be used ({why}); free room in its folder") from why
 
 
 def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:

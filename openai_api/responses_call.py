@@ -11,7 +11,7 @@ import msgspec
 from openai_api.beside import beside
 from openai_api.dialect import Dialect, Speak
 from openai_api.json_body import check_shape
-from openai_api.response_store import Responses, Stored, missing
+from openai_api.response_store import ResponseStore, Stored, missing
 from openai_api.responses_answer import ResponsesAnswer
 from openai_api.responses_request import Item, chat_body, check_count, decode_responses, own_items
 from wire.errors import RequestError
@@ -47,9 +47,9 @@ class Shelf(Protocol):
 
 
 class Recalled:
-    """The Shelf of one call, for its owner. Getting an earlier response may take a while: `recall` its body's first."""
+    """The Shelf of one call, for its owner: `recall` what its body goes on from first."""
 
-    def __init__(self, responses: Responses, owner: str) -> None:
+    def __init__(self, responses: ResponseStore, owner: str) -> None:
         self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
@@ -63,7 +63,7 @@ class Recalled:
             return 0  # speak_responses() says what is wrong
         if wanted is None:
             return 0
-        self._found = await self._responses.get(self._owner, wanted, _NAMED)
+        self._found = self._responses.get(self._owner, wanted, _NAMED)
         earlier = self._found.turn_bytes
         _check_bytes(len(body) + earlier, max_bytes)
         return earlier
@@ -75,7 +75,7 @@ class Recalled:
         return self._found
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """See Responses."""
+        """Keep its own."""
         self._responses.put(self._owner, response_id, stored)
 
 

@@ -22,7 +22,7 @@ from openai_api.anthropic_request import count_body
 from openai_api.beside import beside
 from openai_api.dialect import Speak, openai_error
 from openai_api.docs_page import DOCS_PAGE
-from openai_api.response_store import KeptHere, Responses
+from openai_api.response_store import ResponseStore
 from openai_api.responses_call import Learn, Recalled, speak_responses, stored_items
 from openai_api.token_generation import GENERATE_PATH, speak_generate
 from openai_api.tokenize_types import Tokenized
@@ -102,9 +102,9 @@ def version() -> str:
         return "unknown"
 
 
-def add_routes(app: FastAPI, server: Server, responses: Responses | None = None, *, root_path: str = "") -> None:
+def add_routes(app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = "") -> None:
     """Add them all. `responses`: where they are kept, in this process if nowhere else; `root_path`: a proxy's."""
-    _add_responses(app, server, responses or KeptHere())
+    _add_responses(app, server, responses or ResponseStore())
     _add_anthropic(app, server)
     _add_docs(app, server, root_path)
 
@@ -134,7 +134,7 @@ def add_routes(app: FastAPI, server: Server, responses: Responses | None = None,
         return Response(status_code=200 if server.alive() else 503)
 
 
-def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
+def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
@@ -147,11 +147,11 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
     async def response(request: Request, response_id: str) -> Response:
         server.check_key(request)
         if request.method == "DELETE":
-            await store.delete(server.owner(request), response_id)
+            store.delete(server.owner(request), response_id)
             return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
         if request.query_params.get("stream") in ("true", "1"):
             raise RequestError("a response that is over is not streamed again; leave stream out", param="stream")
-        return _json((await store.get(server.owner(request), response_id)).body)
+        return _json(store.get(server.owner(request), response_id).body)
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
     async def input_items(request: Request, response_id: str) -> Response:
@@ -162,7 +162,7 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
             raise RequestError(f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit")
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
-        stored = await store.get(server.owner(request), response_id)
+        stored = store.get(server.owner(request), response_id)
         page = await beside(len(stored.input), stored_items, stored, int(limit), order, asked.get("after"))
         return _json(msgspec.json.encode(page))
 

@@ -1,12 +1,13 @@
 """Loading and unloading LoRA adapters on all nodes of a model: the same body to each, and one answer of what each says.
 
 Decides nothing about adapters; a node checks whether it may, and reads its own files. Keeps the pool's knowledge of who
-has what up to date, in all processes of the router, so that nobody waits for the next health check.
+has what up to date, so that nobody waits for the next health check.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 
@@ -14,7 +15,6 @@ from openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
 from router.legs.legs import Legs
 from router.nodes.node import Node
 from router.nodes.pool import Pool
-from router.shared import Shared
 from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import MALFORMED
 
@@ -30,7 +30,7 @@ class _Asked(UnloadAdapterRequest, frozen=True):
     base_model_name: str = ""
 
 
-async def tell_all(pool: Pool, shared: Shared, legs: Legs, path: str, body: bytes, deadline_s: float) -> bytes:
+async def tell_all(pool: Pool, legs: Legs, path: str, body: bytes, deadline_s: float) -> bytes:
     """Post `body` to every node of the model; what all have said, as JSON.
 
     Raises KvrelayError, with it, unless all have done it.
@@ -46,7 +46,7 @@ async def tell_all(pool: Pool, shared: Shared, legs: Legs, path: str, body: byte
     async def tell(node: Node) -> NodeSaid:
         status, message = await legs.tell(node, path, body, deadline_s)
         if status == 200:
-            await shared.adapter(node, name, loaded=path == LOAD_PATH)
+            pool.note_adapter(node, name, loaded=path == LOAD_PATH, now=time.monotonic())
         return NodeSaid(node.url, node.role, status, message)
 
     said = await asyncio.gather(*map(tell, nodes))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from openai_api.json_body import json_response
 from router.legs.legs import Legs
-from router.membership.members import NodeSpec
+from router.membership.members import NodeSpec, Source
 from router.nodes.node import Node, NodeKind
 from router.nodes.pool import Pool
 from router.operators import peer_of
@@ -62,24 +62,26 @@ def add_admin_routes(
     legs: Callable[[], Legs],
     may_be_node: Callable[[str], bool],
     read: Callable[[Request], Awaitable[bytes]],
+    reread: Callable[[], list[str]],
 ) -> None:
-    """Add them all. `read` gives a request's body, checked for size; `may_be_node` is RouterConfig's."""
-    desk = _Desk(pool, shared, legs, may_be_node)
+    """Add them all. `read` gives a request's body, checked for size; `may_be_node` is RouterConfig's; `reread` takes
+    the configuration over that is read again, and returns the names of the settings that are new."""
+    desk = _Desk(pool, shared, legs, may_be_node, reread)
 
     @app.get("/admin/nodes", response_model=None)
     async def nodes(request: Request) -> Response:
-        return json_response({"nodes": await desk.rows()})
+        return json_response({"nodes": desk.rows()})
 
     @app.post("/admin/nodes", response_model=None)
     async def add(request: Request) -> Response:
-        return json_response(await desk.add(_decoded(await read(request), _Add), peer_of(request)))
+        return json_response(desk.add(_decoded(await read(request), _Add), peer_of(request)))
 
     @app.delete("/admin/nodes", response_model=None)
     async def remove(request: Request) -> Response:
         url = request.query_params.get("url", "")
         if not url:
             raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
-        return json_response(await desk.remove(url, peer_of(request)))
+        return json_response(desk.remove(url, peer_of(request)))
 
     @app.post("/admin/drain", response_model=None)
     @app.post("/admin/undrain", response_model=None)
@@ -93,7 +95,7 @@ def add_admin_routes(
 
     @app.post("/admin/reload", response_model=None)
     async def reload(request: Request) -> Response:
-        return json_response(await desk.reload(peer_of(request)))
+        return json_response(desk.reload(peer_of(request)))
 
 
 async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int, str]:
@@ -109,23 +111,26 @@ class _Desk:
     """What the routes do."""
 
     def __init__(
-        self, pool: Pool, shared: Shared, legs: Callable[[], Legs], may_be_node: Callable[[str], bool]
+        self,
+        pool: Pool,
+        shared: Shared,
+        legs: Callable[[], Legs],
+        may_be_node: Callable[[str], bool],
+        reread: Callable[[], list[str]],
     ) -> None:
-        self._pool = pool
-        self._shared = shared
-        self._legs = legs
-        self._may_be_node = may_be_node
+        self._pool, self._shared, self._legs = pool, shared, legs
+        self._may_be_node, self._reread = may_be_node, reread
 
-    async def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Of all nodes, with the legs of all workers."""
-        elsewhere = await self._shared.legs_elsewhere()
+        elsewhere = self._shared.legs_elsewhere()
         rows = [self.row(node) for node in (*self._pool.nodes, *self._pool.leaving)]
         return [row | {"legs": row["legs"] + elsewhere.get(row["url"], 0)} for row in rows]
 
     def row(self, node: Node) -> dict[str, Any]:
         return node_of(node, self._pool, time.monotonic())
 
-    async def add(self, asked: _Add, peer: str) -> dict[str, Any]:
+    def add(self, asked: _Add, peer: str) -> dict[str, Any]:
         spec = NodeSpec(asked.url, asked.role, asked.model)
         if not self._may_be_node(spec.url):
             _log.warning("admin: %s may not add %s node %s: node_allow does not name it", peer, spec.role, spec.url)
@@ -138,15 +143,15 @@ class _Desk:
         known = self._pool.find(spec.url)
         if known is not None and known.role is not spec.role:
             raise RequestError(f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role")
-        await self._shared.add(spec)
+        self._pool.add(spec, Source.ADMIN, time.monotonic())
         _log.info("admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new")
         node = self._pool.find(spec.url)
         return {"added": known is None, "node": None if node is None else self.row(node)}  # None: removed meanwhile
 
-    async def remove(self, url: str, peer: str) -> dict[str, Any]:
+    def remove(self, url: str, peer: str) -> dict[str, Any]:
         node = self._pool.find(url)
         url = url.rstrip("/")
-        await self._shared.remove(url)
+        self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
         left = self._pool.members.sources(url)
         _log.info("admin: %s removes node %s (%s)", peer, url, "unknown" if node is None else f"named by {left}")
         answer: dict[str, Any] = {"removed": node is not None and not left, "sources": left}
@@ -156,12 +161,12 @@ class _Desk:
 
     async def drain(self, url: str, peer: str, *, begin: bool) -> dict[str, Any]:
         node = self._known(url)
-        await self._shared.drain(node, begin=begin)
+        (self._pool.drain if begin else self._pool.undrain)(node, time.monotonic())
         # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
         path = "/drain" if begin else "/undrain"
         status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
         if begin and status == 200:  # it says so itself from now on, and whoever asks it to end that is heard by all
-            await self._shared.drain(node, begin=False)
+            self._pool.undrain(node, time.monotonic())
         _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)
         return {"node_told": status == 200, "node": self.row(node)}
 
@@ -195,9 +200,9 @@ class _Desk:
                 code="last_of_role",
             )
 
-    async def reload(self, peer: str) -> dict[str, Any]:
+    def reload(self, peer: str) -> dict[str, Any]:
         try:
-            changed = await self._shared.reload()
+            changed = self._reread()
         except (ConfigError, RequestError) as why:
             _log.error("admin: %s asks for a reload; the configuration is not reloaded: %s", peer, why.message)
             raise RequestError(why.message) from why

@@ -17,6 +17,7 @@ from functools import partial
 import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -47,6 +48,7 @@ from router.legs.leg_watch import LegWatches
 from router.legs.legs import Legs
 from router.membership.heartbeats import hearing
 from router.membership.kubernetes_watch import discovering
+from router.membership.members import Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.health import watching
@@ -56,12 +58,14 @@ from router.nodes.pairs import Meeting, Pairs
 from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
 from router.on_all_nodes import add_node_routes
+from router.operators import OPERATED
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay
+from router.reload import Reread, read_again, static_nodes
 from router.reply import Reply
 from router.roles import RoleChanges
-from router.shared import Alone, Make
+from router.shared import Shared
 from router.state import health_of
 from router.timeline import Timeline
 from router.vllm.legs import VllmLegs
@@ -102,8 +106,11 @@ _log = logging.getLogger("kvrelay.router")
 class Router:
     """All that the routes share. `legs` exists between start and stop."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random, shared: Make = Alone) -> None:
-        self.config = config
+    def __init__(
+        self, config: RouterConfig, rng: random.Random, shared: Shared | None = None, reread: Reread | None = None
+    ) -> None:
+        self.config, self._reread = config, reread
+        self.shared = shared or Shared()
         self.pool = Pool(config.prefill, config.decode)
         self.doors = Doors(self.pool, rng)
         self.placer = Placer(config, self.pool, self.doors, rng)
@@ -113,9 +120,7 @@ class Router:
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
-        self.shared = shared(self.pool, self.doors, self.metrics)
-        self.shared.reloads(config, self.take_over)
-        self.gate = Gate(config, self.pool, self.placer, self.shared.limits, self.metrics.admission)
+        self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
         self._means: Means | None = None
@@ -142,7 +147,11 @@ class Router:
             self.config.attempts,
             self.config.request_deadline_s,
         )
-        events = KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
+        events = (
+            KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
+            if self.shared.serves
+            else None
+        )
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
@@ -158,7 +167,8 @@ class Router:
                 yield
         finally:
             await self.gate.close()
-            await events.close()
+            if events is not None:
+                await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             await vllm_legs.close()
@@ -189,6 +199,16 @@ class Router:
         if self._means is not None:
             self._means = self._means.under(config)
 
+    def reload(self) -> list[str]:
+        """Take over the configuration that is read now; the names of settings that are new.
+
+        Raises RequestError, ConfigError; then everything is as before."""
+        config, changed = read_again(self.config, self._reread)
+        if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
+            self.pool.tell(Source.STATIC, static_nodes(config), time.monotonic())
+        self.take_over(config)
+        return changed
+
     def may_be_node(self, url: str) -> bool:
         """See RouterConfig."""
         return self.config.may_be_node(url)
@@ -196,7 +216,7 @@ class Router:
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
         if how in ("met", "failed"):
-            self.shared.met(meeting.prefill, meeting.decode, failed=how == "failed")
+            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
 
     async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
@@ -208,7 +228,7 @@ class Router:
         try:
             body = await self._body(request)
             fingerprint = partial(fingerprint_of, caller.key_hash, body)
-            deaths = Deaths(self.pool.fates, self.shared, self.metrics, fingerprint)
+            deaths = Deaths(self.pool.fates, self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
@@ -323,7 +343,7 @@ class Router:
         if workers is not None:
             body["workers"] = workers
             if not self.shared.leads:
-                del body["pairs"]  # the first worker knows
+                del body["pairs"]  # its parent knows
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
@@ -343,9 +363,7 @@ class Router:
         assert self._legs is not None
         caller_of(request).check_admin()
         body = await self._body(request)
-        said = await tell_all(
-            self.pool, self.shared, self._legs, request.url.path, body, self.config.request_deadline_s
-        )
+        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
         return Response(said, media_type="application/json")
 
     def _new_id(self, wanted: str) -> str:
@@ -376,9 +394,14 @@ class _App(FastAPI):
         await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
 
 
-def create_app(config: RouterConfig, rng: random.Random | None = None, shared: Make = Alone) -> FastAPI:
-    """The router as an ASGI application. `rng` breaks ties between nodes."""
-    router = Router(config, rng or random.Random(), shared)
+def create_app(
+    config: RouterConfig,
+    rng: random.Random | None = None,
+    shared: Shared | None = None,
+    reread: Reread | None = None,
+) -> FastAPI:
+    """Return the router as an ASGI application. `rng` breaks ties between nodes."""
+    router = Router(config, rng or random.Random(), shared, reread)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -387,7 +410,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
 
     app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
-    app.front = front_of(config)
+    app.front = front_of(config) if router.shared.serves else None
     add_error_answers(app)
     app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics, admin_key=config.admin_key)
 
@@ -399,15 +422,8 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses, root_path=config.root_path)
-    read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
-    add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read)
-    add_node_routes(app, router.pool, router.shared, router.legs, lambda: router.config, router.running_now)
+    (_add_operators_routes if router.shared.forward is None else _forward_operators)(app, router)
     add_console_routes(app, router.lookout.picture, config.root_path)
-
-    @app.post(LOAD_PATH, response_model=None)
-    @app.post(UNLOAD_PATH, response_model=None)
-    async def adapters(request: Request) -> Response:
-        return await router.tell_adapters(request)
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
@@ -424,8 +440,43 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
         status, body = router.health()
         return Response(body, status, media_type="application/json")
 
+    return app
+
+
+def _add_operators_routes(app: FastAPI, router: Router) -> None:
+    """Add what operators ask and change, and what scrapers read."""
+    read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
+    add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read, router.reload)
+    add_node_routes(app, router.pool, router.shared, router.legs, lambda: router.config, router.running_now)
+
+    @app.post(LOAD_PATH, response_model=None)
+    @app.post(UNLOAD_PATH, response_model=None)
+    async def adapters(request: Request) -> Response:
+        return await router.tell_adapters(request)
+
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(await router.shared.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(router.shared.exposition(router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return app
+    if router.shared.serves:
+        return
+
+    @app.middleware("http")
+    async def settle(request: Request, answer: RequestResponseEndpoint) -> Response:
+        response = await answer(request)
+        if request.method != "GET":
+            await router.shared.settled()
+        return response
+
+
+def _forward_operators(app: FastAPI, router: Router) -> None:
+    """Add the same routes for a process that another one answers them for."""
+
+    async def forward(request: Request) -> Response:
+        assert router.shared.forward is not None
+        body = await read_body(request, router.config.max_body_bytes, _ADMIN_READ_S)
+        return await router.shared.forward(request, body)
+
+    for path in (*OPERATED, LOAD_PATH, UNLOAD_PATH, "/metrics"):
+        for route in (path, path + "/{rest:path}"):
+            app.add_route(route, forward, methods=["GET", "POST", "DELETE"])

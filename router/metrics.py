@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -212,10 +212,6 @@ class Metrics:
         inter_token_s = timeline.inter_token_s(tokens, answers)
         if inter_token_s is not None:
             self.inter_token.observe(inter_token_s, model)
-
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
 
 
 class _Choices(Collector):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +61,7 @@ def add_node_routes(
             if status == 200 and isinstance(said, bytes) and not _succeeded(said):
                 status, words = 409, "it did not succeed: some of its blocks are in use; try again"
             if status == 200 and path == "/reset_prefix_cache":
-                await shared.emptied(node)
+                pool.note_emptied(node)
             return NodeSaid(node.url, node.role, status, words)
 
         said = await asyncio.gather(*map(tell, pool.nodes))
@@ -94,8 +93,7 @@ def add_node_routes(
 
     @app.get("/load", response_model=None)
     async def tell_load() -> Response:
-        others = await shared.seen_elsewhere(time.time())
-        load = running() + sum(worker.running for worker in others)
+        load = running() + sum(worker.running for worker in shared.seen_elsewhere())
         return json_response({"server_load": load, "nodes": await told("/load")})
 
 

@@ -16,13 +16,15 @@ from fastapi import Request
 
 from wire.errors import Unauthorized
 
-__all__ = ["OPERATED", "check_operator", "peer_of"]
+__all__ = ["OPERATED", "PEER_HEADER", "check_operator", "peer_of"]
 
 OPERATED = (
     *("/admin", "/console/state"),
     *("/reset_prefix_cache", "/start_profile", "/stop_profile", "/server_info", "/load"),
 )
 """Beginnings of the paths that want the admin key."""
+PEER_HEADER = "x-kvrelay-peer"
+"""From which address a request came that a worker hands on to its parent."""
 
 
 def check_operator(key: str, given: str) -> None:
@@ -41,4 +43,5 @@ def check_operator(key: str, given: str) -> None:
 
 def peer_of(request: Request) -> str:
     """The address that the request came from."""
-    return request.client.host if request.client is not None else "unknown"
+    # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says for whom.
+    return request.client.host if request.client is not None else request.headers.get(PEER_HEADER, "unknown")

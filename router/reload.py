@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from router.membership.members import NodeSpec
 from wire.config import Role
@@ -57,21 +57,14 @@ def static_nodes(config: RouterConfig) -> list[NodeSpec]:
     return [NodeSpec(url, role) for role, urls in lists for url in urls]
 
 
-def reload_on_hangup(reload: Callable[[], Awaitable[list[str]]]) -> None:
-    """From now on SIGHUP reloads, and the log says what came of it. Called on the event loop."""
-    loop, running = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-
-    def begin() -> None:
-        task = loop.create_task(_reloaded(reload))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-    loop.add_signal_handler(signal.SIGHUP, begin)
+def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
+    """Have SIGHUP reload from now on, and the log say what came of it. Called on the event loop."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reloaded, reload)
 
 
-async def _reloaded(reload: Callable[[], Awaitable[list[str]]]) -> None:
+def _reloaded(reload: Callable[[], list[str]]) -> None:
     try:
-        changed = await reload()
+        changed = reload()
     except KvrelayError as why:
         _log.error("the configuration is not reloaded: %s", why.message)
     else:

@@ -8,8 +8,9 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -21,7 +22,7 @@ from openai_api.tls import server_context
 from router.app import Router, create_app
 from router.client import ClientConnection
 from router.reload import Reread, reload_on_hangup
-from router.shared import Alone, Make
+from router.shared import Shared
 from router.tls import trusted
 from wire.router_config import RouterConfig
 
@@ -49,6 +50,15 @@ def settle() -> None:
 class _Server(uvicorn.Server):
     """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal after all."""
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Be ended by signals, unless another server of this process is."""
+        if self.config.uds is not None:
+            yield
+            return
+        with super().capture_signals():
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first one lets requests end, a second SIGINT does not."""
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
@@ -61,12 +71,21 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
-    """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
-    context = server_context(config)
+def make_server(
+    config: RouterConfig,
+    shared: Shared | None = None,
+    reread: Reread | None = None,
+    unix_socket: Path | None = None,
+) -> uvicorn.Server:
+    """Return a server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError.
+
+    On a Unix socket it speaks plain HTTP and leaves signals to others.
+    """
+    context = server_context(config) if unix_socket is None else None
     trusted(config)  # raises
     served = uvicorn.Config(
-        create_app(config, shared=shared),
+        create_app(config, shared=shared, reread=reread),
+        uds=None if unix_socket is None else str(unix_socket),
         host=config.host,
         port=config.port,
         loop="uvloop",
@@ -90,9 +109,9 @@ async def serve(
     """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
 
     SIGHUP reloads the configuration, if there is something to be read again; else it ends the router, too."""
-    server = make_server(config, partial(Alone, reread=reread))
+    server = make_server(config, reread=reread)
     if reread is not None:
-        reload_on_hangup(server.config.app.state.router.shared.reload)  # type: ignore[union-attr]
+        reload_on_hangup(server.config.app.state.router.reload)  # type: ignore[union-attr]
     else:  # a terminal that is closed
         hangup = signal.SIGHUP
         asyncio.get_running_loop().add_signal_handler(hangup, server.handle_exit, hangup, None)

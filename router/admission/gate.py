@@ -19,7 +19,7 @@ from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
-from router.admission.rate_limits import Exceeded, Limits, Taken
+from router.admission.rate_limits import Exceeded, KeyLimits, Taken
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from router.placement import Refuse, Wait
@@ -86,15 +86,13 @@ class Turn:
 
 
 class Gate:
-    """All turns of one router. `limits` may have its state elsewhere. `close` at the end."""
+    """All turns of one router. `close` at the end."""
 
-    def __init__(
-        self, config: RouterConfig, pool: Pool, placer: Placer, limits: Limits, metrics: AdmissionMetrics
-    ) -> None:
+    def __init__(self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics) -> None:
         self._config = config
         self._pool = pool
         self._placer = placer
-        self._limits = limits
+        self._limits = KeyLimits()
         self._metrics = metrics
         self._lines: dict[str, _Line] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -144,7 +142,7 @@ class Gate:
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
             tokens = max(job.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
-        taken = await self._take(caller, tokens, time.monotonic())
+        taken = self._take(caller, tokens, time.monotonic())
         turn = Turn(caller, job, wanted, entrant, line, taken)
         try:
             arrival = line.admission.arrive(entrant, lambda _: self._look(turn), caller.max_queue)
@@ -187,8 +185,8 @@ class Gate:
     async def question(self, caller: Caller) -> AsyncIterator[None]:
         """A short question, which runs no leg and waits in no queue, for the length of the block.
 
-        To its key's limits it is a request of no tokens. Raises RateLimited, Unavailable."""
-        taken = await self._take(caller, 0, time.monotonic())
+        To its key's limits it is a request of no tokens. Raises RateLimited."""
+        taken = self._take(caller, 0, time.monotonic())
         try:
             yield
         finally:
@@ -217,8 +215,8 @@ class Gate:
     def _begin(self, turn: Turn, found: Found | None) -> None:
         turn.placed = None if found is None else self._placer.take(found)
 
-    async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
-        taken = await self._limits.take(caller.name, caller.quota, tokens, now)
+    def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
+        taken = self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken
         self._metrics.refused(caller.name, f"key_{taken.what}")

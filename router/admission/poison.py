@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-__all__ = ["DEATHS", "REFUSED_S", "Poison", "fingerprint_of"]
+__all__ = ["DEATHS", "REFUSED_S", "Mark", "Poison", "fingerprint_of"]
 
 DEATHS = 2
 """The node where it was first, and the only other one that it goes to."""
@@ -22,6 +22,10 @@ the next nodes, those that it has killed are back."""
 _MOST = 4096
 """Fingerprints that are known; beyond, the one with the oldest death is forgotten. A death has as many as requests that
 were unanswered there."""
+
+
+Mark = tuple[bytes, list[str], float]
+"""A fingerprint, the processes that died, and until when they count."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,15 @@ class Poison:
         suspect = self._suspects.get(fingerprint)
         if suspect is not None and len(suspect.processes) < DEATHS:
             del self._suspects[fingerprint]
+
+    def marks(self, now: float) -> list[Mark]:
+        """Return all that is known."""
+        self.processes(b"", now)
+        return [(of, sorted(suspect.processes), suspect.until) for of, suspect in self._suspects.items()]
+
+    def take_over(self, marks: Iterable[Mark], now: float) -> None:
+        """Know what another process knows, and nothing else."""
+        self._suspects = OrderedDict((of, _Suspect(set(died), until)) for of, died, until in marks if until > now)
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
         """Name the processes that have died of late while the request was unanswered there."""

@@ -2,18 +2,15 @@
 
 Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep. Tokens are taken by
 estimate when a request comes and put right when it is over, so a bucket may owe some; then the next request waits for
-that, too. `Limits` is what the door needs of them: their state may live in another process (router/workers/worker.py).
+that, too.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import msgspec
-
-__all__ = ["NO_LIMIT", "Exceeded", "HeldHere", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
+__all__ = ["NO_LIMIT", "Exceeded", "KeyLimits", "Quota", "Taken", "shown_s"]
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # of a level that was waited for
@@ -32,7 +29,8 @@ class Quota:
 NO_LIMIT = Quota()
 
 
-class Taken(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Taken:
     """What one request holds, to be given back once."""
 
     key: str
@@ -50,18 +48,6 @@ class Exceeded:
     retry_after_s: float | None
     """None: never, as it is."""
     headers: dict[str, str]
-
-
-class Limits(Protocol):
-    """The limits of all keys. Each `take` that is not refused is followed by one `give_back`."""
-
-    async def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
-        """Let one request begin that is thought to cost so many tokens; or say why not. Raises Unavailable."""
-        ...
-
-    def give_back(self, taken: Taken, used: int | None, now: float) -> None:
-        """It is over after so many tokens; None: it never began, and counts for nothing."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,13 +78,13 @@ class _State:
 
 
 class KeyLimits:
-    """Where the state is."""
+    """The limits of all keys. Each `take` that is not refused is followed by one `give_back`."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
 
     def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
-        """See Limits."""
+        """Let one request begin that is thought to cost so many tokens; or say why not."""
         state = self._state(key, quota, now)
         if quota.at_once and state.running >= quota.at_once:
             message = f"{state.running} requests of this key are under way, and its limit is {quota.at_once}"
@@ -125,7 +111,7 @@ class KeyLimits:
         return Taken(key, tokens, _headers(state))
 
     def give_back(self, taken: Taken, used: int | None, now: float) -> None:
-        """See Limits."""
+        """End one after so many tokens; None: it never began, and counts for nothing."""
         state = self._states[taken.key]
         state.running -= 1
         for _, bucket in state.buckets:
@@ -152,21 +138,6 @@ class KeyLimits:
         named = (("requests", state.requests), ("tokens", state.tokens))
         state.buckets = [(what, bucket) for what, bucket in named if bucket is not None]
         return state
-
-
-class HeldHere:
-    """The Limits of one process alone."""
-
-    def __init__(self) -> None:
-        self._limits = KeyLimits()
-
-    async def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
-        """See Limits."""
-        return self._limits.take(key, quota, tokens, now)
-
-    def give_back(self, taken: Taken, used: int | None, now: float) -> None:
-        """See Limits."""
-        self._limits.give_back(taken, used, now)
 
 
 def _sized(bucket: _Bucket | None, size: int, now: float) -> _Bucket | None:

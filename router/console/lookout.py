@@ -34,7 +34,7 @@ _MOST_FAILED_PAIRS = 20
 
 
 class Lookout:
-    """One for a process. `picture` asks the other workers, if there are any."""
+    """A view of one process, and of what other workers have told it."""
 
     def __init__(self, pool: Pool, models: Models, pairs: Pairs, gate: Gate, metrics: Metrics, shared: Shared) -> None:
         self._pool, self._models, self._pairs, self._gate = pool, models, pairs, gate
@@ -44,7 +44,6 @@ class Lookout:
         self.roles: RoleChanges | None = None
         """In the process that has nodes change theirs."""
         metrics.on_handover = lambda prefill, decode: self._recent.handed_over(time.monotonic(), prefill, decode)
-        shared.shows(self.seen)
 
     def flowed(self, now: float, tokens: int) -> None:
         """So many tokens more of answers came."""
@@ -110,7 +109,7 @@ class Lookout:
         workers = self._shared.workers()
         roles = {} if self.roles is None else self.roles.models
         return WorkerSeen(
-            0 if workers is None else workers["index"],
+            0 if workers is None else workers.get("index", 0),
             now - self._began,
             int(_sum(self._metrics.running)),
             self._gate.waiting(),
@@ -129,14 +128,15 @@ class Lookout:
             [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 
-    async def picture(self, since: float) -> Picture:
-        """What all workers see. Raises Unavailable."""
-        workers = self._shared.workers()
-        others = await self._shared.seen_elsewhere(since)
+    def picture(self, since: float) -> Picture:
+        """Return what all workers see."""
+        workers, own = self._shared.workers(), self.seen(since)
+        others = self._shared.seen_elsewhere()
         health, models = of_models(self._models)
         return picture_of(
-            self.seen(since),
-            others,
+            own,
+            others or [own],
+            since,
             wanted=1 if workers is None else workers["wanted"],
             health=health,
             models=models,

@@ -3,12 +3,13 @@ GET /console/state and of what workers tell each other for it.
 
 What one process knows best is taken from it: legs, waiting requests and ended ones are added up. What each finds out by
 itself (is a node up, its breakers) is told as the worst that any sees, with how many see the node up. A node's own
-report is what the worker that was asked was last told.
+report is what the process that is asked was last told: with several workers their parent.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,7 +193,6 @@ class Picture(msgspec.Struct, frozen=True):
     health: Health
     models: dict[str, bool]
     """By name, whether requests for it can be served."""
-    asked: int
     wanted: int
     workers: list[WorkerRow]
     running: int
@@ -219,7 +219,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 def picture_of(
     own: WorkerSeen,
-    others: Sequence[WorkerSeen],
+    workers: Sequence[WorkerSeen],
+    since: float,
     *,
     wanted: int,
     health: Health,
@@ -228,33 +229,35 @@ def picture_of(
     now: float,
     monotonic: float,
 ) -> Picture:
-    """The picture that `own` gives, with what the others see. `now` is the Unix time of `monotonic`."""
-    seen = sorted((own, *others), key=lambda each: each.index)
+    """Join what all workers see. `own`: what the process sees that is asked, which need not be a worker.
+
+    `now` is the Unix time of `monotonic`; requests count as news that ended after `since`."""
+    seen = sorted(workers, key=lambda each: each.index)
     slots = _joined([slot for each in seen for slot in each.slots])
     rows = [
         WorkerRow(each.index, each.uptime_s, each.running, each.waiting, sum(node.up for node in each.nodes))
         for each in seen
     ]
-    newest = sorted((request for each in seen for request in each.requests), key=lambda each: -each.ended)
+    requests = (request for each in seen for request in each.requests if request.ended > since)
+    newest = sorted(requests, key=lambda each: -each.ended)
     return Picture(
         now=now,
         version=version,
         health=health,
         models=models,
-        asked=own.index,
         wanted=wanted,
         workers=rows,
         running=sum(each.running for each in seen),
         waiting=sum(each.waiting for each in seen),
         waiting_for_room=sum(each.waiting_for_room for each in seen),
         window_s=SLOT_S * SLOTS,
-        nodes=_nodes(own, others),
+        nodes=_nodes(own, seen),
         edge_window_s=EDGE_WINDOW_S,
         edges=_edges(slots, monotonic),
-        failed_pairs=[pair for each in seen for pair in each.failed_pairs],
+        failed_pairs=own.failed_pairs,
         counts=_counts(seen),
         requests=newest[:_MOST_REQUESTS],
-        roles=[of_model for each in seen for of_model in each.roles],
+        roles=own.roles,
         **_figures(slots, monotonic),
     )
 
@@ -303,15 +306,14 @@ def _percentiles(spreads: list[dict[int, int]]) -> Percentiles:
     return Percentiles(sum(sum(each.values()) for each in spreads), *(round(each, 6) for each in found))
 
 
-def _nodes(own: WorkerSeen, others: Sequence[WorkerSeen]) -> list[NodeSeen]:
+def _nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
     rows = {node.url: node for node in own.nodes}
-    up_in = {node.url: int(node.up) for node in own.nodes}
-    for each in others:
+    up_in: Counter[str] = Counter()
+    for each in workers:
         for node in each.nodes:
-            known = rows.get(node.url)
-            up_in[node.url] = up_in.get(node.url, 0) + node.up
-            if known is None:
-                rows[node.url] = node
+            up_in[node.url] += node.up
+            known = rows.setdefault(node.url, node)
+            if known is node or each is own:
                 continue
             breakers = dict(known.breakers)
             for leg, breaker in node.breakers.items():

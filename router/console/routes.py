@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +42,7 @@ _HEADERS = {
 }
 
 
-def add_console_routes(app: FastAPI, picture: Callable[[float], Awaitable[Picture]], root_path: str) -> None:
+def add_console_routes(app: FastAPI, picture: Callable[[float], Picture], root_path: str) -> None:
     """Add them all. `picture` is asked for with the Unix time after which requests are news."""
 
     async def home(_: Request) -> Response:
@@ -56,7 +56,7 @@ def add_console_routes(app: FastAPI, picture: Callable[[float], Awaitable[Pictur
 
     @app.get(STATE_PATH, response_model=None)
     async def state(request: Request) -> Response:
-        body = msgspec.json.encode(await picture(_since(request)))
+        body = msgspec.json.encode(picture(_since(request)))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @app.get(CONSOLE_PATH + "/{name}", response_model=None)

@@ -22,10 +22,10 @@ _log = logging.getLogger("kvrelay.router")
 
 
 @asynccontextmanager
-async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> AsyncIterator[None]:
+async def watching(pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> AsyncIterator[None]:
     """Check all nodes for the length of the block, from when they join until they are gone, and follow their KV events.
 
-    A slow one does not delay the others.
+    A slow one does not delay the others. `events`: None if nobody wants to know what nodes have in their caches.
     """
     watches: dict[Node, asyncio.Task[None]] = {}
 
@@ -35,7 +35,8 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
         legs.forget(node)
-        events.leave(node.url)
+        if events is not None:
+            events.leave(node.url)
 
     unfollow = pool.follow(joined, left)
     try:
@@ -47,7 +48,7 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) 
         await asyncio.gather(*watches.values(), return_exceptions=True)
 
 
-async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> None:
+async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> None:
     """One check after the other. A node that is down is asked each interval, whether or not the last check was
     answered: what was sent into a cut network comes late or never when it is whole again, a new question at once."""
     checks: set[asyncio.Task[None]] = set()
@@ -78,7 +79,7 @@ def _cancel(checks: set[asyncio.Task[None]]) -> None:
     checks.clear()
 
 
-async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
+async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents | None) -> None:
     started = time.monotonic()
     try:
         report = await legs.health(node)
@@ -96,7 +97,9 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
     else:
         if isinstance(report, HealthReport):
             pool.report(node, report, started, time.monotonic())
-            if report.kind is NodeKind.KVRELAY:
+            if events is None:
+                pass
+            elif report.kind is NodeKind.KVRELAY:
                 events.heard(node.url, node.generation, report.kv_events)
             else:
                 events.heard_vllm(node.url, node.generation, report.engines, report.aliases)

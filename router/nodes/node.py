@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Literal
 
 import msgspec
 
@@ -22,7 +23,7 @@ from wire.step_costs import StepCosts
 from wire.transfer import KvFacts
 from wire.versions import LEGS, Versions
 
-__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "Node", "NodeKind"]
+__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "Node", "NodeKind", "NodeNews"]
 
 DRAINING = "draining"
 """What a node says that takes nothing new and ends what it has."""
@@ -36,6 +37,16 @@ class NodeKind(enum.StrEnum):
     KVRELAY = "kvrelay"
     VLLM = "vllm"
     VLLM_P2P_NCCL = "vllm-p2p-nccl"
+
+
+class NodeNews(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a node, or that it or an operator has said: for other processes of this router."""
+
+    number: int
+    what: Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
+    url: str
+    word: str = ""
+    """The adapter that was loaded or unloaded, or the role that it is to have."""
 
 
 class HealthReport(msgspec.Struct, frozen=True):

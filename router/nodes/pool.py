@@ -11,14 +11,15 @@ more takes no new legs and is watched until its last one has ended.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Literal
 
 from router.membership.members import Change, Members, NodeSpec, Source
 from router.node_load import UNKNOWN, Share
 from router.nodes.fates import Fates
-from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
+from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind, NodeNews
 from router.nodes.pairing import Kinds
 from router.nodes.roster import Roster
 from router.prefix.index import Prefix, PrefixIndex
@@ -33,7 +34,7 @@ _depth = attrgetter("depth")
 LOST_AFTER_MISSES = 3
 DRAINS = "it is draining"
 """Why a node that drains takes no legs."""
-
+_NEWS = 256
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -52,6 +53,8 @@ class Pool(Roster):
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
+        self.news: deque[NodeNews] = deque(maxlen=_NEWS)
+        """What has happened to nodes, the last at the end."""
         self.kinds = Kinds()
         self.fates = Fates()
         self._typical: dict[str, StepCosts] = {}
@@ -77,7 +80,7 @@ class Pool(Roster):
         """
         self._change(self.members.tell(source, specs), now)
         for url in gone:
-            self._process_ended(url, now)
+            self.process_ended(url, now)
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
         """A source sees this node, too. Twice is as once."""
@@ -87,7 +90,7 @@ class Pool(Roster):
         """These sources see this node no more. `gone`: its process has ended."""
         self._change(self.members.remove(sources, url), now)
         if gone:
-            self._process_ended(url, now)
+            self.process_ended(url, now)
 
     def _change(self, change: Change, now: float) -> None:
         self._changed()
@@ -139,7 +142,9 @@ class Pool(Roster):
         # Else its next health report tells: legs of the process that answers now must not be cut.
         self.blame(node, "it was replaced", now)
 
-    def _process_ended(self, url: str, now: float) -> None:
+    def process_ended(self, url: str, now: float) -> None:
+        """Cut the legs of a node whose process has ended."""
+        self._note("ended", url)
         for node in (*self.nodes, *self.leaving):
             if node.url == url.rstrip("/"):
                 self.dead(node, "its process has ended", now)
@@ -151,6 +156,12 @@ class Pool(Roster):
             self.fates.forget(node.url)
             for _, left in self._followers:
                 left(node)
+
+    def _note(
+        self, what: Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"], url: str, word: str = ""
+    ) -> None:
+        number = self.news[-1].number + 1 if self.news else 1
+        self.news.append(NodeNews(number, what, url, word))
 
     def kind_for(self, model: str) -> NodeKind:
         """Return of which kind the nodes are to be that a request goes to: that of the shortest queue."""
@@ -242,6 +253,7 @@ class Pool(Roster):
 
     def note_emptied(self, node: Node) -> None:
         """Forget what was sent there: its prefix cache was reset. A node that tells KV events says so itself."""
+        self._note("emptied", node.url)
         if not self.prefixes.trusts(node.url):
             self.prefixes.forget(node.url)
 
@@ -249,6 +261,7 @@ class Pool(Roster):
         """The node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
+        self._note("loaded" if loaded else "unloaded", node.url, name)
         self._changed()
 
     def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
@@ -267,6 +280,8 @@ class Pool(Roster):
 
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        if node.up or node.reason != DRAINS:
+            self._note("drains", node.url)
         self.fates.drains(node.url, node.generation)
         node.blamed_at = now
         self._take_down(node, DRAINS, now)
@@ -279,6 +294,7 @@ class Pool(Roster):
     def flips(self, node: Node, role: Role, now: float) -> None:
         """The node has just said that it changes its role: a health check that was started later says how that went."""
         node.flips_to = role
+        self._note("flips", node.url, role)
         self.blame(node, f"it changes its role from {node.role} to {role}", now)
 
     def undrain(self, node: Node, now: float) -> None:

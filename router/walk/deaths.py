@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol
 
 from router.admission.poison import DEATHS, REFUSED_S, Poison
 from router.metrics import Metrics
@@ -20,28 +19,19 @@ from router.nodes.fates import Fates
 from router.nodes.node import Lease
 from wire.errors import PoisonRequest
 
-__all__ = ["Deaths", "Learns"]
+__all__ = ["Deaths"]
 
 _FATE_S = 5.0
 """How long the health checks are waited for. Whoever lives or refuses connections has shown it by then: by default a
 node that is down is asked twice a second, and has 2 s to answer."""
 
 
-class Learns(Protocol):
-    """Where all router processes of a port learn of it: see Shared."""
-
-    poison: Poison
-
-    def died(self, fingerprint: bytes, process: str) -> None: ...
-    def spared(self, fingerprint: bytes) -> None: ...
-
-
 class Deaths:
     """A record of one request, over all legs of all its prompts."""
 
-    def __init__(self, fates: Fates, shared: Learns, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
+    def __init__(self, fates: Fates, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
         """`fingerprint` is asked for when it matters, once: it takes 1 ms for each MB of the body."""
-        self._known, self._shared, self._metrics = fates, shared, metrics
+        self._known, self._poison, self._metrics = fates, poison, metrics
         self._make = fingerprint
         self.first_token = asyncio.Event()
         """Set once a node has told a token of it: it can be computed."""
@@ -53,9 +43,9 @@ class Deaths:
 
     def check(self) -> None:
         """Raise PoisonRequest while the request is refused."""
-        if not self._shared.poison:
+        if not self._poison:
             return
-        refused_s = self._shared.poison.refused_s(self._fingerprint, time.monotonic())
+        refused_s = self._poison.refused_s(self._fingerprint, time.monotonic())
         if refused_s > 0:
             self._metrics.poison.labels("refused").inc()
             died = f"{DEATHS} nodes died while they had this request"
@@ -67,12 +57,12 @@ class Deaths:
         if process in self._fates:
             return
         fate = self._fates[process] = asyncio.get_running_loop().create_future()
-        shared, fingerprint = self._shared, self._fingerprint  # not the body: it may be long until that is known
+        poison, fingerprint = self._poison, self._fingerprint  # not the body: it may be long until that is known
 
         def tell(died: bool) -> None:
             fate.set_result(died)
             if died:
-                shared.died(fingerprint, process)
+                poison.died(fingerprint, process, time.monotonic())
 
         self._known.ask(lease.node.url, lease.generation, now, tell)
 
@@ -90,14 +80,14 @@ class Deaths:
 
     def answered(self) -> None:
         """The request was answered to its end."""
-        if self._shared.poison and self._shared.poison.processes(self._fingerprint, time.monotonic()):
-            self._shared.spared(self._fingerprint)
+        if self._poison and self._poison.processes(self._fingerprint, time.monotonic()):
+            self._poison.spared(self._fingerprint)
 
     def _count(self) -> int:
         """Processes that have died of it, or may have."""
         doubtful = {process for process, fate in self._fates.items() if not fate.done() or fate.result()}
-        if doubtful and self._shared.poison:
-            doubtful |= self._shared.poison.processes(self._fingerprint, time.monotonic())
+        if doubtful and self._poison:
+            doubtful |= self._poison.processes(self._fingerprint, time.monotonic())
         return len(doubtful)
 
 

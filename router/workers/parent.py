@@ -1,8 +1,8 @@
-"""What the worker processes of one port have in common, in their parent: who is in the cluster, the limits of keys,
-stored responses, the sum of all metrics. Serves no client, asks no node and starts no process (kvrelay/workers.py).
+"""The process that looks after the workers of one port: who is in the cluster, their configuration, roles and metrics.
 
-All state is in memory and changed by one event loop, so each question is answered by what was said before it. What a
-worker says is in order; a response is therefore looked for again behind everything that its worker has said.
+It is a router itself, which answers no completions: it hears and checks nodes, has them meet and change their roles,
+and answers operators, whose requests the workers hand on to its Unix socket. What follows for the workers goes out as a
+snapshot (router/workers/messages.py). Starts no process: kvrelay/workers.py does.
 """
 
 from __future__ import annotations
@@ -12,78 +12,36 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+import msgspec
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as CounterMetric
 
-from openai_api.response_store import ResponseStore
-from router.admission.rate_limits import KeyLimits, Taken
-from router.membership.heartbeats import hearing
-from router.membership.kubernetes_watch import discovering
-from router.membership.members import Members, NodeSpec, Source
-from router.reload import Reread, read_again, static_nodes
-from router.vllm.pings import hearing_pings
-from router.workers.link import Link
-from router.workers.messages import (
-    Adapter,
-    Added,
-    Address,
-    Begin,
-    Begun,
-    Died,
-    Done,
-    Drained,
-    Emptied,
-    Exposition,
-    Family,
-    Forget,
-    Forgotten,
-    FromParent,
-    FromWorker,
-    GiveBack,
-    Heard,
-    Keep,
-    Legs,
-    LegsOf,
-    Listening,
-    Look,
-    Met,
-    Names,
-    Recall,
-    Recalled,
-    Reload,
-    Reloaded,
-    Removed,
-    Sampled,
-    Samples,
-    Scrape,
-    Seen,
-    Spared,
-    Sync,
-    Take,
-    TakeOver,
-    Told,
-    Took,
-)
+from router.app import Router
+from router.console.picture import WorkerSeen
+from router.membership.members import Source
+from router.reload import Reread
+from router.server import make_server
+from router.shared import Shared
+from router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received
 from router.workers.metric_sums import collected, lasting, summed, text_of
-from wire.errors import ConfigError, NotFound, RequestError, Unavailable
-from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["Parent", "share_of"]
+__all__ = ["HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "share_of"]
 
-_ASK_S = 2.0
-"""Of one worker; it must be less than a worker waits for its parent."""
-_SAMPLE_S = 10.0
-"""A worker that is killed takes the counts of at most so long with it."""
-BEAT_S = 1.0
-BEAT_DEADLINE_S = 2.0
-MISSED_BEATS = 5
-"""So many in a row and a worker hangs: 15 s. One that was late once, as all are after a machine was suspended, does
-not."""
+SOCKET = "parent"
+"""The name of the parent's socket in the folder that it shares with its workers."""
+HANGS_S = 15.0
+"""A worker that reports nothing for so long is stopped, or in a loop without end: it is replaced."""
+_TICK_S = 0.1
+_SETTLED_S = 1.0
+_BACKLOG_BYTES = 1 << 20
+"""Who has so much before it gets no further snapshot until it has read on; then the newest."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -94,18 +52,19 @@ class _Peer:
 
     index: int
     end: Callable[[], None]
-    link: Link | None = None
-    listening: bool = False
-    held: dict[int, Taken] = field(default_factory=dict)
-    """What its requests hold of the limits, by the number of the message that asked for it."""
+    writer: asyncio.StreamWriter
+    heard_at: float
+    sent: int = -1
+    report: Report | None = None
+    """The last one; before the first it takes no connections."""
+    seen: WorkerSeen | None = None
     families: list[Family] = field(default_factory=list)
-    """Its metrics when they were last asked for."""
-    missed: int = 0
-    """Beats that it has not answered, in a row."""
+    deaths: int = 0
+    reading: asyncio.Task[None] | None = None
 
 
 def share_of(config: RouterConfig, port: int) -> RouterConfig:
-    """The configuration of one worker: what may wait and be open is divided, and only the parent hears nodes."""
+    """Return the configuration of one worker: limits are divided, rounded up, and it hears no nodes itself."""
 
     def divided(count: int) -> int:
         return math.ceil(count / config.workers)
@@ -113,9 +72,20 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
     return replace(
         config,
         port=port,
+        prefill=(),
+        decode=(),
         max_queue=divided(config.max_queue),
         max_connections=divided(config.max_connections),
-        keys=tuple(replace(key, max_queue=divided(key.max_queue)) for key in config.keys),
+        keys=tuple(
+            replace(
+                key,
+                max_queue=divided(key.max_queue),
+                max_running=divided(key.max_running),
+                requests_per_minute=divided(key.requests_per_minute),
+                tokens_per_minute=divided(key.tokens_per_minute),
+            )
+            for key in config.keys
+        ),
         heartbeat_port=0,
         p2p_nccl_port=0,
         kubernetes_selector="",
@@ -123,260 +93,163 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
     )
 
 
-class Parent:
-    """See the module. A Listener: what sources tell it, all workers hear, also those that begin later."""
+class WorkerMetrics:
+    """What is measured of the workers themselves."""
 
-    def __init__(self, config: RouterConfig, port: int, reread: Reread | None = None) -> None:
-        self._config, self._share = config, share_of(config, port)
-        self._port, self._reread = port, reread
-        self._members = Members()
-        self._drained: dict[str, Drained] = {}
-        self._addresses: dict[str, str] = {}
-        self._limits, self._responses = KeyLimits(), ResponseStore()
+    def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
+        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(listening)
+        about = "Processes that were replaced."
+        self.restarts = CounterMetric("kvrelay_router_worker_restarts", about, registry=registry)
+        about = "Processes that were replaced because they reported nothing to their parent."
+        self.hung = CounterMetric("kvrelay_router_worker_hung", about, registry=registry)
+
+
+class Parent(Shared):
+    """A router process that has workers."""
+
+    serves = False
+
+    def __init__(self, config: RouterConfig, port: int, folder: Path, reread: Reread | None = None) -> None:
+        """`folder`: of this process, which its workers may enter and nobody else."""
+        super().__init__()
+        self._port = port
+        self._server = make_server(config, self, reread, unix_socket=folder / SOCKET)
+        self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
         self._ended: list[Family] = []
+        self._told: Snapshot | None = None
+        self._frame = b""
         self.changed = asyncio.Event()
         """Set whenever a worker listens or has ended."""
-        self.registry = registry = CollectorRegistry()
-        """What is measured here, beside what the workers measure."""
-        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
-        self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
-        self._hung = Counter(
-            "kvrelay_router_worker_hung",
-            "Processes that were replaced because they did not answer their parent.",
-            registry=registry,
-        )
-        ProcessCollector(registry=registry)  # this process's files run out, too
-        self._members.tell(Source.STATIC, static_nodes(config))
+        self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Hear nodes and look after the workers for the length of the block. Raises RequestError."""
-        config = self._config
-        async with (
-            hearing(self, config.host, config.heartbeat_port, config.node_api_key),
-            hearing_pings(self, config.host, config.p2p_nccl_port, lambda url: self._config.may_be_node(url)),
-            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
-        ):
-            tasks = [asyncio.create_task(self._sample_for_ever()), asyncio.create_task(self._beat_for_ever())]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def reload(self) -> list[str]:
-        """All workers take the configuration over that is read now: the settings that are new.
-
-        Raises RequestError, ConfigError; then no worker has heard of it."""
-        config, changed = read_again(self._config, self._reread)
-        self._config, self._share = config, share_of(config, self._port)
-        if {"prefill", "decode"} & set(changed):
-            self.tell(Source.STATIC, static_nodes(config), time.monotonic())
-        for peer in self._peers.values():
-            if not peer.listening and peer.link is not None:
-                peer.link.tell(TakeOver(self._share))
-        await self._ask_all(TakeOver(self._share), Done)
-        return changed
+        """Look after nodes and workers for the length of the block."""
+        serving = asyncio.create_task(self._server.serve())
+        ticking = asyncio.create_task(self._tick_for_ever())
+        try:
+            yield
+        finally:
+            self._server.should_exit = True
+            ticking.cancel()
+            await asyncio.gather(serving, ticking, return_exceptions=True)
 
     def listening(self) -> int:
-        """How many workers take connections."""
-        return sum(peer.listening for peer in self._peers.values())
+        """Count the workers that take connections."""
+        return sum(peer.report is not None for peer in self._peers.values())
 
-    def serves(self, index: int) -> bool:
-        """Whether this worker takes connections."""
-        return index in self._peers and self._peers[index].listening
+    def serves_at(self, index: int) -> bool:
+        """Say whether this worker takes connections."""
+        return index in self._peers and self._peers[index].report is not None
 
     async def join(self, index: int, pair: socket.socket, end: Callable[[], None]) -> None:
-        """A worker has been started; this is our end of its pair. `end` is called if it hangs: it kills the process."""
-        peer = _Peer(index, end)
-        peer.link = await Link.over(
-            pair, FromWorker, lambda message, number: self._hear(peer, message, number), lambda: self._left(peer)
-        )
-        self._peers[index] = peer
-        names = [Names(source, self._members.told(source)) for source in Source]
-        peer.link.tell(
-            Begin(self._share, index, self._config.workers, names, list(self._drained.values()), self._addresses)
-        )
+        """Take in a worker that was started; `pair` is our end of its pair, and `end` kills it if it hangs."""
+        reader, writer = await asyncio.open_connection(sock=pair)
+        peer = self._peers[index] = _Peer(index, end, writer, time.monotonic())
+        peer.reading = asyncio.create_task(self._read(peer, reader))
+        self._broadcast()
 
-    # What sources say.
-
-    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
-        """See Listener."""
-        names = Names(source, list(specs))
-        self._forget(self._members.tell(source, names.specs).left)
-        self._say(Told(names, list(gone)))
-
-    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
-        """See Listener."""
-        self._say(Heard(url, load, draining))
-
-    def note_p2p_address(self, url: str, address: str) -> None:
-        """See Listener."""
-        self._addresses[url] = address
-        self._say(Address(url, address))
-
-    # What workers say.
-
-    def _hear(self, peer: _Peer, message: Any, number: int) -> Any:
-        match message:
-            case Take():
-                return self._take(peer, message, number)
-            case GiveBack():
-                taken = peer.held.pop(message.number, None)
-                if taken is not None:
-                    self._limits.give_back(taken, message.used, time.monotonic())
-            case Keep():
-                self._responses.put(message.owner, message.response_id, message.stored)
-            case Recall():
-                return self._recall(peer, message.owner, message.response_id)
-            case Forget():
-                return self._delete(peer, message.owner, message.response_id)
-            case Scrape():
-                return self._exposition()
-            case Legs():
-                return self._legs(peer)
-            case Look():
-                return self._look(peer, message)
-            case Added() | Removed() | Drained() | Adapter() | Emptied():
-                return self._change(message)
-            case Met() | Died() | Spared():
-                self._say(message)
-            case Reload():
-                return self._reloaded()
-            case Listening():
-                peer.listening = True
-                self._count()
-        return None
-
-    def _take(self, peer: _Peer, asked: Take, number: int) -> Took:
-        told = self._limits.take(asked.key, asked.quota, asked.tokens, time.monotonic())
-        if not isinstance(told, Taken):
-            return Took(None, told)
-        peer.held[number] = told
-        return Took(told, None)
-
-    async def _recall(self, peer: _Peer, owner: str, response_id: str) -> Recalled:
-        for look_behind in (True, False):
-            with suppress(NotFound):
-                return Recalled(self._responses.get(owner, response_id))
-            if look_behind:
-                await self._ask_all(Sync(), Done, but=peer)
-        return Recalled(None)
-
-    async def _delete(self, peer: _Peer, owner: str, response_id: str) -> Forgotten:
-        there = (await self._recall(peer, owner, response_id)).stored is not None
-        with suppress(NotFound):
-            self._responses.delete(owner, response_id)
-        return Forgotten(there)
-
-    async def _change(self, change: Added | Removed | Drained | Adapter | Emptied) -> Done:
-        match change:
-            case Added():
-                self._members.add(Source.ADMIN, change.spec)
-            case Removed():
-                self._forget(self._members.remove([Source.ADMIN, Source.STATIC], change.url).left)
-            case Drained(begin=True):
-                self._drained[change.url] = change
-            case Drained():
-                self._drained.pop(change.url, None)
-            case Adapter() | Emptied():
-                pass  # who begins later asks the nodes first
-        for peer in self._peers.values():
-            if not peer.listening and peer.link is not None:
-                peer.link.tell(change)
-        await self._ask_all(change, Done)
-        return Done()
-
-    async def _reloaded(self) -> Reloaded:
+    async def _read(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
         try:
-            return Reloaded(await self.reload())
-        except (ConfigError, RequestError) as why:
-            return Reloaded([], why.message)
+            while True:
+                self._heard(peer, await received(reader, Report))
+        except LinkBroken as why:
+            _log.info("worker %d is gone: %s", peer.index, why.message)
+        finally:
+            peer.writer.close()
+            self._left(peer)
 
-    async def _legs(self, peer: _Peer) -> LegsOf:
-        legs: dict[str, int] = {}
-        for _, told in await self._ask_all(Legs(), LegsOf, but=peer):
-            for url, count in told.legs.items():
-                legs[url] = legs.get(url, 0) + count
-        return LegsOf(legs)
-
-    async def _look(self, peer: _Peer, asked: Look) -> Seen:
-        told = await self._ask_all(asked, Seen, but=peer)
-        return Seen([worker for _, seen in told for worker in seen.workers])
-
-    async def _exposition(self) -> Exposition:
-        await self._sample()
-        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self.registry)])
-        return Exposition(text_of(families))
-
-    async def _sample(self) -> None:
-        for peer, told in await self._ask_all(Samples(), Sampled):
-            if self._peers.get(peer.index) is peer:
-                peer.families = told.families
-
-    async def _sample_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_SAMPLE_S)
-            await self._sample()
-
-    async def _beat_for_ever(self) -> None:
-        """Find workers that hang (stopped, or in a loop without end): they hold connections and end none."""
-        while True:
-            await asyncio.sleep(BEAT_S)
-            await asyncio.gather(*(self._beat(peer) for peer in list(self._peers.values()) if peer.listening))
-
-    async def _beat(self, peer: _Peer) -> None:
-        assert peer.link is not None
-        try:
-            await peer.link.ask(Sync(), Done, BEAT_DEADLINE_S)
-        except Unavailable:
-            peer.missed += 1
-        else:
-            peer.missed = 0
-        if peer.missed == MISSED_BEATS and peer.listening:
-            _log.error("worker %d hangs and is killed: it has not answered %d times in a row", peer.index, peer.missed)
-            self._hung.inc()
-            peer.end()
-
-    async def _ask_all(self, message: FromParent, kind: Any, but: _Peer | None = None) -> list[tuple[_Peer, Any]]:
-        """The answers of those that answer. A worker that does not has it before it anyway, or has ended."""
-
-        async def one(peer: _Peer, link: Link) -> tuple[_Peer, Any] | None:
-            try:
-                return peer, await link.ask(message, kind, _ASK_S)
-            except Unavailable as why:
-                _log.warning("worker %d: %s", peer.index, why.message)
-            return None
-
-        links = [(peer, peer.link) for peer in self._peers.values() if peer is not but and peer.listening]
-        told = await asyncio.gather(*(one(peer, link) for peer, link in links if link is not None))
-        return [each for each in told if each is not None]
-
-    def _say(self, message: FromParent) -> None:
-        for peer in self._peers.values():
-            if peer.link is not None:
-                peer.link.tell(message)
-
-    def _forget(self, left: Iterable[str]) -> None:
-        for url in left:
-            self._drained.pop(url, None)
-            self._addresses.pop(url, None)
+    def _heard(self, peer: _Peer, report: Report) -> None:
+        began, peer.report, peer.heard_at = peer.report is None, report, time.monotonic()
+        for fingerprint, process in report.deaths:
+            peer.deaths += 1
+            if process:
+                self.poison.died(fingerprint, process, peer.heard_at)
+            else:
+                self.poison.spared(fingerprint)
+        if report.seen is not None and report.families is not None:
+            peer.seen, peer.families = report.seen, report.families
+        if began:
+            self.changed.set()
+        if began or report.deaths:
+            self._broadcast()
 
     def _left(self, peer: _Peer) -> None:
-        """A worker has ended, or cannot be heard: what it held is free, what it counted stays."""
+        """Keep what a worker has counted that has ended."""
         if self._peers.get(peer.index) is peer:
             del self._peers[peer.index]
-        peer.listening = False
-        now = time.monotonic()
-        for taken in peer.held.values():
-            self._limits.give_back(taken, taken.tokens, now)  # nobody knows better
-        peer.held.clear()
         self._ended = summed([self._ended, lasting(peer.families)])
-        peer.families = []
-        self._count()
-
-    def _count(self) -> None:
-        self._say(Begun(self.listening()))
         self.changed.set()
+        self._broadcast()
+
+    def _snapshot(self) -> Snapshot:
+        """Say what workers must know now, as version 0."""
+        router, now = self.router, time.monotonic()
+        pool, nodes = router.pool, router.pool.nodes
+        return Snapshot(
+            version=0,
+            listening=self.listening(),
+            config=share_of(router.config, self._port),
+            names={source: pool.members.told(source) for source in Source},
+            drained={node.url: node.generation for node in nodes if node.drain_asked},
+            addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
+            news=list(pool.news),
+            apart=[(prefill, decode) for prefill, decode, _ in router.pairs.failed()],
+            poison=self.poison.marks(now),
+            heard={peer.index: peer.deaths for peer in self._peers.values()},
+        )
+
+    def _broadcast(self) -> int:
+        """Send what is new to all who have not got it; the version of what they will have then."""
+        now = self._snapshot()
+        if self._told is None or now != msgspec.structs.replace(self._told, version=0):
+            version = 1 if self._told is None else self._told.version + 1
+            self._told = msgspec.structs.replace(now, version=version)
+            self._frame = framed(self._told)
+        assert self._told is not None
+        for peer in self._peers.values():
+            if peer.sent != self._told.version and peer.writer.transport.get_write_buffer_size() < _BACKLOG_BYTES:
+                peer.writer.write(self._frame)
+                peer.sent = self._told.version
+        return self._told.version
+
+    async def settled(self) -> None:
+        """Wait until all workers have what was changed here, as far as they read at all."""
+        version = self._broadcast()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLED_S):
+                while any(peer.report and peer.report.version < version for peer in self._peers.values()):
+                    await asyncio.sleep(0.005)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._broadcast()
+            for peer in self._peers.values():
+                if peer.report is not None and time.monotonic() - peer.heard_at > HANGS_S:
+                    _log.error("worker %d hangs and is killed: it has reported nothing for %g s", peer.index, HANGS_S)
+                    self.metrics.hung.inc()
+                    peer.heard_at = math.inf
+                    peer.end()
+
+    def legs_elsewhere(self) -> Mapping[str, int]:
+        """Count the legs of all workers, by the addresses of their nodes."""
+        legs: Counter[str] = Counter()
+        for peer in self._peers.values():
+            if peer.report is not None:
+                legs.update(peer.report.legs)
+        return legs
+
+    def seen_elsewhere(self) -> Sequence[WorkerSeen]:
+        """Return what the workers saw when they last told."""
+        return [peer.seen for peer in self._peers.values() if peer.seen is not None]
+
+    def exposition(self, own: CollectorRegistry) -> bytes:
+        """Write the metrics of all processes as those of one, also of workers that have ended."""
+        of_workers = [peer.families for peer in self._peers.values()]
+        return text_of(summed([*of_workers, self._ended, collected(own)]))
+
+    def workers(self) -> dict[str, int] | None:
+        """Count the workers."""
+        return {"listening": self.listening(), "wanted": self.router.config.workers}

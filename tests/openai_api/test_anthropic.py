@@ -10,7 +10,7 @@ import pytest
 from openai_api.anthropic_answer import anthropic_error, speak_anthropic
 from openai_api.anthropic_request import count_body
 from openai_api.dialect import KEEP_ALIVE, Dialect
-from openai_api.response_store import KeptHere
+from openai_api.response_store import ResponseStore
 from openai_api.responses_call import speak_responses
 from openai_api.sse import error_event
 from tests.openai_api.chat_chunks import DONE, ROLE, TEXT, TOOLS, USAGE, WHOLE_TOOLS, chunk, events_of, whole
@@ -280,7 +280,7 @@ def test_a_name_that_is_no_text_is_refused_as_wrong_json() -> None:
     body = b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"a"}],"input":"a","nam\xfd":1}'
     for speak in (
         lambda: speak_anthropic(body, "msg"),
-        lambda: speak_responses(body, KeptHere(), "resp", 0),
+        lambda: speak_responses(body, ResponseStore(), "resp", 0),
     ):
         with pytest.raises(RequestError, match="not valid JSON"):
             speak()

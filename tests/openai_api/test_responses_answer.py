@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ from tests.openai_api.chat_chunks import (
     usage_chunk,
     whole,
 )
-from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded
+from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 
 
 class Kept:
@@ -198,7 +200,7 @@ def test_nothing_is_kept_that_failed_or_that_the_client_does_not_want_kept() -> 
     store = Kept()
     speak(store, store=False).whole(WHOLE_TOOLS)
     speak(store).events(ROLE + error_event(NodeFailed("it broke")))
-    assert len(store.store) == 0
+    assert store.store.held() == (0, 0)
 
 
 def test_input_items_come_in_pages() -> None:
@@ -222,13 +224,13 @@ def test_the_store_gives_way_in_number_and_in_bytes_to_what_is_newer_or_asked_fo
     store.put("me", "d", Stored(b"x" * 30, b"y" * 30, (b"z" * 35,)))
     with pytest.raises(NotFound):
         store.get("me", "a")
-    assert (len(store), store.bytes) == (1, 95)
+    assert store.held() == (1, 95)
     store.put("me", "e", Stored(b"x" * 101, b"", ()))
     with pytest.raises(NotFound) as why:
         store.get("me", "e", "previous_response_id")
     assert (why.value.param, why.value.status) == ("previous_response_id", 404)
     store.delete("me", "d")
-    assert (len(store), store.bytes) == (0, 0)
+    assert store.held() == (0, 0)
     with pytest.raises(NotFound):
         store.delete("me", "d")
 
@@ -272,17 +274,17 @@ def test_an_owner_that_keeps_most_loses_its_own_first() -> None:
         put("eve", name, 30)
     assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], ["c", "d"])  # in number
     put("eve", "e", 60)
-    assert (kept("ann"), kept("bob"), kept("eve"), store.bytes) == (["a"], ["a"], ["e"], 90)  # in bytes
+    assert (kept("ann"), kept("bob"), kept("eve"), store.held()[1]) == (["a"], ["a"], ["e"], 90)  # in bytes
     put("eve", "f", 95)  # no room beside the others'
-    assert (kept("ann"), kept("bob"), kept("eve"), store.bytes) == (["a"], ["a"], [], 30)
+    assert (kept("ann"), kept("bob"), kept("eve"), store.held()[1]) == (["a"], ["a"], [], 30)
     # Who keeps less takes from who keeps most, and all of it where there is nobody else.
     for name in "bcd":
         put("bob", name, 20)
-    assert (kept("ann"), kept("bob"), len(store)) == (["a"], ["b", "c", "d"], 4)
+    assert (kept("ann"), kept("bob"), store.held()[0]) == (["a"], ["b", "c", "d"], 4)
     put("ann", "b", 35)
-    assert (kept("ann"), kept("bob"), store.bytes) == (["a", "b"], ["c", "d"], 85)
+    assert (kept("ann"), kept("bob"), store.held()[1]) == (["a", "b"], ["c", "d"], 85)
     put("bob", "d", 5)  # in place of another
-    assert (kept("bob"), store.bytes) == (["c", "d"], 70)
+    assert (kept("bob"), store.held()[1]) == (["c", "d"], 70)
 
 
 def test_of_owners_that_keep_the_same_the_one_that_has_not_asked_for_longest_loses() -> None:
@@ -294,6 +296,25 @@ def test_of_owners_that_keep_the_same_the_one_that_has_not_asked_for_longest_los
     with pytest.raises(NotFound):
         store.get("bob", "r")
     assert store.get("ann", "r") == store.get("cid", "r")
+
+
+def test_several_processes_share_a_file_and_one_that_breaks_loses_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "responses.sqlite"
+    one, two = ResponseStore(str(file), max_responses=2), ResponseStore(str(file), max_responses=2)
+    kept = Stored(b"a", b"b", (b"[1]", b"[2]"), 7)
+    one.put("me", "r", kept)
+    assert two.get("me", "r") == kept
+    two.put("me", "s", kept)
+    one.put("me", "t", kept)
+    assert (one.held(), two.held()) == ((2, 16),) * 2
+    with sqlite3.connect(file) as db:
+        db.execute("DROP TABLE kept")
+    one.put("me", "u", kept)
+    assert "response u is not kept" in caplog.text
+    with pytest.raises(Unavailable, match="cannot be used"):
+        two.get("me", "r")
 
 
 def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:

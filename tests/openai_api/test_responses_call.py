@@ -13,7 +13,7 @@ from openai_api import responses_call
 from openai_api.chat_fields import MAX_MESSAGES
 from openai_api.dialect import AS_IS, Dialect
 from openai_api.json_body import MAX_CONTAINERS
-from openai_api.response_store import KeptHere, Stored
+from openai_api.response_store import ResponseStore, Stored
 from openai_api.responses_call import Recalled, speak_responses, translated
 from tests.openai_api.chat_chunks import whole
 from wire.errors import RequestError
@@ -27,7 +27,7 @@ class Client:
     """Goes on from its last response, each time with other items."""
 
     def __init__(self) -> None:
-        self.store = KeptHere()
+        self.store = ResponseStore()
         self.turns = 0
 
     async def ask(self, items: Any, max_bytes: int = MAX_BYTES, answer: bytes = ANSWER, **fields: Any) -> Any:
@@ -47,7 +47,7 @@ class Client:
         return json.loads(said)
 
     async def last(self) -> Stored:
-        return await self.store.get("me", f"resp_{self.turns}")
+        return self.store.get("me", f"resp_{self.turns}")
 
 
 def never(*_: object) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
-from openai_api.response_store import KeptHere
+from openai_api.response_store import ResponseStore
 from openai_api.responses_call import Recalled, speak_responses
 from openai_api.responses_request import _tools, decode_responses
 from wire.errors import RequestError
@@ -18,7 +18,7 @@ from wire.errors import RequestError
 def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
     asked = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    value: dict[str, Any] = json.loads(speak_responses(asked, Recalled(KeptHere(), ""), "resp_1", 7)[0])
+    value: dict[str, Any] = json.loads(speak_responses(asked, Recalled(ResponseStore(), ""), "resp_1", 7)[0])
     return value
 
 

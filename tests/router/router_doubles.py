@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -21,7 +20,6 @@ from router.nodes.node import Lease, Node
 from router.nodes.pool import Pool
 from router.reload import Reread
 from router.server import make_server
-from router.shared import Alone
 from tests.router.stream_doubles import Put, serve_stream
 from wire.config import Role
 from wire.errors import EngineDead, ErrorBody
@@ -419,7 +417,7 @@ async def router_over(
 ) -> AsyncIterator[Cluster]:
     """One more router, at a port that is `listening`, if there is one."""
     with listening or socket.create_server(("127.0.0.1", 0)) as listening:
-        server = make_server(config, partial(Alone, reread=reread))
+        server = make_server(config, reread=reread)
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:

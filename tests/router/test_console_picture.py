@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from router.console.picture import (
     BreakerSeen,
     EdgeRow,
+    FailedPair,
     Health,
     NodeSeen,
     Picture,
@@ -23,7 +25,7 @@ from router.console.picture import (
     picture_of,
 )
 from router.console.recent import KEPT_REQUESTS, MAX_EDGES, SLOT_S, SLOTS, Edge, Ended, Recent, bucket_of, quantile
-from router.workers.messages import Frames, FromParent, FromWorker, Look, Seen, packed
+from router.workers.messages import Report, framed, received
 
 P, D = "http://p:1", "http://d:1"
 
@@ -105,7 +107,7 @@ def worker(index: int = 0, recent: Recent | None = None, now: float = 1000.0, **
 
 def shown(own: WorkerSeen, *others: WorkerSeen, wanted: int = 1, monotonic: float = 1000.0) -> Picture:
     named: dict[str, Any] = {"health": Health.OK, "models": {"m": True}, "version": "1"}
-    return picture_of(own, others, wanted=wanted, now=5000.0, monotonic=monotonic, **named)
+    return picture_of(own, (own, *others), 0.0, wanted=wanted, now=5000.0, monotonic=monotonic, **named)
 
 
 # What is remembered.
@@ -169,7 +171,7 @@ def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
         recent.handed_over(998.0, P, D)
         recent.fetched(999.0, P, D, size, took_s, 0.1)
     seen = shown(worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3)
-    assert (seen.running, seen.waiting, seen.asked, seen.wanted) == (2, 4, 1, 3)
+    assert (seen.running, seen.waiting, seen.wanted) == (2, 4, 3)
     assert [row.index for row in seen.workers] == [0, 1]
     assert seen.nodes[0].legs == 7
     assert seen.counts == {"requests": {"200": 2.0}}
@@ -195,25 +197,39 @@ def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
     assert [row.nodes_up for row in seen.workers] == [1, 1]
 
 
+def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
+    lately, earlier = Recent(), Recent()
+    note(lately, 4999.0, 999.0)
+    note(earlier, 4990.0, 990.0)
+    parent = worker(0, nodes=[node(legs=0), node(D, legs=0)], failed_pairs=[FailedPair(P, D, "cut")])
+    workers = [worker(0, lately, nodes=[node(legs=3)]), worker(1, earlier, nodes=[node(up=False, legs=4)])]
+    named: dict[str, Any] = {"health": Health.OK, "models": {}, "version": "1", "wanted": 2}
+    seen = picture_of(parent, workers, 4995.0, now=5000.0, monotonic=1000.0, **named)
+    assert [(each.url, each.legs, each.up_in) for each in seen.nodes] == [(P, 7, 1), (D, 0, 0)]
+    assert [row.index for row in seen.workers] == [0, 1]
+    assert (seen.failed_pairs, [each.ended for each in seen.requests]) == (parent.failed_pairs, [4999.0])
+
+
 def test_a_picture_of_nothing_is_one() -> None:
     seen = shown(worker(nodes=[], counts={}))
     assert (seen.ttft.count, seen.ttft.p50_s, seen.requests_per_s, seen.edges) == (0, None, 0.0, [])
 
 
-def test_what_workers_tell_each_other_of_it_arrives_as_it_was() -> None:
+async def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
     recent = Recent()
     note(recent, 4999.0, 999.0)
     recent.fetched(999.0, P, D, 100, 0.5, 0.1)
-    told = Seen([worker(1, recent)])
-    assert list(Frames(FromWorker).take(packed(-3, told))) == [(-3, told)]
-    assert list(Frames(FromParent).take(packed(4, Look(12.5)))) == [(4, Look(12.5))]
+    told = Report(3, {P: 1}, seen=worker(1, recent))
+    reader = asyncio.StreamReader()
+    reader.feed_data(framed(told))
+    assert await received(reader, Report) == told
 
 
 def test_the_json_is_the_same_for_whoever_reads_it() -> None:
     """A contract: the page and `kvrelay top` read these names."""
     seen = msgspec.to_builtins(shown(worker()))
     assert set(seen) == {
-        "now", "version", "health", "models", "asked", "wanted", "workers", "running", "waiting", "waiting_for_room",
+        "now", "version", "health", "models", "wanted", "workers", "running", "waiting", "waiting_for_room",
         "requests_per_s", "output_tokens_per_s", "window_s", "ttft", "inter_token", "total", "series", "nodes",
         "edge_window_s", "edges", "failed_pairs", "counts", "requests", "roles",
     }  # fmt: skip

@@ -177,7 +177,7 @@ async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(caplog: p
             def broken() -> RouterConfig:
                 raise ConfigError("cannot read config file router.yaml: line 3 is not valid YAML")
 
-            c.router.shared._reread = broken  # type: ignore[attr-defined]
+            c.router._reread = broken  # type: ignore[attr-defined]
             code, told = await reloaded(c)
             assert (code, "line 3 is not valid YAML" in told["error"]["message"]) == (400, True)
             assert await status(c, "") == 200

@@ -180,7 +180,7 @@ function counts(picture) {
 function nodes(picture, asks) {
   const rows = [...ofRole(picture, "prefill"), ...ofRole(picture, "decode")];
   const several = picture.workers.length > 1;
-  say(byId("nodes-hint"), several ? `streams of all router processes; loads as process ${picture.asked} was last told; breakers: the worst that any sees` : `${rows.filter((node) => node.up).length} of ${rows.length} up`);
+  say(byId("nodes-hint"), several ? `streams of all router processes; loads as their parent was last told; breakers: the worst that any sees` : `${rows.filter((node) => node.up).length} of ${rows.length} up`);
   keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, asks), (row, node) => {
     row.node = node;
     mark(row, "data-state", stateOf(node));
@@ -251,7 +251,7 @@ function makeChange(change) {
 function workers(picture) {
   byId("workers-card").hidden = picture.wanted === 1;
   const silent = picture.wanted - picture.workers.length;
-  say(byId("workers-hint"), silent ? `${silent} of ${picture.wanted} did not answer: what they do is missing on this page` : `this page is of all ${picture.wanted}; process ${picture.asked} was asked`);
+  say(byId("workers-hint"), silent ? `${silent} of ${picture.wanted} did not answer: what they do is missing on this page` : `this page is of all ${picture.wanted}, as they told within the last second`);
   mark(byId("workers-hint"), "data-alarm", silent ? "yes" : null);
   keyed(byId("workers").tBodies[0], picture.workers, (worker) => worker.index, (worker) => h("tr", {}, h("th", { scope: "row" }, String(worker.index)), h("td.num"), h("td.num"), h("td.num"), h("td.num")), (row, worker) => {
     [age(worker.uptime_s), count(worker.running), count(worker.waiting), `${worker.nodes_up} / ${picture.nodes.length}`].forEach((text, at) => say(row.cells[at + 1], text));

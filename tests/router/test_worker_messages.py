@@ -1,0 +1,250 @@
+"""What a router's parent process and its workers tell each other, and what the workers make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_doubles import until
+
+from openai_api.response_store import Stored
+from router.app import Router
+from router.membership.members import NodeSpec, Source
+from router.nodes.node import Node, NodeNews
+from router.nodes.pool import DRAINS, Pool
+from router.workers import parent as parent_module
+from router.workers.messages import MAX_BYTES, LinkBroken, Report, Snapshot, framed, received
+from router.workers.parent import Parent, share_of
+from router.workers.worker import Worker
+from wire.config import Role
+from wire.key_config import KeyConfig
+from wire.outputs import Load
+from wire.router_config import RouterConfig
+
+KEY = KeyConfig("a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0)
+CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KEY,))
+SNAPSHOT = Snapshot(
+    version=3,
+    listening=1,
+    config=share_of(CONFIG, 7),
+    names={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
+    drained={"http://d:1": "g"},
+    addresses={"http://p:1": "a:1"},
+    news=[NodeNews(1, "flips", "http://d:1", "prefill")],
+    apart=[("http://p:1", "http://d:1")],
+    poison=[(b"f", ["p"], 5.0)],
+    heard={0: 2},
+)
+
+
+async def read(data: bytes, kind: type[Snapshot | Report], cuts: list[int]) -> Snapshot | Report:
+    reader = asyncio.StreamReader()
+    for cut in cuts:
+        reader.feed_data(data[:cut])
+        data = data[cut:]
+    reader.feed_data(data)
+    reader.feed_eof()
+    return await received(reader, kind)
+
+
+@given(st.lists(st.integers(1, 90)))
+def test_a_snapshot_comes_as_it_was_however_it_is_cut(cuts: list[int]) -> None:
+    assert asyncio.run(read(framed(SNAPSHOT), Snapshot, cuts)) == SNAPSHOT
+
+
+@pytest.mark.parametrize(
+    "data", [(MAX_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2\x93\x93", framed(SNAPSHOT)[:-1], framed(Report(1, {}))]
+)
+def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(LinkBroken):
+        asyncio.run(read(data, Snapshot, []))
+
+
+def test_limits_are_divided_and_rounded_up() -> None:
+    share, key = share_of(CONFIG, 7), share_of(CONFIG, 7).keys[0]
+    assert (share.max_queue, share.port, share.prefill) == (500, 7, ())
+    assert (key.max_queue, key.max_running, key.requests_per_minute, key.tokens_per_minute) == (3, 1, 4, 0)
+
+
+class Cluster:
+    """A parent, and workers that are in this process: each follows it, and serves nobody."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parent = Parent(CONFIG, 1, folder)
+        self.pool = self.parent.router.pool
+        self.workers: list[Worker] = []
+        self.killed: list[int] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def worker(self) -> Worker:
+        """One more, which takes connections."""
+        index = len(self.workers)
+        ours, its = socket.socketpair()
+        await self.parent.join(index, ours, lambda: self.killed.append(index))
+        reader, writer = await asyncio.open_connection(sock=its)
+        worker = Worker(index, self.folder, writer)
+        begin = await received(reader, Snapshot)
+        worker.router = Router(begin.config, random.Random(1), worker)
+        worker.apply(begin)
+        worker.report(whole=True)
+        self.tasks.append(asyncio.create_task(worker.follow(reader)))
+        self.workers.append(worker)
+        await until(lambda: self.parent.serves_at(index))
+        return worker
+
+    def pools(self) -> list[Pool]:
+        return [worker.router.pool for worker in self.workers]
+
+    def nodes(self, url: str) -> list[Node]:
+        """The node as each worker has it."""
+        found = [pool.find(url) for pool in self.pools()]
+        assert all(found)
+        return [node for node in found if node is not None]
+
+
+@asynccontextmanager
+async def cluster(folder: Path, workers: int = 2) -> AsyncIterator[Cluster]:
+    made = Cluster(folder)
+    for _ in range(workers):
+        await made.worker()
+    try:
+        yield made
+    finally:
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+        for worker in made.workers:
+            worker._writer.close()
+        await until(lambda: made.parent.listening() == 0)
+
+
+async def test_what_nodes_died_of_reaches_all_workers_and_so_does_what_they_did_not(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        one, two = c.workers
+        for fingerprint, process in ((b"a", "p1"), (b"b", "p1"), (b"b", "p2")):
+            one.poison.died(fingerprint, process, 1e9)
+        await until(lambda: two.poison.processes(b"b", 0.0) == {"p1", "p2"})
+        two.poison.spared(b"a")
+        await until(lambda: not any(worker.poison.processes(b"a", 0.0) for worker in c.workers))
+        assert one.poison.processes(b"b", 0.0) == {"p1", "p2"}
+
+
+async def test_a_snapshot_from_before_a_death_does_not_take_it_back(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as c:
+        worker = c.workers[0]
+        old = c.parent._told
+        assert old is not None
+        worker.poison.died(b"a", "p1", 1e9)
+        worker.apply(old)
+        assert worker.poison.processes(b"a", 0.0) == {"p1"}
+        worker.apply(msgspec.structs.replace(old, heard={0: 1}))
+        assert not worker.poison.processes(b"a", 0.0)
+
+
+async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        c.pool.tell(Source.HEARTBEATS, [NodeSpec("http://h:1", Role.DECODE, generation="g")], 0.0)
+        c.pool.note_p2p_address("http://h:1", "h:2")
+        c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
+        await c.parent.settled()
+        assert [node.p2p_address for node in c.nodes("http://h:1")] == ["h:2"] * 2
+        assert [pool.members.sources("http://a:1") for pool in c.pools()] == [[Source.ADMIN]] * 2
+
+        drained = c.pool.find("http://d:1")
+        assert drained is not None
+        drained.generation = c.nodes("http://d:1")[0].generation = "g1"
+        c.pool.drain(drained, 0.0)
+        c.pool.remove("http://p:1", [Source.ADMIN, Source.STATIC], 0.0)
+        await c.parent.settled()
+        await c.worker()
+        for pool in c.pools():
+            assert {node.url for node in pool.nodes} == {"http://h:1", "http://a:1", "http://d:1"}
+        assert all(node.drain_asked and node.reason == DRAINS for node in c.nodes("http://d:1"))
+        assert [node.generation for node in c.nodes("http://d:1")] == ["g1"] * 3
+        # Who has seen another process there has seen that it is not the one that was meant.
+        c.nodes("http://d:1")[1].generation, c.nodes("http://d:1")[1].drain_asked = "g2", False
+        c.pool.add(NodeSpec("http://b:1", Role.DECODE), Source.ADMIN, 0.0)
+        await c.parent.settled()
+        assert [node.drain_asked for node in c.nodes("http://d:1")] == [True, False, True]
+
+        c.pool.undrain(drained, 1.0)
+        c.pool.tell(Source.HEARTBEATS, [], 0.0)
+        await c.parent.settled()
+        assert not any(node.drain_asked for node in c.nodes("http://d:1"))
+        assert not any(pool.find("http://h:1") for pool in c.pools())
+
+
+async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        node = c.pool.find("http://d:1")
+        assert node is not None
+        c.pool.note_adapter(node, "lora", loaded=True, now=0.0)
+        await c.parent.settled()
+        assert [each.adapters for each in c.nodes(node.url)] == [{"lora"}] * 2
+        for each in c.nodes(node.url):
+            each.adapters = frozenset()
+        late = await c.worker()  # asks the nodes itself
+        c.pool.flips(node, Role.PREFILL, 0.0)
+        await c.parent.settled()
+        assert [each.flips_to for each in c.nodes(node.url)] == [Role.PREFILL] * 3
+        assert not any(each.adapters for each in c.nodes(node.url))
+        c.pool.note_adapter(node, "other", loaded=True, now=0.0)
+        c.pool.note_adapter(node, "other", loaded=False, now=0.0)
+        c.pool.heard(node.url, Load(), 0.0, draining=True)
+        c.pool.heard(node.url, Load(), 0.0, draining=True)
+        await c.parent.settled()
+        assert [each.reason for each in c.nodes(node.url)] == [DRAINS] * 3
+        assert [news.what for news in late.router.pool.news] == ["flips", "loaded", "unloaded", "drains"]
+
+
+async def test_pairs_that_failed_to_meet_are_avoided_by_all_until_they_have_met(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as c:
+        worker, (told, *_) = c.workers[0], [c.parent._told]
+        assert told is not None
+        worker.apply(msgspec.structs.replace(told, apart=[("http://p:1", "http://d:1"), ("http://x", "http://d:1")]))
+        assert worker.router.doors.faults
+        worker.apply(told)
+        assert not worker.router.doors.faults
+
+
+async def test_a_worker_that_reports_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parent_module, "HANGS_S", 0.3)
+    async with cluster(tmp_path) as c, c.parent.running():
+
+        async def report() -> None:
+            while True:
+                c.workers[0].report()
+                await asyncio.sleep(0.02)
+
+        c.tasks.append(asyncio.create_task(report()))
+        await until(lambda: bool(c.killed))
+        await asyncio.sleep(0.5)
+        assert c.killed == [1]
+
+
+async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        for at, worker in enumerate(c.workers):
+            worker._writer.write(framed(Report(0, {"http://d:1": at + 1})))
+        await until(lambda: c.parent.legs_elsewhere() == {"http://d:1": 3})
+        assert [seen.index for seen in c.parent.seen_elsewhere()] == [0, 1]
+        assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}
+
+
+async def test_a_response_is_found_that_another_worker_has_just_kept(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as c:
+        one, two = c.workers
+        long = Stored(b"x" * (8 << 20), b"", (b"[]",), 3)
+        one.responses.put("o", "r", long)
+        assert two.responses.get("o", "r") == long
+        two.responses.delete("o", "r")
+        assert one.responses.held() == (0, 0)
