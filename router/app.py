@@ -54,7 +54,7 @@ from router.nodes.doors import Doors
 from router.nodes.health import watching
 from router.nodes.models import Models
 from router.nodes.node import Node, NodeKind
-from router.nodes.pairs import Meeting, Pairs
+from router.nodes.pairs import Meeting, Met, Pairs
 from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
 from router.on_all_nodes import add_node_routes
@@ -320,6 +320,10 @@ class Router:
             asked = ask_any(self.pool, self.models, self._legs, path, body, attempts)
             return await unless_gone(request, asked)
 
+    def met(self) -> Met:
+        """Say which pairs of nodes have met, as far as the process that leads knows."""
+        return self.pairs.met() if self.shared.leads else self.shared.met
+
     def running_now(self) -> int:
         """Requests that this process is answering."""
         return len(self._live)
@@ -338,12 +342,10 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.met(), len(self._live), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers
-            if not self.shared.leads:
-                del body["pairs"]  # its parent knows
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from openai_api.response_store import ResponseStore
 from router.admission.poison import Poison
 from router.console.picture import WorkerSeen
+from router.nodes.pairs import Met
 
 __all__ = ["Shared"]
 
@@ -26,6 +27,8 @@ class Shared:
     """It looks after nodes: has them meet, and change their roles."""
     serves = True
     """It answers requests, so that it wants to know what nodes have in their caches."""
+    met: Met = (0, [])
+    """Which pairs of nodes have met, if another process has them meet."""
     forward: Callable[[Request, bytes], Awaitable[Response]] | None = None
     """Asks the process that leads what operators and scrapers want to know or to change."""
 

@@ -10,7 +10,7 @@ from router.console.picture import Health
 from router.node_load import UNKNOWN
 from router.nodes.models import Models
 from router.nodes.node import Node
-from router.nodes.pairs import Pairs
+from router.nodes.pairs import Met
 from router.nodes.pool import Pool
 from wire.config import Role
 
@@ -54,7 +54,7 @@ def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
     return Health.OK if ready else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
 
 
-def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
+def health_of(pool: Pool, models: Models, met: Met, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
     """Whether requests for any model can be served now; and the state of every model and node.
 
     `status` is "degraded" if no model has both a prefill and a decode node, and a decode node answers alone."""
@@ -64,9 +64,14 @@ def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: floa
     }
     status, by_model = of_models(models)
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
-    failed = [
-        {"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in pairs.failed()[:_MOST_SHOWN]
-    ]
-    met = {"met": pairs.count(), "failed": failed}
-    body = {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}
+    count, apart = met
+    failed = [{"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in apart[:_MOST_SHOWN]]
+    body = {
+        "status": status,
+        **counts,
+        "models": by_model,
+        "pairs": {"met": count, "failed": failed},
+        "requests": requests,
+        "nodes": nodes,
+    }
     return status is not Health.UNAVAILABLE, body

@@ -124,7 +124,7 @@ class Lookout:
                 "failovers": _by(self._metrics.failovers, "leg"),
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
-            [FailedPair(*pair) for pair in self._pairs.failed()[:_MOST_FAILED_PAIRS]],
+            [FailedPair(*pair) for pair in self._pairs.met()[1][:_MOST_FAILED_PAIRS]],
             [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 

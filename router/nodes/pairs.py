@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from router.nodes.node import Node
 from wire.config import Role
 
-__all__ = ["AT_ONCE", "PARTNERS", "Meeting", "Outcome", "Pairs"]
+__all__ = ["AT_ONCE", "PARTNERS", "Meeting", "Met", "Outcome", "Pairs"]
 
 AT_ONCE = 4
 """Meetings under way, of all nodes; a node has one at a time."""
@@ -24,6 +24,8 @@ PARTNERS = 32
 _RETRY_S = 60.0
 _BUSY_RETRY_S = 1.0
 
+Met = tuple[int, list[tuple[str, str, str]]]
+"""How many pairs have met, and those that could not, with their addresses and why."""
 _Key = tuple[str, str, str, str]
 
 
@@ -94,15 +96,11 @@ class Pairs:
         if not self._both_here(meeting.key):
             self._forget(meeting.key)
 
-    def failed(self) -> list[tuple[str, str, str]]:
-        """Addresses of pairs whose meeting failed, and why; not of those that were busy or cannot be asked."""
-        return [
-            (key[0], key[2], how.why) for key, how in self._outcomes.items() if how.why and not (how.busy or how.never)
-        ]
-
-    def count(self) -> int:
-        """How many have met."""
-        return sum(not outcome.why for outcome in self._outcomes.values())
+    def met(self) -> Met:
+        """Say who has met; those that were busy or cannot be asked are on neither side."""
+        outcomes = self._outcomes.items()
+        apart = [(key[0], key[2], how.why) for key, how in outcomes if how.why and not (how.busy or how.never)]
+        return sum(not how.why for _, how in outcomes), apart
 
     def _both_here(self, key: _Key) -> bool:
         return {(Role.PREFILL, *key[:2]), (Role.DECODE, *key[2:])} <= self._here

@@ -17,6 +17,7 @@ from router.admission.poison import Mark
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.nodes.node import NodeNews
+from router.nodes.pairs import Met
 from wire.errors import KvrelayError
 from wire.frames import MALFORMED
 from wire.router_config import RouterConfig
@@ -58,8 +59,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """By the address of a vLLM node, that of its P2pNcclConnector."""
     news: Sequence[NodeNews]
     """The last things that happened to nodes; a worker that begins asks them itself."""
-    apart: list[tuple[str, str]]
-    """Prefill and decode nodes that could not hand a block over."""
+    met: Met
     poison: list[Mark]
     heard: dict[int, int]
     """By worker, how many of its deaths are in `poison`."""

@@ -195,7 +195,7 @@ class Parent(Shared):
             drained={node.url: node.generation for node in nodes if node.drain_asked},
             addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
             news=list(pool.news),
-            apart=[(prefill, decode) for prefill, decode, _ in router.pairs.failed()],
+            met=router.met(),
             poison=self.poison.marks(now),
             heard={peer.index: peer.deaths for peer in self._peers.values()},
         )

@@ -93,8 +93,9 @@ class Worker(Shared):
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):
                 node.generation = meant
                 pool.drain(node, now)
-        apart = set(told.apart)
-        for pair in apart | set(before.apart if before is not None else ()):
+        self.met = told.met
+        apart, known = ({pair[:2] for pair in met[1]} for met in (told.met, (0, []) if before is None else before.met))
+        for pair in apart | known:
             prefill, decode = map(pool.find, pair)
             if prefill is not None and decode is not None:
                 doors.met(prefill, decode, failed=pair in apart, now=now)

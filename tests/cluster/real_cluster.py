@@ -221,7 +221,6 @@ class Cluster:
         router = self.router
 
         def met() -> bool:
-            # Of several workers the first one knows: another connection may reach it.
             told = (router.health() or {}).get("pairs", {"met": 0, "failed": []})
             return told["met"] + len(told["failed"]) >= pairs
 

@@ -181,6 +181,11 @@ def ended(log: Path, request_id: str) -> list[dict[str, Any]]:
 def samples(cluster: Cluster, request_id: str) -> dict[str, set[frozenset[tuple[str, str]]]]:
     """All samples of all processes: name -> the labels of each series."""
     assert cluster.router is not None
+    router = f"{cluster.router.url}/metrics"
+    # Workers tell once a second what they have counted, both of them.
+    wait_until(
+        lambda: "kvrelay_router_requests_total{" in httpx2.get(router, timeout=10).text, 5, "the request counted"
+    )
     found: dict[str, set[frozenset[tuple[str, str]]]] = defaultdict(set)
     for process in (cluster.router, *cluster.nodes):
         for family in text_string_to_metric_families(httpx2.get(f"{process.url}/metrics", timeout=10).text):

@@ -64,11 +64,14 @@ def ratio(url: str) -> tuple[int, int]:
 
 
 def all_workers_see(cluster: Cluster, wanted: tuple[int, int]) -> None:
-    """Each process of the first router, whichever is asked."""
-    picture = json.loads(httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=5).content)
-    by_role = [[node for node in picture["nodes"] if node["role"] == role] for role in ("prefill", "decode")]
-    assert tuple(map(len, by_role)) == wanted
-    assert all(node["up_in"] == 2 for nodes in by_role for node in nodes), picture["nodes"]
+    """Each process of the first router, which tells once a second what it sees."""
+
+    def seen() -> bool:
+        picture = json.loads(httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=5).content)
+        by_role = [[node for node in picture["nodes"] if node["role"] == role] for role in ("prefill", "decode")]
+        return tuple(map(len, by_role)) == wanted and all(node["up_in"] == 2 for nodes in by_role for node in nodes)
+
+    wait_until(seen, 3.0, f"all processes see {wanted}")
 
 
 def body(at: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery as PrometheusQuery
+from prometheus_client import generate_latest
 
 from kvrelay.monitoring import files
 from kvrelay.monitoring.alerts import ALERTS
@@ -36,7 +37,7 @@ def test_the_files_are_those_that_the_source_makes(repository: Path, tmp_path: P
 def test_a_target_is_a_bound_of_its_histogram() -> None:
     pool = Pool(["http://p:1"], [])
     pool.nodes[0].model = "m"
-    text = Metrics(pool, []).text().decode()
+    text = generate_latest(Metrics(pool, []).registry).decode()
     for name, bound in (("time_to_first_token", FIRST_TOKEN_S), ("inter_token_latency", NEXT_TOKEN_S)):
         assert f'kvrelay_router_{name}_seconds_bucket{{le="{float(bound)}",model_name="m"}}' in text
 

@@ -71,7 +71,7 @@ def test_who_is_not_there_and_what_is_no_address(capsys: pytest.CaptureFixture[s
 
 async def test_it_says_that_a_picture_is_old_and_that_a_process_is_silent() -> None:
     async with cluster() as c:
-        seen = await c.router.lookout.picture(0.0)
+        seen = c.router.lookout.picture(0.0)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
         console.print(drawn(msgspec.structs.replace(seen, wanted=2), "cannot be reached; what is shown is 7 s old"))
@@ -83,7 +83,7 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
         await c.text()
-        seen = await c.router.lookout.picture(0.0)
+        seen = c.router.lookout.picture(0.0)
     pair = FailedPair(p.url, d.url, "no way")
     nodes = [msgspec.structs.replace(node, total_blocks=9, up=False, reason="no answer") for node in seen.nodes]
     console = Console(width=80, file=io.StringIO())
@@ -99,7 +99,7 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
 async def test_an_ipv6_address_is_shown_whole() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        seen = await c.router.lookout.picture(0.0)
+        seen = c.router.lookout.picture(0.0)
     nodes = [msgspec.structs.replace(node, url="http://[fd00::1]:8100") for node in seen.nodes]
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
@@ -109,7 +109,7 @@ async def test_an_ipv6_address_is_shown_whole() -> None:
 
 async def test_it_shows_the_roles() -> None:
     async with cluster() as c:
-        seen = await c.router.lookout.picture(0.0)
+        seen = c.router.lookout.picture(0.0)
     changes = [RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"begun {at}") for at in range(5)]
     roles = [RolesSeen("tiny", "no role is short of nodes", {}, changes)]
     console = Console(width=120, file=io.StringIO())

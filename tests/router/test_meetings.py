@@ -51,13 +51,13 @@ def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a
         for meeting in begun:
             pairs.ended(meeting, MET, 0.0)
             seen.add((meeting.prefill.url, meeting.decode.url))
-    assert pairs.count() == len(seen) == ps * ds
+    assert pairs.met()[0] == len(seen) == ps * ds
 
 
 def test_each_pair_of_a_small_cluster_meets() -> None:
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 5), nodes(Role.DECODE, 3)
     had = all_meetings(pairs, prefill, decode)
-    assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.count() == 15
+    assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.met()[0] == 15
 
 
 def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_somebody_first() -> None:
@@ -80,7 +80,7 @@ def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
     all_meetings(pairs, prefill, decode)
     decode[0] = node(Role.DECODE, 0, "another")
     assert [m.decode for m in all_meetings(pairs, prefill, decode)] == [decode[0]]
-    assert pairs.count() == 2
+    assert pairs.met()[0] == 2
 
 
 def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
@@ -96,7 +96,7 @@ def test_what_failed_is_tried_again_in_its_time(outcome: Outcome, not_before: fl
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
     (meeting,) = pairs.due(prefill, decode, 0.0)
     pairs.ended(meeting, outcome, 0.0)
-    assert pairs.failed() == (
+    assert pairs.met()[1] == (
         [] if outcome.busy or outcome.never else [("http://prefill0", "http://decode0", "differs")]
     )
     assert pairs.due(prefill, decode, not_before) == []
@@ -159,13 +159,13 @@ async def test_nodes_meet_when_both_are_up_and_again_after_a_restart() -> None:
     answers = Probing(GOT)
     p, d = probed(answers)
     async with cluster(p, d) as c:
-        await until(lambda: c.router.pairs.count() == 1)
+        await until(lambda: c.router.pairs.met()[0] == 1)
         assert (answers.offered, answers.fetched[0]["seed"]) == ([{"blocks": 1}], 7)
         assert answers.fetched[0]["ticket"]["remote_request_id"] == "probe-1"
         async with c.http.get(f"{c.url}/health") as answer:
             assert (await answer.json())["pairs"] == {"met": 1, "failed": []}
         d.generation = "g2"
-        await until(lambda: len(answers.fetched) == 2 and c.router.pairs.count() == 1)
+        await until(lambda: len(answers.fetched) == 2 and c.router.pairs.met()[0] == 1)
         assert c.metric("kvrelay_router_meetings_total", outcome="met") == 2
         assert p.released == []
 
@@ -173,14 +173,14 @@ async def test_nodes_meet_when_both_are_up_and_again_after_a_restart() -> None:
 async def test_a_busy_node_is_asked_again_and_what_was_offered_is_given_back() -> None:
     p, d = probed(Probing(BUSY, GOT))
     async with cluster(p, d) as c:
-        await until(lambda: c.router.pairs.count() == 1)
+        await until(lambda: c.router.pairs.met()[0] == 1)
         assert p.released == [["probe-1"]]
 
 
 async def test_nodes_that_cannot_hand_over_are_shown_with_the_reason() -> None:
     p, d = probed(Probing(UNLIKE))
     async with cluster(p, d) as c:
-        await until(lambda: bool(c.router.pairs.failed()))
+        await until(lambda: bool(c.router.pairs.met()[1]))
         async with c.http.get(f"{c.url}/health") as answer:
             failed = {"prefill": p.url, "decode": d.url, "reason": UNLIKE["reason"]}
             assert (await answer.json())["pairs"] == {"met": 0, "failed": [failed]}
@@ -190,4 +190,4 @@ async def test_nodes_that_know_no_probes_are_asked_once() -> None:
     async with cluster(prefill(), decode()) as c:
         await until(lambda: c.metric("kvrelay_router_meetings_total", outcome="never") == 1)
         await c.text()
-        assert c.router.pairs.failed() == []
+        assert c.router.pairs.met()[1] == []

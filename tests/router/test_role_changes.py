@@ -114,7 +114,7 @@ def test_nodes_of_the_former_role_meet_the_new_one() -> None:
     while begun := pairs.due([x, p], [d], 1.0):
         for meeting in begun:
             pairs.ended(meeting, Outcome(), 1.0)
-    assert pairs.count() == 2
+    assert pairs.met()[0] == 2
     (meeting,) = pairs.due([p], [x, d], 2.0)
     assert (meeting.prefill, meeting.decode) == (p, x)
 

@@ -31,6 +31,7 @@ from wire.router_config import RouterConfig
 
 KEY = KeyConfig("a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0)
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KEY,))
+PAIR = ("http://p:1", "http://d:1")
 SNAPSHOT = Snapshot(
     version=3,
     listening=1,
@@ -39,7 +40,7 @@ SNAPSHOT = Snapshot(
     drained={"http://d:1": "g"},
     addresses={"http://p:1": "a:1"},
     news=[NodeNews(1, "flips", "http://d:1", "prefill")],
-    apart=[("http://p:1", "http://d:1")],
+    met=(1, [("http://p:1", "http://d:1", "cut")]),
     poison=[(b"f", ["p"], 5.0)],
     heard={0: 2},
 )
@@ -210,8 +211,9 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_until_they_have_met(
     async with cluster(tmp_path, 1) as c:
         worker, (told, *_) = c.workers[0], [c.parent._told]
         assert told is not None
-        worker.apply(msgspec.structs.replace(told, apart=[("http://p:1", "http://d:1"), ("http://x", "http://d:1")]))
+        worker.apply(msgspec.structs.replace(told, met=(2, [(*PAIR, "cut"), ("http://x", "http://d:1", "cut")])))
         assert worker.router.doors.faults
+        assert worker.router.met() == (2, [(*PAIR, "cut"), ("http://x", "http://d:1", "cut")])
         worker.apply(told)
         assert not worker.router.doors.faults
 
