@@ -16,19 +16,23 @@ import argparse
 import dataclasses
 import gc
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 
-from benchmarks.growth import decisions_us
 from load.measures import percentile
 from planning.rate_card import read_card
+from router.walk.placer import Found
+from simulator.engine import Engine
 from simulator.goodput import is_good
+from simulator.routers import Router
 from simulator.setting import Setting
-from simulator.speeds import Speeds
+from simulator.speeds import H200, Speeds
 from simulator.stream import Stream, Targets
 from simulator.world import simulate
+from wire.config import Role
 
 __all__ = ["main"]
 
@@ -45,6 +49,24 @@ _RUNS = 6
 """Nodes times seeds of a cell, at least one."""
 _SETTLES_S = 120.0
 _ROUTERS = ("chat 39", "15, 4, 0.8")
+_CALLS, _EACH = 2_000, 4
+"""Decisions that are timed, and how many a node has got before."""
+
+
+def decisions_us(nodes: int) -> list[float]:
+    """Return the microseconds of decisions over so many nodes with work, in order."""
+    half, speeds = nodes // 2, Speeds(H200)
+    roles = [Role.PREFILL] * half + [Role.DECODE] * (nodes - half)
+    engines = [Engine(speeds, 128, lambda *_: None, None) for _ in roles]  # type: ignore[arg-type]
+    router, took = Router(Setting(prefixes=False), roles, engines, "growth"), []
+    for at in range(_CALLS):
+        began = time.process_time()
+        found = router.find(router.wanted(Stream(0.0, 500 + 37 * at % 977, 100)))
+        took.append((time.process_time() - began) * 1e6)
+        assert isinstance(found, Found)
+        if at < _EACH * nodes:
+            router.placer.take(found)
+    return sorted(took)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

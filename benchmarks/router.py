@@ -1,6 +1,6 @@
-"""What a router costs, over nodes that cost next to nothing: ours, and others from PyPI in the same run.
+"""What a router costs, over nodes that cost next to nothing.
 
-    python -m benchmarks.router [--peers [NAME ...]] [--workers N] [--only NAME] [--rounds 3] [-- FLAGS OF OURS]
+    python -m benchmarks.router [--workers N] [--rounds 3] [-- FLAGS OF THE ROUTER]
 
 A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are processes of their
 own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its children, user and system, per request of 16
@@ -8,31 +8,45 @@ events, at 1 and at 32 clients; `us/event` the same per event of 64 paced stream
 first event at one client, less that of asking the decode node itself. Rows `direct` show what client and nodes can do
 without a router.
 
-`--workers N` adds a row of our router with so many processes, the parent's CPU among theirs. The kernel deals out
-connections by their ports, so one may have 12 of 32. `--peers` installs vllm-router and sglang-router, or one of them.
-Rounds take turns, so that all see the same machine; medians are shown.
+`--workers N` adds a row of a router with so many processes, the parent's CPU among theirs. The kernel deals out
+connections by their ports, so one may have 12 of 32. Rounds take turns, so that all see the same machine; medians are
+shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.local_cluster import family, free_ports
+from benchmarks.mock_nodes import MODEL
 from benchmarks.raw_load import Seen, Wave, cpu_s
-from benchmarks.router_peers import OURS, PEERS, Running, direct, mock_node, router
 from load.measures import percentile
 
 ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
 PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0
-DIRECT = "direct"
+OURS, DIRECT = "kvrelay", "direct"
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 20.0
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A process that answers, and its children."""
+
+    url: str
+    pids: list[int]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -52,6 +66,69 @@ class Row(msgspec.Struct, frozen=True):
     paced: dict[str, tuple[float, float, float, float]]
     """For each `streams:ms`: gap p50 and p99, TTFT p99, and the share of the wanted rate."""
     failed: dict[str, int]
+
+
+@contextmanager
+def mock_node(role: str, *flags: str) -> Iterator[Running]:
+    """Run one mock node as a process of its own."""
+    argv = [sys.executable, "-m", "benchmarks.mock_nodes", role, *flags]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
+        assert process.stdout is not None
+        try:
+            yield Running(f"http://127.0.0.1:{int(process.stdout.readline())}", [process.pid])
+        finally:
+            process.kill()
+
+
+@contextmanager
+def router(workers: int, prefill: str, decode: str, flags: Sequence[str] = ()) -> Iterator[Running]:
+    """Run a router, from when it answers a chat completion. Raises RuntimeError if it never does."""
+    (port,) = free_ports(1)
+    nodes = [f"--prefill={prefill}", f"--decode={decode}"]
+    ours = [f"--port={port}", f"--workers={workers}", *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvrelay.cli", "router", *nodes, *ours],
+            stdout=log,
+            stderr=log,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "NO_PROXY": "*"},
+            start_new_session=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _answers(url, process):
+                log.seek(0)
+                raise RuntimeError(f"the router did not answer: {log.read().decode(errors='replace')[-3000:]}")
+            yield Running(url, family(process.pid))
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    wanted = urllib.request.Request(
+        f"{url}/v1/chat/completions", msgspec.json.encode(body), {"content-type": "application/json"}
+    )
+    give_up = time.monotonic() + START_DEADLINE_S
+    while process.poll() is None and time.monotonic() < give_up:
+        try:
+            with urllib.request.urlopen(wanted, timeout=5) as answer:
+                if b"[DONE]" in answer.read() and _all_listen(url):
+                    return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
+def _all_listen(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        workers = msgspec.json.decode(answer.read()).get("workers", {})
+    return bool(workers.get("listening") == workers.get("wanted"))
 
 
 def _wave(url: str, wave: Wave) -> Seen:
@@ -139,33 +216,28 @@ def _show(rows: list[Row]) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="other routers, too; all if none is named")
-    parser.add_argument("--workers", type=int, default=1, help="a row of ours with so many processes, too")
-    parser.add_argument("--only", default="", choices=[OURS, *PEERS], help="one router")
+    parser.add_argument("--workers", type=int, default=1, help="a row with so many processes, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
-    parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "kvrelay-router-peers")
-    parser.add_argument("--http", action="store_true", help="our nodes have no leg stream")
+    parser.add_argument("--http", action="store_true", help="nodes without a leg stream")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("flags", nargs="*", help="of our router")
+    parser.add_argument("flags", nargs="*", help="of the router")
     args = parser.parse_args()
-    several = [f"{OURS} x{args.workers}"] if args.workers > 1 else []
-    peers = () if args.peers is None else args.peers or PEERS
-    names = [DIRECT, *([args.only] if args.only else [OURS, *several, *peers])]
+    workers = {DIRECT: 0, OURS: 1} | ({f"{OURS} x{args.workers}": args.workers} if args.workers > 1 else {})
     paced = [pace for pace in args.streams.split(",") if pace]
-    seen: dict[str, list[Row]] = {name: [] for name in names}
+    seen: dict[str, list[Row]] = {name: [] for name in workers}
     http = ("--http",) if args.http else ()
     with mock_node("prefill", *http) as prefill, mock_node("decode", *http) as decode:
         for _ in range(args.rounds):
-            for name in names:
+            for name, count in workers.items():
                 started: AbstractContextManager[Running] = (
-                    direct(decode.url)
-                    if name == DIRECT
-                    else router(name, args.venvs, prefill.url, decode.url, args.flags)
+                    router(count, prefill.url, decode.url, args.flags)
+                    if count
+                    else nullcontext(Running(decode.url, []))
                 )
                 with started as running:
                     seen[name].append(measure(name, running, prefill.pids + decode.pids, paced))
-    rows = [_median(seen[name]) for name in names]
+    rows = [_median(seen[name]) for name in workers]
     _show(rows)
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
