@@ -62,35 +62,6 @@ class NodeLoad:
     The prices of requests are made of what `_settle` keeps, so that a look at a hundred nodes costs little.
     """
 
-    __slots__ = (
-        "_load",
-        "_pending",
-        "_row_weight",
-        "backlog_ms",
-        "base_ms",
-        "behind",
-        "context",
-        "context_ms",
-        "costs",
-        "gap_ms",
-        "kv_free",
-        "kv_most",
-        "linear_ms",
-        "lost",
-        "max_num_seqs",
-        "name",
-        "own",
-        "prompt_share",
-        "prompts",
-        "row_ms",
-        "rows",
-        "spill_ms",
-        "square_ms",
-        "stretch",
-        "token_rate",
-        "wait_ms",
-    )
-
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
         self.name, self.costs, self.gap_ms = name, costs, gap_ms
         self.own = 0
@@ -160,7 +131,7 @@ class NodeLoad:
             if share in self._pending:
                 self._add(share, -1)
                 del self._pending[share]
-                self._settle()
+            self._settle()
 
     def _add(self, share: Share, sign: int) -> None:
         self.backlog_ms = max(0.0, self.backlog_ms + sign * share.prompt_ms)
@@ -187,6 +158,8 @@ class NodeLoad:
         self.stretch = 1 + (pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0)
         left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
         self.lost = LOST * self._row_weight / left
+        self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
+        """Whoever needs no more tokens of KV finds room; an idle node has what it has."""
 
     @property
     def step_ms(self) -> float:
@@ -214,10 +187,6 @@ class NodeLoad:
     def is_idle(self) -> bool:
         """Whether nothing is there or on its way there."""
         return not (self.rows or self.own or self.backlog_ms)
-
-    def fits(self, kv_tokens: float) -> bool:
-        """Say whether so many tokens of KV find room; an idle node has what it has."""
-        return min(kv_tokens, self.kv_most) <= self.kv_free or self.is_idle
 
     def prompt_ms(self, tokens: float, cached: float) -> float:
         """Return what a prompt takes here, less what is cached."""

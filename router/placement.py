@@ -71,6 +71,10 @@ class PlacementRequest:
         """The tokens of KV that it will have where it decodes; what is cached there is among the free blocks."""
         return self.tokens + min(self.output, self.most_output)
 
+    def prompt_ms(self, node: NodeLoad) -> float:
+        """Return what its prompt takes on a node, less what is cached there."""
+        return node.prompt_ms(self.tokens, self.cached.get(node.name, 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -149,7 +153,7 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
         targets = fast or [(price, d) for price, d in targets if d.is_idle]
         if not targets:
             return Wait("one more would make tokens take longer than a target")
-    sources = [p for p in cluster.prefill if min(tokens, p.kv_most) <= p.kv_free or request.roomless or p.is_idle]
+    sources = [p for p in cluster.prefill if tokens <= p.room or request.roomless]
     remote = _remote(request, sources, targets, cluster) if sources else None
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
     local = None if remote is not None and _is_free(remote, cluster) else _local(request, targets, cluster)
@@ -202,31 +206,33 @@ def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple
 
     The shortest prompt is computed first: of those that are there none counts as longer than this one.
     """
-    per_ttft, tokens, cached = 1 / request.ttft_ms, request.tokens, request.cached
-    square, priced = tokens * tokens, []
-    for p in nodes:
-        own = p.prompt_ms(tokens, cached[p.name]) if p.name in cached else tokens * p.linear_ms + square * p.square_ms
+    per_ttft, priced = 1 / request.ttft_ms, []
+    for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True):
         before = min(p.backlog_ms, p.prompts * own)
         priced.append(((p.base_ms + before + own * p.behind) * per_ttft, p))
     return priced
 
 
+def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
+    """Return what the prompt takes on each node, less what is cached there."""
+    tokens, cached, square = request.tokens, request.cached, request.tokens**2
+    return [
+        n.prompt_ms(tokens, cached[n.name]) if n.name in cached else tokens * n.linear_ms + square * n.square_ms
+        for n in nodes
+    ]
+
+
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
     """Return the decode nodes that have room, each with the price of its tokens."""
     kv, per_tpot, tokens = request.kv_tokens, 1 / request.tpot_ms, request.tokens
-    return [
-        ((d.row_ms + d.context_ms * tokens) * per_tpot, d)
-        for d in nodes
-        if min(kv, d.kv_most) <= d.kv_free or request.roomless or d.is_idle
-    ]
+    return [((d.row_ms + d.context_ms * tokens) * per_tpot, d) for d in nodes if kv <= d.room or request.roomless]
 
 
 def _remote(
     request: PlacementRequest, sources: list[NodeLoad], targets: list[tuple[float, NodeLoad]], cluster: Cluster
 ) -> _Way:
     """Return the cheapest pair: its own wait, what it adds to that of those who come behind it, and its decoding."""
-    per_ttft, tokens, cached = 1 / request.ttft_ms, request.tokens, request.cached
-    priced = _sources(request, sources)
+    per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
     if cluster.link_ms is None:
         price, source = _cheapest(priced, request.tie)
         decoding, target = _cheapest(targets, request.tie)
@@ -241,7 +247,7 @@ def _remote(
         total, _, _, source, target = min(ways, key=_first_three)
         link = link_ms(source.name, target.name)
         price, decoding = total - link * per_ttft, 0.0
-    first = source.wait_ms + source.prompt_ms(tokens, cached.get(source.name, 0)) + link
+    first = source.wait_ms + request.prompt_ms(source) + link
     return price + decoding + link * per_ttft, first, source, target
 
 
@@ -250,19 +256,18 @@ def _local(request: PlacementRequest, targets: list[tuple[float, NodeLoad]], clu
     must = not cluster.prefill
     if not (must or cluster.spills):
         return None
-    tokens, cached, computes = request.tokens, request.cached, cluster.computes
-    per_ttft, square = 1 / request.ttft_ms, tokens * tokens
-    priced: list[tuple[float, NodeLoad]] = []
-    for decoding, d in targets:
-        own = d.prompt_ms(tokens, cached[d.name]) if d.name in cached else tokens * d.linear_ms + square * d.square_ms
-        if must or own <= d.spill_ms:
-            priced.append(((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d))
+    computes, per_ttft = cluster.computes, 1 / request.ttft_ms
+    priced = [
+        ((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d)
+        for (decoding, d), own in zip(targets, _prompts_ms(request, [d for _, d in targets]), strict=True)
+        if must or own <= d.spill_ms
+    ]
     if computes is not None:
         priced = [(price, d) for price, d in priced if computes(d.name)]
     if not priced:
         return None
     price, node = _cheapest(priced, request.tie)
-    return price, (node.wait_ms + node.prompt_ms(tokens, cached.get(node.name, 0))) * node.stretch, node, node
+    return price, (node.wait_ms + request.prompt_ms(node)) * node.stretch, node, node
 
 
 def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, NodeLoad]]:
@@ -281,9 +286,7 @@ def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, No
 
 
 def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -> Refuse:
-    tokens, cached = request.tokens, request.cached
-    nodes = cluster.prefill or cluster.decode
-    alone = min(n.idle_ms(1)[0] + n.prompt_ms(tokens, cached.get(n.name, 0)) for n in nodes)
+    alone = min(n.idle_ms(1)[0] + request.prompt_ms(n) for n in cluster.prefill or cluster.decode)
     limit = request.ttft_limit_ms
     return Refuse("ttft", alone if alone > limit else expected_ms, limit, never=alone > limit)
 
@@ -292,7 +295,7 @@ def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
     """Return what a placement takes of its prefill node, if that is another one, and of its decode node."""
-    own = source.prompt_ms(request.tokens, request.cached.get(source.name, 0))
+    own = request.prompt_ms(source)
     output = max(1.0, min(request.output, request.most_output))
     row = Share(
         kv_tokens=request.kv_tokens,

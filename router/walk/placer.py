@@ -307,7 +307,7 @@ class Placer:
         if name == PRICE or len(nodes) < 2:
             return nodes
         kv_tokens = wanted.request.kv_tokens if role is Role.DECODE else wanted.request.tokens
-        roomy = [node for node in nodes if node.state.fits(kv_tokens)]
+        roomy = [node for node in nodes if kv_tokens <= node.state.room]
         return [POLICIES[name](self._ask(role, wanted), roomy or nodes, self._rng)]
 
     @staticmethod
