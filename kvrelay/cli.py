@@ -112,7 +112,7 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
-        from router.membership.kubernetes_watch import server_of
+        from router.membership.kubernetes_lists import server_of
 
         server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:

@@ -1,13 +1,14 @@
 """`kvrelay compose`: writes compose.yaml, .env and the files of Prometheus and Grafana into a folder.
 
 Owns where they lie and what is never overwritten: a compose file that somebody wrote, and what stands in a .env file.
-What is in them is compose.py's and monitoring/'s.
+What is in them is compose.py's and deploy/monitoring's.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,6 @@ import yaml
 from rich.console import Console
 
 from kvrelay.compose import ComposeConfig, compose_of, environment_of, host_paths
-from kvrelay.monitoring.files import files
 from kvrelay.settings import build
 from wire.config import EngineConfig
 from wire.errors import ConfigError
@@ -24,6 +24,7 @@ from wire.errors import ConfigError
 __all__ = ["absolute", "write"]
 
 _MARK = "# Written by `kvrelay compose`"
+_MONITORING = Path(__file__).parent / "monitoring"
 
 
 class _Plain(yaml.SafeDumper):
@@ -81,10 +82,8 @@ def write(values: Mapping[str, object], console: Console) -> int:
         half.touch(mode=0o600)
         half.write_text(f"# For compose.yaml: secrets and what is this host's own.\n{lines}", encoding="utf-8")
         half.replace(environment)
-        for path, content in files().items():
-            if path.startswith(("prometheus/", "grafana/")):  # the others are for Kubernetes
-                (folder / "monitoring" / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / "monitoring" / path).write_text(content, encoding="utf-8")
+        for part in ("prometheus", "grafana"):  # the rest is for Kubernetes
+            shutil.copytree(_MONITORING / part, folder / "monitoring" / part, dirs_exist_ok=True)
         target.write_text(f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}", "utf-8")
     except OSError as why:
         raise ConfigError(f"cannot write the compose files to {folder}: {why.strerror}") from why

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from node.metrics import NodeMetrics
-from router.membership.kubernetes_watch import listed_gauge
+from router.membership.kubernetes_lists import listed_gauge
 from router.metrics import Metrics
 from router.nodes.pool import Pool
 from router.workers.parent import WorkerMetrics

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import yaml
 
 from kvrelay.metrics_reference import metrics_reference
-from kvrelay.monitoring.alerts import ALERTS
 from scripts.reference.markdown import code, table
 
 __all__ = ["metric_pieces"]
+
+_RULES = Path(__file__).parents[2] / "deploy" / "monitoring" / "prometheus" / "kvrelay.rules.yml"
 
 
 def metric_pieces() -> dict[str, str]:
@@ -26,9 +30,15 @@ def _table(where: str) -> str:
 
 
 def _alerts() -> str:
-    """What Prometheus puts in when one fires is shown as the name of it: {{ $labels.node }} as node."""
+    """List the alerts; what Prometheus puts in when one fires is shown by its name: {{ $labels.node }} as node."""
+    rules = yaml.safe_load(_RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]
     rows = (
-        [code(each.name), each.severity, each.after, re.sub(r"\{\{ \$(?:labels\.)?(\w+).*?\}\}", r"`\1`", each.says)]
-        for each in ALERTS
+        [
+            code(each["alert"]),
+            each["labels"]["severity"],
+            each["for"],
+            re.sub(r"\{\{ \$(?:labels\.)?(\w+).*?\}\}", r"`\1`", each["annotations"]["summary"]),
+        ]
+        for each in rules
     )
     return table(["Alert", "Severity", "After", "Says"], rows)

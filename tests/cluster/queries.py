@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
-from kvrelay.monitoring import files
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+
 
 _METRIC = re.compile(r"(?<![\w:])((?:vllm:|kvrelay_|process_)\w+|up)\b(?:\{([^}]*)\})?")
 _KEPT = re.compile(r"\b(?:by|on) \(([^)]*)\)")
@@ -29,18 +31,15 @@ class Asked:
 def asked() -> list[Asked]:
     """Of each file, in order."""
     found = []
-    for path, content in files().items():
-        if path.endswith(".json"):
-            board = json.loads(content)
-            found += [
-                _asked(f"{board['uid']}: {panel['title']} {target['refId']}", target["expr"], target["legendFormat"])
-                for panel in board["panels"]
-                for target in panel.get("targets", [])
-            ]
-        elif path.startswith("prometheus/") and path.endswith("rules.yml"):
-            for rule in yaml.safe_load(content)["groups"][0]["rules"]:
-                found.append(_asked(rule["alert"], rule["expr"], ""))
-    return found
+    for path in sorted((MONITORING / "grafana" / "dashboards").glob("*.json")):
+        board = json.loads(path.read_text())
+        found += [
+            _asked(f"{board['uid']}: {panel['title']} {target['refId']}", target["expr"], target["legendFormat"])
+            for panel in board["panels"]
+            for target in panel.get("targets", [])
+        ]
+    rules = yaml.safe_load((MONITORING / "prometheus" / "kvrelay.rules.yml").read_text())["groups"][0]["rules"]
+    return found + [_asked(rule["alert"], rule["expr"], "") for rule in rules]
 
 
 def _asked(where: str, expr: str, legend: str) -> Asked:

