@@ -106,7 +106,7 @@ def _check_further_ports(config: NodeConfig) -> None:
 
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
-    from router.drawn_keys import drawn_key
+    from kvrelay.drawn_keys import drawn_key
 
     port = check_port(config.host, config.port)
     if config.heartbeat_port:

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.chat import Endpoint, open_session, proof
+from kvrelay.drawn_keys import Kind, drawn_key
 from kvrelay.machine import this_machine
 from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 from node.private_files import private_folder
-from router.drawn_keys import Kind, drawn_key
 
 __all__ = ["up"]
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from kvrelay.drawn_keys import stored_key
 from kvrelay.embedded import embedded_model
 from kvrelay.help import GroupedCommand
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
-from router.drawn_keys import stored_key
 from wire.config import EngineConfig
 from wire.config_checks import base_url, is_base_url, is_loopback
 from wire.key_config import KeyConfig

@@ -21,10 +21,10 @@ import aiohttp
 
 from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
+from kvrelay.drawn_keys import stored_key
 from kvrelay.machine import environ, this_machine
 from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from node.parent import PARENT_PID
-from router.drawn_keys import stored_key
 from wire.config import EngineConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]

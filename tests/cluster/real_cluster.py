@@ -19,7 +19,7 @@ import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports, kv_events
-from router.drawn_keys import stored_key
+from kvrelay.drawn_keys import stored_key
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do

@@ -18,8 +18,8 @@ import httpx2
 import pytest
 from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
 
+from kvrelay.drawn_keys import stored_key
 from kvrelay.embedded import embedded_model
-from router.drawn_keys import stored_key
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("KVRELAY_SCREENSHOTS", "")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvrelay import before_start, cli
+from kvrelay.drawn_keys import stored_key
 from paged_engine import prefetch
 from router.admission.keys import hash_of
-from router.drawn_keys import stored_key
 from router.reload import changes
 from wire.config import NodeConfig, Role
 from wire.errors import ConfigError

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvrelay.chat import Endpoint
 from kvrelay.cluster import _invite
-from router.drawn_keys import stored_key
+from kvrelay.drawn_keys import stored_key
 
 _UP = """
 import sys

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from kvrelay import cli
+from kvrelay.drawn_keys import drawn_key
 from kvrelay.top import drawn
 from router.console.picture import FailedPair, RoleChange, RolesSeen
-from router.drawn_keys import drawn_key
 from tests.router.router_doubles import cluster, decode, prefill
 
 

@@ -21,8 +21,8 @@ import pytest
 from aiohttp import web
 
 from kvrelay import workers
+from kvrelay.drawn_keys import stored_key
 from router.admission.keys import hash_of
-from router.drawn_keys import stored_key
 from router.nodes.pool import DRAINS
 from router.operators import OPERATED
 from router.workers import parent as parent_module

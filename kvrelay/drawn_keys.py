@@ -3,7 +3,7 @@
 A file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to the same user:
 $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is somebody else's, that others may
 enter, or that is a symbolic link is neither written to nor read from, whoever has put it there. Decides nothing about
-requests: that is router/operators.py's.
+requests: that is router/guard.py's.
 """
 
 from __future__ import annotations

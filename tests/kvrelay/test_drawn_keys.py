@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from router import drawn_keys
-from router.drawn_keys import drawn_key, stored_key
+from kvrelay import drawn_keys
+from kvrelay.drawn_keys import drawn_key, stored_key
 
 ROUTER = "http://127.0.0.1:8123"
 
