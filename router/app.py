@@ -1,383 +1,43 @@
-"""The HTTP routes of the router: what may pass the door, and OpenAI-shaped answers to all that may not.
-
-Owns nothing that outlives the process's event loop except through its lifespan. The walk of a request is in handoff.py.
-"""
+"""The router as an ASGI application: its routes, and what stands before them. Decides nothing about requests."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
-import secrets
-import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 
-import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.base import RequestResponseEndpoint
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from openai_api.beside import beside, unless_gone
-from openai_api.body import sane_id
-from openai_api.dialect import AS_IS, Speak, as_it_is
+from openai_api.dialect import as_it_is
 from openai_api.front import Front, front_of
-from openai_api.json_body import check_shape, json_response
-from openai_api.responses_call import Learn, translated
-from openai_api.routes import add_routes, shown
-from openai_api.tracing import tracing_to
+from openai_api.json_body import json_response
+from openai_api.routes import add_routes
 from openai_api.types import ModelList
-from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
-from router.admin import add_admin_routes, ask_role
-from router.admission.gate import Gate
-from router.admission.keys import Keyring
-from router.admission.poison import DEATHS, fingerprint_of
-from router.chores import Chores, ended
-from router.client import headers_of
-from router.console.lookout import Lookout
+from router.adapters import LOAD_PATH, UNLOAD_PATH
+from router.admin import add_admin_routes
 from router.console.routes import add_console_routes
-from router.endings import Endings, Traced
-from router.entry import targets_of
 from router.guard import KeyGate, add_error_answers, answer_any, caller_of, read_body
 from router.hot_routes import HotRoutes
-from router.legs.leg_watch import LegWatches
-from router.legs.legs import Legs
-from router.membership.heartbeats import hearing
-from router.membership.kubernetes_watch import discovering
-from router.membership.members import Source
-from router.metrics import Metrics
-from router.nodes.doors import Doors
-from router.nodes.health import watching
-from router.nodes.models import Models
-from router.nodes.node import Node, NodeKind
-from router.nodes.pairs import Meeting, Met, Pairs
-from router.nodes.pool import Pool
-from router.nodes.warm_up import warming
 from router.on_all_nodes import add_node_routes
 from router.operators import OPERATED
-from router.prefix.kv_events import KvEvents
-from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay
-from router.reload import Reread, read_again, static_nodes
-from router.reply import Reply
-from router.roles import RoleChanges
+from router.reload import Reread
+from router.router import Router
 from router.shared import Shared
-from router.state import health_of
-from router.timeline import Timeline
-from router.vllm.legs import VllmLegs
-from router.vllm.pings import hearing_pings
-from router.vllm.walk import VllmWalk
-from router.walk.deaths import Deaths
-from router.walk.handoff import Walk
 from router.walk.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
-    SESSION_HEADER,
-    Job,
-    for_model,
-    parse_job,
-    parts_of,
-    with_priority,
-    with_salt_of,
 )
-from router.walk.joined_walk import JoinedWalk
-from router.walk.means import Means
-from router.walk.placer import Placer
-from router.walk.retries import RetryBudget
-from wire.config import Role
-from wire.errors import KvrelayError
 from wire.router_config import RouterConfig
 
-__all__ = ["Router", "create_app"]
+__all__ = ["create_app"]
 
-_SHUTDOWN_DEADLINE_S = 5.0
 _MAX_ADMIN_BYTES = 1 << 16
 _ADMIN_READ_S = 10.0
-_BODY_DEADLINE_S = 60.0
-_ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
-
-_log = logging.getLogger("kvrelay.router")
-
-
-class Router:
-    """All that the routes share. `legs` exists between start and stop."""
-
-    def __init__(
-        self, config: RouterConfig, rng: random.Random, shared: Shared | None = None, reread: Reread | None = None
-    ) -> None:
-        self.config, self._reread = config, reread
-        self.shared = shared or Shared()
-        self.pool = Pool(config.prefill, config.decode)
-        self.doors = Doors(self.pool, rng)
-        self.placer = Placer(config, self.pool, self.doors, rng)
-        self.models = Models(self.pool, config.aliases, int(time.time()))
-        self.keyring = Keyring(config.api_key, config.keys)
-        self.pairs = Pairs()
-        self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
-        self.metrics.waiting_for_room.read = lambda: self.placer.waiting
-        self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
-        self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
-        self.chores = Chores()
-        self._legs: Legs | None = None
-        self._means: Means | None = None
-        self._vllm_legs: VllmLegs | None = None
-        self._live: set[str] = set()
-        self.ending = False
-        """It was told to end, and serves what it has begun."""
-        self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
-        self.endings = Endings(self.metrics, self.lookout)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
-        self._legs = legs = Legs(self.config, self.chores)
-        self._means = Means(
-            self.pool,
-            self.doors,
-            self.placer,
-            legs,
-            self.chores,
-            self.metrics,
-            RetryBudget(),
-            LegWatches(),
-            self.config.attempts,
-            self.config.request_deadline_s,
-        )
-        events = (
-            KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
-            if self.shared.serves
-            else None
-        )
-        self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
-        try:
-            config = self.config
-            async with (
-                watching(self.pool, legs, events, config.health_interval_s),
-                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
-                discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
-                self.endings.flow.looking(),
-                hearing_pings(self.pool, config.host, config.p2p_nccl_port, self.may_be_node),
-                self._changing_roles() if self.shared.leads else nullcontext(),
-            ):
-                yield
-        finally:
-            await self.gate.close()
-            if events is not None:
-                await events.close()
-            await self.chores.finish(_SHUTDOWN_DEADLINE_S)
-            await legs.close()
-            await vllm_legs.close()
-            if self.tracing is not None:
-                await asyncio.to_thread(self.tracing.close)
-
-    @asynccontextmanager
-    async def _changing_roles(self) -> AsyncIterator[None]:
-        """Have nodes change their roles for the length of the block."""
-
-        async def ask(node: Node, role: Role) -> tuple[int, str]:
-            return await ask_role(self.pool, self.legs(), node, role)
-
-        self.lookout.roles = RoleChanges(lambda: self.config, self.pool, self.metrics, ask, lambda: self.ending)
-        task = asyncio.create_task(self.lookout.roles.look_for_ever())
-        try:
-            yield
-        finally:
-            await ended([task])
-
-    def take_over(self, config: RouterConfig) -> None:
-        """This is the configuration for requests that come from now on. Nodes are told to the pool by others."""
-        self.config = config
-        self.keyring.take_over(config.api_key, config.keys)
-        self.models.take_over(config.aliases)
-        self.gate.take_over(config)
-        self.placer.take_over(config)
-        if self._means is not None:
-            self._means = self._means.under(config)
-
-    def reload(self) -> list[str]:
-        """Take over the configuration that is read now; the names of settings that are new.
-
-        Raises RequestError, ConfigError; then everything is as before."""
-        config, changed = read_again(self.config, self._reread)
-        if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
-            self.pool.tell(Source.STATIC, static_nodes(config), time.monotonic())
-        self.take_over(config)
-        return changed
-
-    def may_be_node(self, url: str) -> bool:
-        """See RouterConfig."""
-        return self.config.may_be_node(url)
-
-    def _met(self, how: str, meeting: Meeting) -> None:
-        self.metrics.meetings.labels(how).inc()
-        if how in ("met", "failed"):
-            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
-
-    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
-        """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), caller_of(request)
-        header = headers_of(request.scope).get
-        request.state.job_id = self._new_id(header("x-request-id", ""))
-        traced: Traced | None = None
-        walk: Walk | JoinedWalk | VllmWalk | None = None
-        try:
-            body = await self._body(request)
-            fingerprint = partial(fingerprint_of, caller.key_hash, body)
-            deaths = Deaths(self.pool.fates, self.shared.poison, self.metrics, fingerprint)
-            deaths.check()
-            body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
-            leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
-            if request.state.job_id in self._live:  # since the body was waited for
-                request.state.job_id = self._new_id("")
-            session = header(SESSION_HEADER, "")
-            targets = self.gate.targets(*targets_of(header))
-            job = parse_job(
-                body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session, targets
-            )
-            if job.asked_id and header("x-request-id") is None:
-                request.state.job_id = self._new_id(job.asked_id)
-                job = msgspec.structs.replace(job, id=request.state.job_id)
-            caller.check_model(job.model)
-            job = for_model(job, self.models.named(job.model))
-            job = with_priority(job, caller.check_priority(job.asked_priority))
-            if self.config.isolate_keys:
-                job = with_salt_of(job, caller.key_hash)
-            if job.id in (header("x-request-id"), job.asked_id):
-                job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            traced = Traced(self.tracing, path, header, timeline.arrived)
-            walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths)
-            turn = await self.gate.enter(caller, job, walk.wanted(), timeline.arrived)
-        except KvrelayError as why:
-            job_of = None if walk is None else walk.job
-            self.endings.refused(request.state.job_id, path, caller.name, why, traced, job_of)
-            raise
-        except ClientDisconnect:
-            self.metrics.refused(path, CLIENT_GONE)
-            return Response(status_code=CLIENT_GONE)
-        if self.config.log_bodies:
-            _log.info("id=%s body=%s", job.id, shown(body))
-        self._live.add(job.id)
-        self.endings.begins(walk, turn.caller.name)
-
-        def finished(status: int, why: KvrelayError | None) -> None:
-            sent = walk.timeline.sent is not None
-            self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
-            self._live.discard(job.id)
-            if status == 200 and why is None:
-                deaths.answered()
-            self.endings.finished(walk, turn.caller.name, path, status, why, traced)
-
-        return Relay(walk, turn, finished, dialect)
-
-    def _walk(
-        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
-    ) -> Walk | JoinedWalk | VllmWalk:
-        """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
-        means, vllm_legs = self._means, self._vllm_legs
-        assert means is not None
-        assert vllm_legs is not None
-        kind = self.pool.kind_for(job.model)
-        if kind is not NodeKind.KVRELAY:
-            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return VllmWalk(
-                job,
-                kind,
-                headers,
-                timeline,
-                self.pool,
-                self.placer,
-                vllm_legs,
-                self.metrics,
-                deaths,
-                attempts,
-                deadline_s,
-            )
-
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            return Walk(part, headers, its, means, deaths, reply)
-
-        parts = parts_of(job)
-        if len(parts) == 1:
-            return walk_of(job, timeline)
-        return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
-
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
-        """Return what a node's /tokenize or /detokenize says to a body; None if the client has gone.
-
-        Raises KvrelayError.
-        """
-        assert self._legs is not None
-        body = await self._body(request)
-        body = await beside(len(body), translate, body)
-        async with self.gate.question(caller_of(request)):
-            # What ends one node ends the next: no more of them than a request may have that is answered by tokens.
-            attempts = min(self.config.attempts, DEATHS)
-            asked = ask_any(self.pool, self.models, self._legs, path, body, attempts)
-            return await unless_gone(request, asked)
-
-    def met(self) -> Met:
-        """Say which pairs of nodes have met, as far as the process that leads knows."""
-        return self.pairs.met() if self.shared.leads else self.shared.met
-
-    def running_now(self) -> int:
-        """Requests that this process is answering."""
-        return len(self._live)
-
-    def legs(self) -> Legs:
-        """The connections to the nodes."""
-        assert self._legs is not None
-        return self._legs
-
-    def check_key(self, request: Request) -> None:
-        """Was done before any route was chosen: KeyGate."""
-
-    def owner(self, request: Request) -> str:
-        """See Server."""
-        return caller_of(request).key_hash
-
-    def health(self) -> tuple[int, bytes]:
-        """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, self.met(), len(self._live), time.monotonic())
-        workers = self.shared.workers()
-        if workers is not None:
-            body["workers"] = workers
-        return (200 if ready else 503), msgspec.json.encode(body)
-
-    def served(self) -> list[str]:
-        """The names that requests may ask for."""
-        return self.models.names()
-
-    def healthy(self) -> bool:
-        """Whether a request for any model can be served now."""
-        return any(self.models.ready().values()) or self.models.alone()
-
-    def alive(self) -> bool:
-        """Always: what it cannot do without nodes, a new process could not either."""
-        return True
-
-    async def tell_adapters(self, request: Request) -> Response:
-        """Load or unload an adapter on all nodes. Raises KvrelayError."""
-        assert self._legs is not None
-        caller_of(request).check_admin()
-        body = await self._body(request)
-        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
-        return Response(said, media_type="application/json")
-
-    def _new_id(self, wanted: str) -> str:
-        """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
-        return wanted if sane_id(wanted) and wanted not in self._live else f"{_ids.getrandbits(128):032x}"
-
-    async def _body(self, request: Request) -> bytes:
-        body = await read_body(
-            request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
-        )
-        await beside(len(body), check_shape, body)
-        return body
 
 
 class _App(FastAPI):

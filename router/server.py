@@ -19,9 +19,10 @@ import uvloop
 from openai_api.beside import give_large_blocks_back
 from openai_api.connections import connections
 from openai_api.tls import server_context
-from router.app import Router, create_app
+from router.app import create_app
 from router.client import ClientConnection
 from router.reload import Reread, reload_on_hangup
+from router.router import Router
 from router.shared import Shared
 from router.tls import trusted
 from wire.router_config import RouterConfig

@@ -22,10 +22,10 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
-from router.app import Router
 from router.console.picture import WorkerSeen
 from router.membership.members import Source
 from router.reload import Reread
+from router.router import Router
 from router.server import make_server
 from router.shared import Shared
 from router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from openai_api.response_store import ResponseStore
 from router.admission.poison import Poison
-from router.app import Router
 from router.nodes.node import NodeNews
+from router.router import Router
 from router.server import make_server
 from router.shared import Shared
 from router.workers.forwarding import Forwarding

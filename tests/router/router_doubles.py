@@ -14,11 +14,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from router.app import Router
 from router.node_load import Share
 from router.nodes.node import Lease, Node
 from router.nodes.pool import Pool
 from router.reload import Reread
+from router.router import Router
 from router.server import make_server
 from tests.router.stream_doubles import Put, serve_stream
 from wire.config import Role

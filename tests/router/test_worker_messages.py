@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from openai_api.response_store import Stored
-from router.app import Router
 from router.membership.members import NodeSpec, Source
 from router.nodes.node import Node, NodeNews
 from router.nodes.pool import DRAINS, Pool
+from router.router import Router
 from router.workers import parent as parent_module
 from router.workers.messages import MAX_BYTES, LinkBroken, Report, Snapshot, framed, received
 from router.workers.parent import Parent, share_of
