@@ -50,7 +50,6 @@ def add_commands(app: typer.Typer) -> None:
         ("version", _version),
     ):
         app.command(name, cls=GroupedCommand)(command)
-    app.command("supervise", cls=GroupedCommand, context_settings=dict(OF_ANOTHER))(_supervise)
 
 
 def _chat(
@@ -208,24 +207,6 @@ def _role(
     admin_key = admin_key or stored_key("admin", router)
     node_api_key = node_api_key or _drawn_node_key(router, [node])
     return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)
-
-
-def _supervise(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND [FLAGS]", help="One that serves, with its flags."),
-    ],
-) -> int:
-    """Keep one command running: start it again when it fails, as a node does whose GPU has failed.
-
-    It waits longer each time, from 0.5 up to 30 s. It ends with the command's exit code when that ends with 0, is told
-    to end, or was typed wrongly (2).
-    """
-    from kvrelay.supervise import supervise
-    from node.process_log import log_to_stderr
-
-    log_to_stderr("supervise")
-    return supervise(command)
 
 
 def _prefetch(

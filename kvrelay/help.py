@@ -13,7 +13,7 @@ __all__ = ["ALL", "COMMON", "GROUPS", "GroupedCommand", "GroupedCommands"]
 
 ALL = "--help-all"
 GROUPS = {
-    "Serve": ("up", "serve", "prefill", "decode", "router", "rank", "supervise"),
+    "Serve": ("up", "serve", "prefill", "decode", "router", "rank"),
     "Ask": ("chat", "batch"),
     "Prepare": ("config", "key", "prefetch", "compose", "version"),
     "Watch and steer": ("top", "doctor", "drain", "role"),
