@@ -1,7 +1,6 @@
 """Pods, as an API server tells of them -> the nodes that they are. Pure: knows no API server and no clock.
 
-A pod is a node while it is Ready, not terminating, and says by its labels that it is one. Level-triggered: whatever
-events were lost, after a list all is as the list says.
+A pod is a node while it is Ready, not terminating, and says by its labels that it is one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from router.membership.members import NodeSpec
 from wire.config import Role
 from wire.errors import RequestError
 
-__all__ = ["MODEL", "PORT", "PORT_NAME", "ROLE", "ListedPods", "Pod", "Pods", "Told", "WatchEvent"]
+__all__ = ["MODEL", "PORT", "PORT_NAME", "ROLE", "ListedPods", "Pod", "Pods", "Told"]
 
 ROLE = "kvrelay/role"
 """Label: prefill or decode."""
@@ -31,11 +30,10 @@ class _Struct(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ObjectMeta(_Struct, frozen=True):
-    """metadata of a pod; of a bookmark, too, which has a version alone."""
+    """metadata of a pod."""
 
     name: str = ""
     uid: str = ""
-    resource_version: str = ""
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
@@ -56,19 +54,12 @@ class Container(_Struct, frozen=True):
     ports: list[ContainerPort] | None = None
 
 
-class ContainerState(_Struct, frozen=True):
-    """One of these, or waiting."""
-
-    running: dict[str, object] | None = None
-    terminated: dict[str, object] | None = None
-    waiting: dict[str, object] | None = None
-
-
 class ContainerStatus(_Struct, frozen=True):
     """A container as it is."""
 
     name: str
-    state: ContainerState | None = None
+    state: dict[str, object] | None = None
+    """Has one of `running`, `waiting` and `terminated`."""
 
 
 class PodCondition(_Struct, frozen=True):
@@ -116,10 +107,13 @@ class Pod(_Struct, frozen=True):
         """Its process is not there any more (or not yet)."""
         if self.status.phase in ("Succeeded", "Failed"):
             return True
-        states = {each.name: each.state for each in self.status.container_statuses or () if each.state is not None}
-        if (node := self._container_of_port()) is not None:
-            states = {name: state for name, state in states.items() if name == node}
-        return bool(states) and all(state.running is None for state in states.values())
+        named = self._named_port
+        states = [
+            each.state
+            for each in self.status.container_statuses or ()
+            if each.state is not None and (named is None or each.name == named[0])
+        ]
+        return bool(states) and all(state.get("running") is None for state in states)
 
     def node(self) -> NodeSpec:
         """The node that it is, whether it serves or not. Raises RequestError if it cannot be one."""
@@ -139,17 +133,22 @@ class Pod(_Struct, frozen=True):
             if not (said.isascii() and said.isdigit() and 0 < int(said[:6]) < 65536):
                 raise RequestError(f"its annotation {PORT} must be a port, got {said!r}")
             return int(said)
-        for container in self.spec.containers or ():
-            for port in container.ports or ():
-                if port.name == PORT_NAME:
-                    return port.container_port
-        raise RequestError(f"it has neither a container port named {PORT_NAME} nor an annotation {PORT}")
+        if self._named_port is None:
+            raise RequestError(f"it has neither a container port named {PORT_NAME} nor an annotation {PORT}")
+        return self._named_port[1]
 
-    def _container_of_port(self) -> str | None:
-        for container in self.spec.containers or ():
-            if any(port.name == PORT_NAME for port in container.ports or ()):
-                return container.name
-        return None
+    @property
+    def _named_port(self) -> tuple[str, int] | None:
+        """The container that has the port of this name, and the port."""
+        return next(
+            (
+                (container.name, port.container_port)
+                for container in self.spec.containers or ()
+                for port in container.ports or ()
+                if port.name == PORT_NAME
+            ),
+            None,
+        )
 
 
 class ListMeta(_Struct, frozen=True):
@@ -166,13 +165,6 @@ class ListedPods(_Struct, frozen=True):
     items: list[Pod] | None = None
 
 
-class WatchEvent(_Struct, frozen=True):
-    """One line of a watch. What `object` is depends on `type`."""
-
-    type: str
-    object: msgspec.Raw
-
-
 @dataclass(frozen=True, slots=True)
 class Told:
     """What follows from all pods that are known."""
@@ -185,7 +177,7 @@ class Told:
 
 
 class Pods:
-    """All pods that the selector matches, as far as they are known.
+    """All pods that the selector matches, as they were listed last.
 
     That a pod is not there any more proves its process's end only if it was terminating or ended before: one that has
     lost its label runs on. `gone` is told once, because others may have the address by then.
@@ -195,29 +187,16 @@ class Pods:
         self._pods: dict[str, Pod] = {}
         self._named: dict[str, str] = {}
         """Addresses of pods that were nodes at some time and have not ended, by UID."""
-        self._ends: set[str] = set()
         self._complaints: dict[str, str] = {}
 
-    def __len__(self) -> int:
-        return len(self._pods)
-
-    def listed(self, pods: Iterable[Pod]) -> None:
-        """These pods are there, and no others."""
-        now = {pod.metadata.uid: pod for pod in pods}
-        for uid in self._pods.keys() - now.keys():
-            self._forget(self._pods[uid])
-        self._pods = now
-
-    def seen(self, pod: Pod) -> None:
-        """A pod is there, or has changed."""
-        self._pods[pod.metadata.uid] = pod
-
-    def deleted(self, pod: Pod) -> None:
-        """A pod is not there any more, or does not match any more; `pod` is how it was last."""
-        self._forget(pod)
-
-    def told(self) -> Told:
-        """What is to be told now."""
+    def listed(self, pods: Iterable[Pod]) -> Told:
+        """Say what follows if these pods are there, and no others."""
+        before, self._pods = self._pods, {pod.metadata.uid: pod for pod in pods}
+        ends: set[str | None] = set()
+        for uid in before.keys() - self._pods.keys():
+            address = self._named.pop(uid, None)
+            if before[uid].terminating:
+                ends.add(address)
         nodes: dict[str, NodeSpec] = {}
         complaints: dict[str, str] = {}
         # Of two pods at one address the younger one is there: an address is given away again when its pod has ended.
@@ -225,25 +204,17 @@ class Pods:
             self._pods.items(), key=lambda known: (known[1].metadata.creation_timestamp or "", known[0])
         ):
             if pod.ended:
-                self._ends.update(filter(None, [self._named.pop(uid, None)]))
+                ends.add(self._named.pop(uid, None))
             elif pod.serves:
                 try:
                     node = pod.node()
                 except RequestError as why:
                     complaints[uid] = f"pod {pod.metadata.name} cannot be a node: {why.message}"
                     continue
-                if self._named.get(uid, node.url) != node.url:
-                    self._ends.add(self._named[uid])
+                if self._named.get(uid) != node.url:
+                    ends.add(self._named.get(uid))
                 self._named[uid] = node.url
                 nodes[node.url] = node
         new = tuple(said for uid, said in complaints.items() if self._complaints.get(uid) != said)
         self._complaints = complaints
-        gone, self._ends = frozenset(self._ends - nodes.keys()), set()
-        return Told(tuple(nodes.values()), gone, new)
-
-    def _forget(self, last: Pod) -> None:
-        uid = last.metadata.uid
-        before = self._pods.pop(uid, last)
-        address = self._named.pop(uid, None)
-        if address is not None and any(pod.terminating or pod.ended for pod in (before, last)):
-            self._ends.add(address)
+        return Told(tuple(nodes.values()), frozenset(filter(None, ends - nodes.keys())), new)

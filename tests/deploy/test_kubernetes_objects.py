@@ -27,7 +27,7 @@ MAY_HAVE = {
     "rank": {"HF_TOKEN"},
 }
 
-DISCOVERY = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+DISCOVERY = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 with_discovery = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])

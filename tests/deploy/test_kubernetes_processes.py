@@ -76,7 +76,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
         patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
-        patch.setattr("router.membership.kubernetes_watch.server_of", lambda namespace: (None, "kvrelay"))
+        patch.setattr("router.membership.kubernetes_lists.server_of", lambda namespace: (None, "kvrelay"))
 
         def started(overlay: str, pod: PodOf) -> Started:
             for name in (*SECRETS, LOG_FORMAT):

@@ -151,7 +151,7 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, 
     for running in (each for each in everyone if each.pod.component == "node"):
         await until(f"{running.name} has started", lambda running=running: running.probe(http, "startup"))
         assert await running.probe(http, "readiness")
-        await kubelet.api.put(running.told(ready=True))
+        kubelet.api.put(running.told(ready=True))
     router, decode = kubelet.running["kvrelay-router"], kubelet.running["kvrelay-decode"]
     await until("the router has found them", lambda: router.probe(http, "readiness"))
 
@@ -160,7 +160,7 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, 
     async with http.post(router.url("/v1/completions"), json=body, headers=key) as answer:
         assert answer.status == 200, await answer.text()
         assert await answer.content.readuntil(b"\n\n")
-        await kubelet.api.put(decode.told(ready=True, terminating=True))
+        kubelet.api.put(decode.told(ready=True, terminating=True))
         hook = asyncio.create_task(kubelet.run_hook(decode))
         rest = answer.content.read()
 
@@ -176,7 +176,7 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, 
     decode.process.send_signal(signal.SIGTERM)
     # uvicorn ends by the signal that it was ended with, after all is done; as process 1 of a container it cannot.
     assert await asyncio.wait_for(decode.process.wait(), 30) in (0, -signal.SIGTERM), decode.log.read_text()
-    await kubelet.api.delete(decode.name)
+    kubelet.api.delete(decode.name)
 
     async def out() -> bool:
         return not await router.probe(http, "readiness")

@@ -1,7 +1,7 @@
 """An API server that knows pods and the scales of Deployments, and speaks as a real one does, over HTTP.
 
 kmock serves it: routes, status objects, streams. Its own emulator of objects knows no resource versions (nor label
-selectors, pages, bookmarks, watch timeouts, 410), and they are what is tested; so the store behind it is here.
+selectors, pages, 410), and they are what is tested; so the store behind it is here.
 """
 
 from __future__ import annotations
@@ -25,24 +25,18 @@ class ApiServer:
         self.namespace = namespace
         self.pods: dict[str, Object] = {}
         self.version = 1000
-        self.compacted = 0
-        """Changes up to this version are forgotten: a watch from before it is 410 Gone."""
+        self.pages_expire = False
+        """A list that was begun cannot be gone on with: 410 Gone."""
         self.list_takes_s = 0.0
         self.list_fails: kmock.KubernetesError | None = None
-        self.watch_fails: kmock.KubernetesError | None = None
-        self.watches_end_at_once = False
         self.page = 500
         self.asked: list[tuple[str, dict[str, str]]] = []
-        """list or watch, and with what."""
+        """What for, and with what."""
         self.url = ""
-        self._changes: list[tuple[int, str, Object]] = []
-        self._lines: list[tuple[int, bytes]] = []
-        self._changed = asyncio.Condition()
         self._transports: set[asyncio.BaseTransport] = set()
         self._handler = kmock.KubernetesScaffold()
         pods = kmock.resource("", "v1", "pods")
         self._handler[kmock.action.LIST, pods] << self._list
-        self._handler[kmock.action.WATCH, pods] << self._watch
         self.scales: dict[str, int] = {}
         """Deployments by name, and how many pods each is to have."""
         self.scale_fails: dict[str, kmock.KubernetesError] = {}
@@ -79,45 +73,19 @@ users: [{{name: me, user: {{token: secret}}}}]
         )
         return path
 
-    async def put(self, pod: Object, *, lost: bool = False) -> None:
-        """Create or change a pod. `lost`: no watch tells of it."""
-        name = pod["metadata"]["name"]
-        kind = "MODIFIED" if name in self.pods else "ADDED"
+    def put(self, pod: Object) -> None:
+        """Create or change a pod."""
         self.version += 1
-        self.pods[name] = copy.deepcopy(pod)
-        self.pods[name]["metadata"]["resourceVersion"] = str(self.version)
-        await self._tell(kind, self.pods[name], lost)
+        self.pods[pod["metadata"]["name"]] = copy.deepcopy(pod)
 
-    async def delete(self, name: str, *, lost: bool = False, terminated: bool = True) -> None:
-        """A pod is not there any more. Without `terminated` it has lost its label instead, and runs on."""
+    def delete(self, name: str) -> None:
+        """A pod is not there any more."""
         self.version += 1
-        pod = self.pods.pop(name)
-        pod["metadata"]["resourceVersion"] = str(self.version)
-        if terminated:
-            pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:30Z"
-        await self._tell("DELETED", pod, lost)
-
-    async def say(self, line: bytes) -> None:
-        """Put a line into all watches."""
-        self.version += 1
-        self._lines.append((self.version, line))
-        async with self._changed:
-            self._changed.notify_all()
-
-    def compact(self) -> None:
-        """Forget all changes so far, as etcd does every five minutes."""
-        self.version += 1
-        self.compacted = self.version
+        del self.pods[name]
 
     def count(self, verb: str) -> int:
-        """How often it was asked for lists or watches."""
+        """How often it was asked for that."""
         return sum(asked == verb for asked, _ in self.asked)
-
-    async def _tell(self, kind: str, pod: Object, lost: bool) -> None:
-        if not lost:
-            self._changes.append((self.version, kind, copy.deepcopy(pod)))
-        async with self._changed:
-            self._changed.notify_all()
 
     async def _list(self, request: kmock.Request) -> Object:
         params = self._begin("list", request)
@@ -127,8 +95,8 @@ users: [{{name: me, user: {{token: secret}}}}]
         at, first = self.version, 0
         if "continue" in params:
             at, first = map(int, params["continue"].split(":"))
-            if at <= self.compacted:
-                raise _gone(at)
+            if self.pages_expire:
+                raise kmock.KubernetesError(410, "Expired", f"{at} is too old")
         elif int(params.get("resourceVersion") or 0) > self.version:
             raise kmock.KubernetesError(504, "Timeout", "Too large resource version")
         found = [pod for _, pod in sorted(self.pods.items()) if _matches(pod, params["labelSelector"])]
@@ -137,34 +105,6 @@ users: [{{name: me, user: {{token: secret}}}}]
         if first + size < len(found):
             meta["continue"] = f"{at}:{first + size}"
         return {"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": found[first : first + size]}
-
-    async def _watch(self, request: kmock.Request) -> AsyncIterator[Object | bytes]:
-        params = self._begin("watch", request)
-        if self.watch_fails is not None:
-            raise self.watch_fails
-        version = int(params["resourceVersion"])
-        yield b""  # the headers go out now
-        until = asyncio.get_running_loop().time() + int(params["timeoutSeconds"])
-        while not self.watches_end_at_once:
-            if version < self.compacted:
-                status = {"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"}
-                yield {"type": "ERROR", "object": status}
-                return
-            changes = [(at, kind, pod) for at, kind, pod in self._changes if at > version]
-            lines = [line for at, line in self._lines if at > version]
-            version = self.version
-            for _, kind, pod in changes:
-                if _matches(pod, params["labelSelector"]):
-                    yield {"type": kind, "object": pod}
-            for line in lines:
-                yield line
-            try:
-                async with asyncio.timeout_at(until), self._changed:
-                    await self._changed.wait_for(lambda seen=version: self.version > seen)
-            except TimeoutError:
-                break
-        if params.get("allowWatchBookmarks") == "true":
-            yield {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": str(version)}}}
 
     async def _scale(self, request: kmock.Request) -> Object:
         return self._scale_of(self._begin_scale("get", request))
@@ -207,10 +147,6 @@ users: [{{name: me, user: {{token: secret}}}}]
         if request.namespace != self.namespace:
             raise kmock.KubernetesError(403, "Forbidden", f"cannot list pods in namespace {request.namespace}")
         return dict(request.params)
-
-
-def _gone(version: int) -> kmock.KubernetesError:
-    return kmock.KubernetesError(410, "Expired", f"{version} is too old")
 
 
 def _matches(pod: Object, selector: str) -> bool:

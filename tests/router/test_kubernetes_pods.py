@@ -1,4 +1,4 @@
-"""Which nodes follow from pods: one by one, and after any events, lost ones among them."""
+"""Which nodes follow from pods: one by one, and after any lists."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def pod(changes: dict[str, Any] | None = None, url: str = P, **fields: Any) -> P
 
 
 def told(*there: Pod) -> list[NodeSpec]:
-    pods = Pods()
-    pods.listed(there)
-    return list(pods.told().nodes)
+    return list(Pods().listed(there).nodes)
 
 
 def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
@@ -61,10 +59,8 @@ def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
     ],
 )
 def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) -> None:
-    pods = Pods()
-    pods.listed([pod(changes)])
-    assert pods.told().nodes == ()
-    assert pods.told().complaints == ()
+    told = Pods().listed([pod(changes)])
+    assert (told.nodes, told.complaints) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -86,64 +82,46 @@ def test_a_pod_that_cannot_be_a_node_is_complained_of_once_and_harms_no_other(
     with pytest.raises(RequestError, match=said):
         wrong.node()
     pods = Pods()
-    pods.listed([wrong, pod()])
-    first = pods.told()
+    first = pods.listed([wrong, pod()])
     assert [node.url for node in first.nodes] == [P]
     assert said in first.complaints[0]
-    assert pods.told().complaints == ()
+    assert pods.listed([wrong, pod()]).complaints == ()
 
 
 def test_an_end_is_told_once_and_only_if_it_is_known() -> None:
     ends = pod({"metadata|deletionTimestamp": "2026-01-01T00:00:30Z"})
     for last, gone in ((ends, {P}), (pod(), set())):  # the other one has lost its label
         pods = Pods()
-        pods.seen(pod())
-        assert pods.told().gone == set()
-        pods.deleted(last)
-        assert (pods.told().gone, pods.told().gone) == (gone, set())
-    for lost in (False, True):
-        pods = Pods()
-        pods.seen(pod())
-        pods.told()
-        if not lost:
-            pods.seen(ends)
-            assert (pods.told().nodes, pods.told().gone) == ((), set())  # it drains
-        pods.listed([])
-        assert pods.told().gone == (set() if lost else {P})
+        pods.listed([pod()])
+        assert pods.listed([last]).gone == set()  # it drains
+        assert pods.listed([]).gone == gone
+        assert pods.listed([]).gone == set()
 
 
 def test_a_container_that_ended_is_told_and_may_come_back() -> None:
     pods = Pods()
-    pods.seen(pod())
-    pods.told()
-    pods.seen(pod({"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 137}}}]}))
-    assert pods.told().gone == {P}
-    pods.seen(pod())
-    assert [node.url for node in pods.told().nodes] == [P]
-    pods.seen(pod({"status|phase": "Failed"}))
-    assert pods.told().gone == {P}
-    pods.listed([pod({"status|phase": "Failed"})])
-    assert pods.told().gone == set()  # an evicted pod may be listed for days, and its address be another's
+    pods.listed([pod()])
+    ended = pod({"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 137}}}]})
+    assert pods.listed([ended]).gone == {P}
+    assert [node.url for node in pods.listed([pod()]).nodes] == [P]
+    assert pods.listed([pod({"status|phase": "Failed"})]).gone == {P}
+    # An evicted pod may be listed for days, and its address be another's.
+    assert pods.listed([pod({"status|phase": "Failed"})]).gone == set()
 
 
 def test_an_address_that_another_pod_has_now_is_not_gone() -> None:
     younger = pod({"metadata|creationTimestamp": "2026-01-02T00:00:00Z"}, uid="b", name="p2")
     pods = Pods()
     pods.listed([pod()])
-    pods.told()
-    pods.listed([younger, pod()])
-    assert [node.generation for node in pods.told().nodes] == ["b"]
-    pods.listed([younger, pod({"status|phase": "Failed"})])
-    again = pods.told()
+    assert [node.generation for node in pods.listed([younger, pod()]).nodes] == ["b"]
+    again = pods.listed([younger, pod({"status|phase": "Failed"})])
     assert ([node.generation for node in again.nodes], again.gone) == (["b"], set())
 
 
 def test_a_pod_that_moves_leaves_its_address() -> None:
     pods = Pods()
     pods.listed([pod()])
-    pods.told()
-    pods.listed([pod(url="http://10.0.0.2:8100")])
-    moved = pods.told()
+    moved = pods.listed([pod(url="http://10.0.0.2:8100")])
     assert ([node.url for node in moved.nodes], moved.gone) == (["http://10.0.0.2:8100"], {P})
 
 
@@ -176,27 +154,18 @@ some_pods = st.builds(
     st.integers(1, 2),
 )
 unique_pods = st.lists(some_pods, max_size=4, unique_by=lambda each: each.metadata.uid)
-happenings = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["seen", "deleted"]), some_pods),
-        st.tuples(st.just("listed"), unique_pods),
-    ),
-    max_size=12,
-)
 
 
-@given(happenings, unique_pods)
-def test_after_a_list_all_is_as_it_says_whatever_events_were_lost(happened: list[Any], truth: list[Pod]) -> None:
+@given(st.lists(unique_pods, max_size=12), unique_pods)
+def test_after_a_list_all_is_as_it_says_whatever_was_there_before(lists: list[list[Pod]], truth: list[Pod]) -> None:
     pods = Pods()
     named: set[str] = set()
-    for how, what in [*happened, ("listed", truth)]:
-        getattr(pods, how)(what)
-        told_now = pods.told()
+    for there in [*lists, truth]:
+        told_now = pods.listed(there)
         urls = {node.url for node in told_now.nodes}
         assert len(urls) == len(told_now.nodes)
         assert not told_now.gone & urls
         assert told_now.gone <= named
         named |= urls
     assert list(told_now.nodes) == told(*truth)
-    assert pods.told().gone == set()
-    assert len(pods) == len(truth)
+    assert pods.listed(truth).gone == set()

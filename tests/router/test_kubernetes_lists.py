@@ -19,7 +19,7 @@ from kubernetes_double import ApiServer, pod_of
 from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
-from router.membership.kubernetes_watch import Pace, discovering
+from router.membership.kubernetes_lists import Pace, discovering
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
 from wire.config import Role
@@ -28,7 +28,7 @@ from wire.router_config import RouterConfig
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
 NOT_LONGER_S = 5.0
-QUICK = Pace(relist_s=0.3, patience_s=0.05, list_deadline_s=0.5, connect_s=0.5, most_back_off_s=0.2)
+QUICK = Pace(relist_s=0.2, list_deadline_s=0.5, connect_s=0.5, most_back_off_s=0.2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,76 +62,56 @@ def urls(pool: Pool) -> list[str]:
     return sorted(node.url for node in pool.nodes)
 
 
-async def test_pods_come_change_and_go_and_the_watch_tells_at_once(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill"))
-    await api.put(pod_of("stranger", "http://127.0.0.1:1", "prefill", app="other"))
-    await api.put(pod_of("d", D, "decode", ready=False))
-    async with following(Pace(relist_s=60)) as pool:
-        await until(lambda: urls(pool) == [P])
-        await until(lambda: api.count("watch") == 1)
-        await api.put(pod_of("d", D, "decode"))
-        await until(lambda: urls(pool) == [P, D])
-        assert {node.url: node.role for node in pool.nodes} == {P: Role.PREFILL, D: Role.DECODE}
-        await api.put(pod_of("p", P, "prefill", ready=False))
-        await until(lambda: urls(pool) == [D])
-        await api.delete("d")
-        await until(lambda: urls(pool) == [])
-        assert [verb for verb, _ in api.asked] == ["list", "watch"]
-
-
-async def test_what_the_watch_has_lost_the_next_list_tells(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill"))
+async def test_pods_come_change_and_go(api: ApiServer) -> None:
+    api.put(pod_of("p", P, "prefill"))
+    api.put(pod_of("stranger", "http://127.0.0.1:1", "prefill", app="other"))
+    api.put(pod_of("d", D, "decode", ready=False))
     async with following() as pool:
         await until(lambda: urls(pool) == [P])
-        await api.delete("p", lost=True)
-        await api.put(pod_of("d", D, "decode"), lost=True)
+        api.put(pod_of("d", D, "decode"))
+        await until(lambda: urls(pool) == [P, D])
+        assert {node.url: node.role for node in pool.nodes} == {P: Role.PREFILL, D: Role.DECODE}
+        api.put(pod_of("p", P, "prefill", ready=False))
         await until(lambda: urls(pool) == [D])
-    first, *later = [params for verb, params in api.asked if verb == "list"]
+        api.delete("d")
+        await until(lambda: urls(pool) == [])
+    assert {verb for verb, _ in api.asked} == {"list"}
+    first, *later = [params for _, params in api.asked]
     assert "resourceVersion" not in first  # as it is now
-    assert later
     assert all(params["resourceVersionMatch"] == "NotOlderThan" and "limit" not in params for params in later)
-    watches = [params for verb, params in api.asked if verb == "watch"]
-    assert all(int(params["timeoutSeconds"]) == 1 and params["allowWatchBookmarks"] == "true" for params in watches)
+
+
+async def test_it_asks_again_after_a_pause(api: ApiServer) -> None:
+    api.put(pod_of("p", P, "prefill"))
+    async with following() as pool:
+        await until(lambda: urls(pool) == [P])
+        began, lists = time.monotonic(), api.count("list")
+        await until(lambda: api.count("list") >= lists + 3)
+        assert time.monotonic() - began >= 2 * QUICK.relist_s
 
 
 async def test_a_list_in_pages_is_read_whole(api: ApiServer) -> None:
     api.page = 2
     for number in range(5):
-        await api.put(pod_of(f"d{number}", f"http://127.0.0.1:{8200 + number}", "decode"))
+        api.put(pod_of(f"d{number}", f"http://127.0.0.1:{8200 + number}", "decode"))
     async with following() as pool:
         await until(lambda: len(pool.nodes) == 5)
 
 
-@pytest.mark.parametrize("how", ["in the stream", "as status", "version of another server"])
+@pytest.mark.parametrize("how", ["page", "version of another server"])
 async def test_versions_that_are_gone_are_listed_anew(api: ApiServer, how: str) -> None:
-    await api.put(pod_of("p", P, "prefill"))
-    async with following(Pace(relist_s=60) if how == "in the stream" else QUICK) as pool:
-        await until(lambda: urls(pool) == [P] and api.count("watch") > 0)
-        if how == "in the stream":
-            await api.delete("p", lost=True)
-            api.compact()
-            await api.say(b"")
-        elif how == "as status":
-            api.watch_fails = kmock.KubernetesError(410, "Expired", "too old")
-            await api.delete("p", lost=True)
-        else:
-            await api.delete("p", lost=True)
-            api.version = 3
-        await until(lambda: urls(pool) == [])
-        api.watch_fails = None
-        await api.put(pod_of("d", D, "decode"))
+    api.page = 1
+    api.pages_expire = how == "page"
+    api.put(pod_of("d", D, "decode"))
+    api.put(pod_of("p", P, "prefill"))
+    async with following() as pool:
+        if how == "page":
+            await until(lambda: api.count("list") >= 4)
+            api.pages_expire = False
+        await until(lambda: urls(pool) == [P, D])
+        api.delete("p")
+        api.version = 3
         await until(lambda: urls(pool) == [D])
-
-
-@pytest.mark.parametrize("line", [b"{not json\n", b'{"type": "MODIFIED", "object": {"metadata": 3}}\n', b"\xff\n"])
-async def test_a_malformed_event_is_followed_by_a_list(api: ApiServer, line: bytes) -> None:
-    await api.put(pod_of("p", P, "prefill"))
-    async with following(Pace(relist_s=60)) as pool:
-        await until(lambda: urls(pool) == [P] and api.count("watch") == 1)
-        await api.say(line)
-        await until(lambda: api.count("watch") == 2)
-        assert api.count("list") == 2
-        assert urls(pool) == [P]
 
 
 async def test_a_restarted_api_server_takes_no_node_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,42 +128,32 @@ async def test_a_restarted_api_server_takes_no_node_down(monkeypatch: pytest.Mon
         await life.enter_async_context(first.running())
         lead_to(first, monkeypatch, tmp_path)
         port = int(first.url.rpartition(":")[2])
-        await first.put(pod_of("p", P, "prefill"))
+        first.put(pod_of("p", P, "prefill"))
         async with following() as pool:
-            await until(lambda: urls(pool) == [P] and first.count("watch") > 0)
+            await until(lambda: urls(pool) == [P])
             await life.aclose()
             async with await asyncio.start_server(cut, "127.0.0.1", port):
                 await until(lambda: tries >= 3)
             assert urls(pool) == [P]
-            await second.put(pod_of("d", D, "decode"))
+            second.put(pod_of("d", D, "decode"))
             async with second.running(port):
                 await until(lambda: urls(pool) == [D])
 
 
 async def test_a_slow_list_is_waited_for_and_one_too_slow_tried_again(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill"))
+    api.put(pod_of("p", P, "prefill"))
     async with following() as pool:
         await until(lambda: urls(pool) == [P])
-        await api.delete("p", lost=True)
+        api.delete("p")
         api.list_takes_s = 0.2
         await until(lambda: urls(pool) == [])
         api.list_takes_s = 1.0
-        await api.put(pod_of("d", D, "decode"), lost=True)
+        api.put(pod_of("d", D, "decode"))
         lists = api.count("list")
         await until(lambda: api.count("list") >= lists + 2)
         assert urls(pool) == []
         api.list_takes_s = 0.0
         await until(lambda: urls(pool) == [D])
-
-
-async def test_watches_that_end_at_once_do_not_make_it_ask_without_pause(api: ApiServer) -> None:
-    api.watches_end_at_once = True
-    await api.put(pod_of("p", P, "prefill"))
-    async with following() as pool:
-        await until(lambda: urls(pool) == [P])
-        began, lists = time.monotonic(), api.count("list")
-        await until(lambda: api.count("list") >= lists + 3)
-        assert time.monotonic() - began >= 0.5
 
 
 async def test_what_may_not_be_read_is_said_and_kept_asking(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,30 +162,33 @@ async def test_what_may_not_be_read_is_said_and_kept_asking(api: ApiServer, capl
         assert not pool.nodes
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "403" in said
-    assert "get, list and watch pods" in said
+    assert "must be allowed to list pods" in said
 
 
 async def test_it_ends_though_the_api_server_is_silent(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill"))
-    async with following(Pace(relist_s=60)) as pool:
-        await until(lambda: urls(pool) == [P] and api.count("watch") > 0)
+    api.put(pod_of("p", P, "prefill"))
+    async with following(Pace(relist_s=0.2)) as pool:
+        await until(lambda: urls(pool) == [P])
+        api.list_takes_s = 2.0
+        lists = api.count("list")
+        await until(lambda: api.count("list") > lists)
         began = time.monotonic()
-    assert time.monotonic() - began < 0.9  # the thread was woken, not abandoned
-    await api.put(pod_of("d", D, "decode"))
+    assert time.monotonic() - began < 1.5
+    api.put(pod_of("d", D, "decode"))
     assert urls(pool) == [P]
 
 
 async def test_no_zombie_gets_requests_for_longer_than_five_seconds(api: ApiServer) -> None:
-    """The worst one: its DELETE is lost, and who has its address now answers every health check as it did."""
+    """The worst one: who has its address now answers every health check as it did."""
     async with prefill().running() as p, decode().running() as d, decode().running() as zombie:
         for name, node in (("p", p), ("d", d), ("z", zombie)):
-            await api.put(pod_of(name, node.url, node.role))
+            api.put(pod_of(name, node.url, node.role))
         async with cluster(ready=False, kubernetes_selector="app=kvrelay", decode_policy="round_robin") as c:
             await until(lambda: len(c.router.pool.up(Role.DECODE)) == 2 and c.router.pool.up(Role.PREFILL))
             await c.text()
             await c.text()
             assert zombie.calls
-            await api.delete("z", lost=True)
+            api.delete("z")
             began = time.monotonic()
             await until(lambda: c.router.pool.find(zombie.url) is None, NOT_LONGER_S)
             assert time.monotonic() - began < NOT_LONGER_S
@@ -231,11 +204,11 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
     async with contextlib.AsyncExitStack() as stack:
         for name, node in nodes.items():
             await stack.enter_async_context(node.running())
-            await api.put(pod_of(name, node.url, node.role))
+            api.put(pod_of(name, node.url, node.role))
         c = await stack.enter_async_context(cluster(ready=False, kubernetes_selector="app=kvrelay"))
         pool = c.router.pool
         await until(lambda: len(pool.up(Role.DECODE)) == 3 and bool(pool.up(Role.PREFILL)))
-        api.list_fails = api.watch_fails = kmock.KubernetesError(500, "InternalError", "etcd")
+        api.list_fails = kmock.KubernetesError(500, "InternalError", "etcd")
         nodes["other"].pod_uid = "another pod"
         nodes["dead"].health_hangs = True
         await until(lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url], NOT_LONGER_S)
@@ -252,7 +225,7 @@ def told(pool: Pool, url: str, **fields: Any) -> Node:
 
 
 async def test_who_is_not_what_the_pod_says_takes_no_legs(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill", **{"kvrelay/model": "m"}))
+    api.put(pod_of("p", P, "prefill", **{"kvrelay/model": "m"}))
     async with following() as pool:
         await until(lambda: urls(pool) == [P])
         assert told(pool, P).up
@@ -278,18 +251,18 @@ async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(monkeypa
 async def test_in_a_pod_its_service_account_leads_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from kubernetes.config import incluster_config
 
-    from router.membership import kubernetes_watch
+    from router.membership import kubernetes_lists
 
     for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
-    monkeypatch.setattr(kubernetes_watch, "_OWN_NAMESPACE", tmp_path / "namespace")
+    monkeypatch.setattr(kubernetes_lists, "_OWN_NAMESPACE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert kubernetes_watch.server_of("")[1] == "mine"
-    assert kubernetes_watch.server_of("")[0].host == "https://[fd00::1]:443"
-    assert kubernetes_watch.server_of("theirs")[1] == "theirs"
+    assert kubernetes_lists.server_of("")[1] == "mine"
+    assert kubernetes_lists.server_of("")[0].host == "https://[fd00::1]:443"
+    assert kubernetes_lists.server_of("theirs")[1] == "theirs"
 
 
 def test_a_namespace_alone_is_refused() -> None:
