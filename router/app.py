@@ -3,49 +3,47 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from openai_api.dialect import as_it_is
-from openai_api.front import Front, front_of
+from openai_api.front import front_of
 from openai_api.json_body import json_response
 from openai_api.routes import add_routes
 from openai_api.types import ModelList
-from router.adapters import LOAD_PATH, UNLOAD_PATH
 from router.admin import add_admin_routes
 from router.console.routes import add_console_routes
-from router.guard import KeyGate, add_error_answers, answer_any, caller_of, read_body
-from router.hot_routes import HotRoutes
-from router.on_all_nodes import add_node_routes
-from router.operators import OPERATED
+from router.guard import OPERATED, add_error_answers, answer_any, caller_of, check_key, read_body
+from router.on_all_nodes import ADAPTER_PATHS, add_node_routes
 from router.reload import Reread
 from router.router import Router
 from router.shared import Shared
-from router.walk.job import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-)
+from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
 from wire.router_config import RouterConfig
 
 __all__ = ["create_app"]
 
-_MAX_ADMIN_BYTES = 1 << 16
-_ADMIN_READ_S = 10.0
+_READ_S = 10.0
 
 
 class _App(FastAPI):
-    """All routes. The hot ones need no matching, and nothing that FastAPI puts around a route."""
+    """A FastAPI of all routes. Keys are checked before, and completions need nothing that it puts around a route."""
 
-    hot: ASGIApp
-    has_hot: Callable[[Scope], bool]
-    front: Front | None = None
+    def __init__(self, served: Router) -> None:
+        super().__init__(
+            title="kvrelay router",
+            lifespan=lambda _: served.running(),
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+        )
+        self._served = self.state.router = served
+        self.front = front_of(served.config) if served.shared.serves else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.front is not None:
@@ -53,7 +51,19 @@ class _App(FastAPI):
             if entered is None:
                 return
             send = entered
-        await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
+        answer = await self._answered(scope, receive) if scope["type"] == "http" else None
+        await (super().__call__(scope, receive, send) if answer is None else answer(scope, receive, send))
+
+    async def _answered(self, scope: Scope, receive: Receive) -> Response | None:
+        """Answer a completion, and whoever has no key."""
+        served = self._served
+        try:
+            check_key(scope, served.keyring, served.metrics, served.config.admin_key)
+            if scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST":
+                return await served.complete(Request(scope, receive), as_it_is)
+        except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
+            return await answer_any(Request(scope, receive), why)
+        return None
 
 
 def create_app(
@@ -64,27 +74,19 @@ def create_app(
 ) -> FastAPI:
     """Return the router as an ASGI application. `rng` breaks ties between nodes."""
     router = Router(config, rng or random.Random(), shared, reread)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with router.running():
-            yield
-
-    app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.router = router
-    app.front = front_of(config) if router.shared.serves else None
+    app = _App(router)
     add_error_answers(app)
-    app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics, admin_key=config.admin_key)
 
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
-    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), answer_any)
-    app.hot, app.has_hot = KeyGate(hot, router.keyring, router.metrics, config.admin_key), hot.has
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses, root_path=config.root_path)
-    (_add_operators_routes if router.shared.forward is None else _forward_operators)(app, router)
+    if router.shared.forward is None:
+        _add_operators_routes(app, router)
+    else:
+        _forward_operators(app, router, router.shared.forward)
     add_console_routes(app, router.lookout.picture, config.root_path)
 
     @app.get("/v1/models", response_model=None)
@@ -107,14 +109,8 @@ def create_app(
 
 def _add_operators_routes(app: FastAPI, router: Router) -> None:
     """Add what operators ask and change, and what scrapers read."""
-    read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
-    add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read, router.reload)
-    add_node_routes(app, router.pool, router.shared, router.legs, lambda: router.config, router.running_now)
-
-    @app.post(LOAD_PATH, response_model=None)
-    @app.post(UNLOAD_PATH, response_model=None)
-    async def adapters(request: Request) -> Response:
-        return await router.tell_adapters(request)
+    add_admin_routes(app, router)
+    add_node_routes(app, router)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -131,14 +127,12 @@ def _add_operators_routes(app: FastAPI, router: Router) -> None:
         return response
 
 
-def _forward_operators(app: FastAPI, router: Router) -> None:
+def _forward_operators(app: FastAPI, router: Router, forward: Callable[[Request, bytes], Awaitable[Response]]) -> None:
     """Add the same routes for a process that another one answers them for."""
 
-    async def forward(request: Request) -> Response:
-        assert router.shared.forward is not None
-        body = await read_body(request, router.config.max_body_bytes, _ADMIN_READ_S)
-        return await router.shared.forward(request, body)
+    async def route(request: Request) -> Response:
+        return await forward(request, await read_body(request, router.config.max_body_bytes, _READ_S))
 
-    for path in (*OPERATED, LOAD_PATH, UNLOAD_PATH, "/metrics"):
-        for route in (path, path + "/{rest:path}"):
-            app.add_route(route, forward, methods=["GET", "POST", "DELETE"])
+    for path in (*OPERATED, *ADAPTER_PATHS, "/metrics"):
+        for each in (path, path + "/{rest:path}"):
+            app.add_route(each, route, methods=["GET", "POST", "DELETE"])

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.chores import ended
 from router.metrics import Metrics
 
 __all__ = ["LOOK_S", "Answer", "Flow"]
@@ -70,16 +68,8 @@ class Flow:
         self._metrics.admission.flowed(known.key, more)
         self._flowed(now, more)
 
-    @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
-        """Look every LOOK_S for the length of the block."""
-        task = asyncio.create_task(self._look_on())
-        try:
-            yield
-        finally:
-            await ended([task])
-
-    async def _look_on(self) -> None:
+    async def look_for_ever(self) -> None:
+        """Look every LOOK_S, until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look(time.monotonic())

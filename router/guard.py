@@ -1,26 +1,52 @@
-"""The guard of the routes: who may pass, how much of a body is read, and OpenAI-shaped answers to all that may not."""
+"""The guard of the routes: who may pass, how much of a body is read, and OpenAI-shaped answers to all that may not.
+
+The operators' paths always want the admin key; a router that has none is closed. Where a request comes from says
+nothing: a proxy on this machine sends strangers' requests from loopback, and Host and Origin are what the sender
+writes. A page of another site does not know the key and no browser adds it: it is no cookie, and no password that HTTP
+asks for, but a header, which a page may send to another origin only with that origin's leave (CORS), and this router
+gives none but to --allowed-origins. A page whose name was led to this machine (DNS rebinding) has an origin of its own,
+and so not what the console has stored in the browser.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, error_shape, given_key
 from openai_api.token_generation import GENERATE_PATH
 from router.admission.keys import Caller, Keyring
 from router.client import arrived, headers_of
 from router.metrics import Metrics
-from router.operators import OPERATED, check_operator
 from router.relay import error_response, id_headers
 from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
-__all__ = ["KeyGate", "add_error_answers", "answer_any", "caller_of", "read_body"]
+__all__ = [
+    "OPERATED",
+    "PEER_HEADER",
+    "add_error_answers",
+    "answer_any",
+    "caller_of",
+    "check_key",
+    "check_operator",
+    "peer_of",
+    "read_body",
+]
+
+OPERATED = (
+    *("/admin", "/console/state"),
+    *("/reset_prefix_cache", "/start_profile", "/stop_profile", "/server_info", "/load"),
+)
+"""Beginnings of the paths that want the admin key."""
+PEER_HEADER = "x-kvrelay-peer"
+"""From which address a request came that a worker hands on to its parent."""
 
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH, GENERATE_PATH)
 _WANT_KEYS = (*GUARDED, *OPERATED)
@@ -29,38 +55,50 @@ _CALLER = "kvrelay.caller"  # key of the ASGI scope
 _log = logging.getLogger("kvrelay.router")
 
 
-class KeyGate:
-    """Lets only requests with a known API key through to the guarded paths, with the admin key to the operators'."""
+def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) -> None:
+    """Check the key that a request has brought, if its path wants one. Raises Unauthorized."""
+    path = scope["path"]
+    if not path.startswith(_WANT_KEYS):
+        return
+    given = given_key(headers_of(scope).get)
+    try:
+        if path.startswith(OPERATED):
+            check_operator(admin_key, given)
+        else:
+            scope[_CALLER] = keyring.caller(given)
+    except Unauthorized as why:
+        metrics.refused(path if path in _PATHS else "other", why.status)
+        raise
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: Metrics, admin_key: str) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._keyring = keyring
-        self._admin_key = admin_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_WANT_KEYS):
-            given = given_key(headers_of(scope).get)
-            try:
-                if scope["path"].startswith(OPERATED):
-                    check_operator(self._admin_key, given)
-                else:
-                    scope[_CALLER] = self._keyring.caller(given)
-            except Unauthorized as error:
-                self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
-                await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def check_operator(key: str, given: str) -> None:
+    """Raise Unauthorized unless the given key is the admin key; always, if there is none."""
+    if not key:
+        raise Unauthorized(
+            "this router has no admin key, so its admin routes and its console are closed; start it with "
+            "KVRELAY_ADMIN_KEY, or see in its log why it could not write a key of its own"
+        )
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise Unauthorized(
+            "the admin key is missing or wrong; send it as `Authorization: Bearer <key>` (a router that was given none "
+            "draws one and logs the name of its file; `kvrelay top`, `drain` and `role` find it by themselves)"
+        )
 
 
 def caller_of(request: Request) -> Caller:
-    """Whose key a request has brought; KeyGate has let it pass."""
+    """Return whose key a request has brought; `check_key` has let it pass."""
     caller: Caller = request.scope[_CALLER]
     return caller
 
 
+def peer_of(request: Request) -> str:
+    """Return the address that the request came from."""
+    # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says for whom.
+    return request.client.host if request.client is not None else request.headers.get(PEER_HEADER, "unknown")
+
+
 async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """The request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
+    """Return the request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
 
     def too_large() -> BodyTooLarge:
         return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
@@ -86,7 +124,7 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Whatever a route raises is answered in the shape of its API."""
+    """Have whatever a route raises answered in the shape of its API."""
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_crash)
@@ -109,7 +147,7 @@ async def _answer_http_error(request: Request, why: Exception) -> Response:
 
 
 async def answer_any(request: Request, why: Exception) -> Response:
-    """The answer to whatever a route raised that FastAPI does not know of."""
+    """Return the answer to whatever was raised where FastAPI does not see it."""
     if isinstance(why, KvrelayError):
         return await _answer_error(request, why)
     _log.error("%s broke", request.url.path, exc_info=why)

@@ -1,7 +1,7 @@
-"""vLLM's routes for operators: asked of the router, they are asked of all nodes, and answered with what each says.
+"""What operators ask of all nodes at once: vLLM's routes, and LoRA adapters. Each answer tells what each node has said.
 
-A node of vLLM is asked, too; it has some of them in its development mode only. Who may ask is checked before
-(router/operators.py).
+A node of vLLM is asked, too; it has some of them in its development mode only. Decides nothing about adapters: a node
+checks whether it may, and reads its own files. Who may ask is checked before (router/guard.py).
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from openai_api.adapters import NodeSaid
+from openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
 from openai_api.json_body import json_response
 from openai_api.server_info import server_info
-from router.adapters import failure_of
+from router.guard import caller_of, peer_of
 from router.legs.legs import Legs, message_of
 from router.nodes.node import Node
 from router.nodes.pool import Pool
-from router.operators import peer_of
-from router.shared import Shared
+from router.router import Router
+from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import MALFORMED
-from wire.router_config import RouterConfig
 
-__all__ = ["add_node_routes"]
+__all__ = ["ADAPTER_PATHS", "add_node_routes"]
 
+ADAPTER_PATHS = _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ORDERS = {"/reset_prefix_cache": 35.0, "/start_profile": 60.0, "/stop_profile": 305.0}
 """Seconds that a node may take: a little more than it allows its engine."""
 _QUESTION_S = 5.0
@@ -37,46 +38,64 @@ _QUESTION_S = 5.0
 _log = logging.getLogger("kvrelay.router")
 
 
-class _Success(msgspec.Struct):
-    success: bool
+class _Done(msgspec.Struct):
+    """An answer of 200; some of vLLM's releases say there that nothing was done."""
+
+    success: bool = True
+    message: str = ""
 
 
-def add_node_routes(
-    app: FastAPI,
-    pool: Pool,
-    shared: Shared,
-    legs: Callable[[], Legs],
-    config: Callable[[], RouterConfig],
-    running: Callable[[], int],
-) -> None:
-    """Add them all. `running`: requests of this process that are being answered."""
+class _Adapter(UnloadAdapterRequest, frozen=True):
+    """What both requests have in common; which model an adapter is for must be said where several are served."""
+
+    base_model_name: str = ""
+
+
+def add_node_routes(app: FastAPI, router: Router) -> None:
+    """Add them all."""
+    pool = router.pool
 
     async def order(request: Request) -> Response:
         path, query = request.url.path, request.url.query
 
-        async def tell(node: Node) -> NodeSaid:
-            asked = f"{path}?{query}" if query else path
-            status, said = await legs().call("POST", node, asked, b"", _ORDERS[path])
-            words = said if isinstance(said, str) else message_of(said) if said and status != 200 else ""
-            if status == 200 and isinstance(said, bytes) and not _succeeded(said):
-                status, words = 409, "it did not succeed: some of its blocks are in use; try again"
-            if status == 200 and path == "/reset_prefix_cache":
+        def done(node: Node) -> None:
+            if path == "/reset_prefix_cache":
                 pool.note_emptied(node)
-            return NodeSaid(node.url, node.role, status, words)
 
-        said = await asyncio.gather(*map(tell, pool.nodes))
-        failed = [each.url for each in said if each.status != 200]
-        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), path, ", ".join(failed) or "none")
+        asked = f"{path}?{query}" if query else path
+        said = await _tell(router.legs, pool.nodes, asked, b"", _ORDERS[path], done)
+        failed = ", ".join(each.url for each in said if each.status != 200)
+        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), path, failed or "none")
         if failed:
-            raise failure_of(said)
+            raise _failure_of(said)
         return json_response({"success": True, "nodes": said})
 
     for path in _ORDERS:
         app.post(path, response_model=None)(order)
 
+    async def adapters(request: Request) -> Response:
+        caller_of(request).check_admin()
+        path, body = request.url.path, await router.body(request)
+        try:
+            asked = msgspec.json.decode(body, type=_Adapter)
+        except MALFORMED as why:
+            raise RequestError(f"the body must be a JSON object with lora_name: {why}", param="lora_name") from why
+
+        def done(node: Node) -> None:  # so that nobody waits for the next health check
+            pool.note_adapter(node, asked.lora_name, loaded=path == _LOAD, now=time.monotonic())
+
+        nodes = _nodes_for(pool, asked, loads=path == _LOAD)
+        said = await _tell(router.legs, nodes, path, body, router.config.request_deadline_s, done)
+        if any(each.status != 200 for each in said):
+            raise _failure_of(said, "lora_name")
+        return json_response(AdapterAnswer(asked.lora_name, "done on all nodes", said))
+
+    for path in ADAPTER_PATHS:
+        app.post(path, response_model=None)(adapters)
+
     async def told(ask: str) -> list[dict[str, Any]]:
         async def one(node: Node) -> dict[str, Any]:
-            status, said = await legs().call("GET", node, ask, b"", _QUESTION_S)
+            status, said = await router.legs.call("GET", node, ask, b"", _QUESTION_S)
             row: dict[str, Any] = {"url": node.url, "role": node.role, "status": status}
             if isinstance(said, bytes) and status == 200:
                 with contextlib.suppress(*MALFORMED):
@@ -88,18 +107,55 @@ def add_node_routes(
     @app.get("/server_info", response_model=None)
     async def info(request: Request) -> Response:
         as_format = request.query_params.get("config_format", "text")
-        own = server_info(config(), as_format)
+        own = server_info(router.config, as_format)
         return json_response(own | {"nodes": await told(f"/server_info?config_format={as_format}")})
 
     @app.get("/load", response_model=None)
     async def tell_load() -> Response:
-        load = running() + sum(worker.running for worker in shared.seen_elsewhere())
+        load = len(router.live) + sum(worker.running for worker in router.shared.seen_elsewhere())
         return json_response({"server_load": load, "nodes": await told("/load")})
 
 
-def _succeeded(said: bytes) -> bool:
-    """Tell whether an answer of 200 says nothing else: some of vLLM's releases have a body for it."""
-    try:
-        return msgspec.json.decode(said, type=_Success).success
-    except MALFORMED:
-        return True
+async def _tell(
+    legs: Legs, nodes: Sequence[Node], path: str, body: bytes, deadline_s: float, done: Callable[[Node], None]
+) -> list[NodeSaid]:
+    """Post `body` to all nodes, and return what each says. `done` is called with each that has done it, at once."""
+
+    async def one(node: Node) -> NodeSaid:
+        status, said = await legs.call("POST", node, path, body, deadline_s)
+        if status != 200 or isinstance(said, str):
+            return NodeSaid(node.url, node.role, status, said if isinstance(said, str) else message_of(said))
+        answer = _Done()
+        with contextlib.suppress(*MALFORMED):
+            answer = msgspec.json.decode(said, type=_Done)
+        if not answer.success:
+            why = "it did not succeed: some of its blocks are in use; try again"
+            return NodeSaid(node.url, node.role, 409, why)
+        done(node)
+        return NodeSaid(node.url, node.role, 200, answer.message)
+
+    return await asyncio.gather(*map(one, nodes))
+
+
+def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
+    """Return the nodes where the adapter belongs. Raises RequestError, NotFound."""
+    models = pool.models()
+    base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
+    if not base and len(models) > 1 and loads:
+        names = ", ".join(map(repr, sorted(models)))
+        raise RequestError(f"base_model_name is missing: name one of {names}", param="base_model_name")
+    if base and base not in models:
+        raise NotFound(f"model {base!r} is not served here", param="base_model_name", code="model_not_found")
+    return [node for node in pool.nodes if not base or node.model == base]
+
+
+def _failure_of(said: Sequence[NodeSaid], param: str | None = None) -> KvrelayError:
+    """Return one error of all: their own status if they agree, else that of a cluster whose nodes differ now."""
+    statuses = {each.status for each in said}
+    done = sum(each.status == 200 for each in said)
+    words = "; ".join(f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said)
+    if len(statuses) == 1 and 400 <= min(statuses) < 500:
+        failure = RequestError(words, param=param)
+        failure.status = min(statuses)
+        return failure
+    return NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param=param)

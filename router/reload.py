@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from router.membership.members import NodeSpec
 from wire.config import Role
-from wire.errors import ConfigError, KvrelayError, RequestError
+from wire.errors import ConfigError, KvrelayError
 from wire.router_config import LIVE, RouterConfig
 
-__all__ = ["Reread", "changes", "read_again", "reload_on_hangup", "static_nodes"]
+__all__ = ["Reread", "changes", "reload_on_hangup", "static_nodes"]
 
 Reread = Callable[[], RouterConfig]
 """Reads the configuration again, as the process was started: flags over file over defaults. Raises ConfigError."""
@@ -26,8 +26,10 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """The names of settings that differ. Raises ConfigError, naming them, if some of them are fixed at the start; also
-    if no API key were left: a file that is half written, or its section of keys lost, must not open the router."""
+    """Return the names of settings that differ. Raises ConfigError, naming them, if some are fixed at the start.
+
+    Also if no API key were left: a file that is half written, or its section of keys lost, must not open the router.
+    """
     differ = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
     fixed = [name for name in differ if name not in LIVE]
     if fixed:
@@ -43,16 +45,8 @@ def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
     return differ
 
 
-def read_again(old: RouterConfig, reread: Reread | None) -> tuple[RouterConfig, list[str]]:
-    """The configuration of now, and what it changes. Raises RequestError, ConfigError."""
-    if reread is None:
-        raise RequestError("this router was started without --config, so there is nothing to be read again")
-    new = reread()
-    return new, changes(old, new)
-
-
 def static_nodes(config: RouterConfig) -> list[NodeSpec]:
-    """The nodes that a configuration lists."""
+    """Return the nodes that a configuration lists."""
     lists = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
     return [NodeSpec(url, role) for role, urls in lists for url in urls]
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, inf
 
-from router.admin import BEGUN
+import msgspec
+
 from router.console.picture import RoleChange
+from router.legs.legs import Legs
 from router.metrics import Metrics
 from router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
 from router.nodes.node import Node, NodeKind
@@ -24,10 +26,13 @@ from wire.config import Role
 from wire.errors import Conflict
 from wire.router_config import RouterConfig
 
-__all__ = ["EVERY_S", "LOOKS", "OTHER", "RoleChanges", "Roles", "work_of"]
+__all__ = ["BEGUN", "EVERY_S", "LOOKS", "OTHER", "RoleChanges", "Roles", "ask_role", "work_of"]
 
 EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
 LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
+BEGUN = 202
+"""A node's answer when it begins to change its role."""
+_ASK_DEADLINE_S = 5.0
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _log = logging.getLogger("kvrelay.router")
 
@@ -43,7 +48,7 @@ def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> d
 
 
 class Roles:
-    """A decision about one model, from look to look. Times are seconds of any one clock."""
+    """A decision about the nodes of one model, from look to look. Times are seconds of any one clock."""
 
     def __init__(self, least_prefill: int = 1, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
@@ -82,21 +87,29 @@ class Roles:
         return busy if decided else None
 
 
+async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int, str]:
+    """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of the old one."""
+    status, message = await legs.tell(node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S)
+    if status == BEGUN:
+        pool.flips(node, role, time.monotonic())
+    return status, message
+
+
 @dataclass(slots=True)
 class RoleChanges:
-    """The looks of one process of a router. `ask` has a node change; once `ending` says so nobody is asked any more."""
+    """A process's looks at the roles of all models. Once `ending` says so no node is asked any more."""
 
     config: Callable[[], RouterConfig]
     pool: Pool
+    legs: Legs
     metrics: Metrics
-    ask: Callable[[Node, Role], Awaitable[tuple[int, str]]]
     ending: Callable[[], bool]
     models: dict[str, Roles] = field(default_factory=dict)
     _known: dict[str, tuple[Role, str]] = field(default_factory=dict)
     _rests: dict[str, float] = field(default_factory=dict)
 
     async def look_for_ever(self) -> None:
-        """Until it is cancelled."""
+        """Look every EVERY_S, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             try:
@@ -130,7 +143,7 @@ class RoleChanges:
             for role, use in roles.use.items():
                 self.metrics.role_use.labels(model, role).set(use)
         for roles, node, role in asked:
-            status, said = await self.ask(node, role)
+            status, said = await ask_role(self.pool, self.legs, node, role)
             if status not in (200, Conflict.status):  # else another router has asked it, too
                 self._rests[node.url] = now + RESTS_S
             outcome = "begun" if status == BEGUN else f"refused: {status} {said}"

@@ -27,12 +27,10 @@ from openai_api.json_body import check_shape
 from openai_api.responses_call import Learn, translated
 from openai_api.routes import shown
 from openai_api.tracing import tracing_to
-from router.adapters import tell_all
-from router.admin import ask_role
 from router.admission.gate import Gate
 from router.admission.keys import Keyring
 from router.admission.poison import DEATHS, fingerprint_of
-from router.chores import Chores, ended
+from router.chores import Chores, meanwhile
 from router.client import headers_of
 from router.console.lookout import Lookout
 from router.endings import Endings, Traced
@@ -46,14 +44,14 @@ from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.health import watching
 from router.nodes.models import Models
-from router.nodes.node import Node, NodeKind
-from router.nodes.pairs import Meeting, Met, Pairs
+from router.nodes.node import NodeKind
+from router.nodes.pairs import Meeting, Pairs
 from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay
-from router.reload import Reread, read_again, static_nodes
+from router.reload import Reread, changes, static_nodes
 from router.reply import Reply
 from router.roles import RoleChanges
 from router.shared import Shared
@@ -79,8 +77,7 @@ from router.walk.joined_walk import JoinedWalk
 from router.walk.means import Means
 from router.walk.placer import Placer
 from router.walk.retries import RetryBudget
-from wire.config import Role
-from wire.errors import KvrelayError
+from wire.errors import KvrelayError, RequestError
 from wire.router_config import RouterConfig
 
 __all__ = ["Router"]
@@ -93,7 +90,12 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Router:
-    """All that the routes share. `legs` exists between start and stop."""
+    """A router process: all that its routes share."""
+
+    legs: Legs
+    """Between start and stop."""
+    _vllm_legs: VllmLegs
+    _means: Means | None = None
 
     def __init__(
         self, config: RouterConfig, rng: random.Random, shared: Shared | None = None, reread: Reread | None = None
@@ -111,10 +113,8 @@ class Router:
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
         self.chores = Chores()
-        self._legs: Legs | None = None
-        self._means: Means | None = None
-        self._vllm_legs: VllmLegs | None = None
-        self._live: set[str] = set()
+        self.live: set[str] = set()
+        """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
@@ -123,7 +123,9 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
-        self._legs = legs = Legs(self.config, self.chores)
+        config, leads = self.config, self.shared.leads
+        self.legs = legs = Legs(config, self.chores)
+        self._vllm_legs = VllmLegs(config, self.chores)
         self._means = Means(
             self.pool,
             self.doors,
@@ -132,24 +134,22 @@ class Router:
             self.chores,
             self.metrics,
             RetryBudget(),
-            self.config,
+            config,
         )
-        events = (
-            KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
-            if self.shared.serves
-            else None
-        )
-        self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
+        events = None
+        if self.shared.serves:
+            events = KvEvents(self.pool.prefixes, self.metrics.prefix, config.vllm_event_ports)
+        roles = RoleChanges(lambda: self.config, self.pool, legs, self.metrics, lambda: self.ending)
+        self.lookout.roles = roles if leads else None
         try:
-            config = self.config
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
-                self.endings.flow.looking(),
-                hearing_pings(self.pool, config.host, config.p2p_nccl_port, self.may_be_node),
-                self._changing_roles() if self.shared.leads else nullcontext(),
+                warming(self.pool, self.pairs, legs, self._met) if leads else nullcontext(),
+                meanwhile(self.endings.flow.look_for_ever()),
+                hearing_pings(self.pool, config.host, config.p2p_nccl_port, lambda url: self.config.may_be_node(url)),
+                meanwhile(roles.look_for_ever()) if leads else nullcontext(),
             ):
                 yield
         finally:
@@ -158,26 +158,12 @@ class Router:
                 await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
-            await vllm_legs.close()
+            await self._vllm_legs.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
 
-    @asynccontextmanager
-    async def _changing_roles(self) -> AsyncIterator[None]:
-        """Have nodes change their roles for the length of the block."""
-
-        async def ask(node: Node, role: Role) -> tuple[int, str]:
-            return await ask_role(self.pool, self.legs(), node, role)
-
-        self.lookout.roles = RoleChanges(lambda: self.config, self.pool, self.metrics, ask, lambda: self.ending)
-        task = asyncio.create_task(self.lookout.roles.look_for_ever())
-        try:
-            yield
-        finally:
-            await ended([task])
-
     def take_over(self, config: RouterConfig) -> None:
-        """This is the configuration for requests that come from now on. Nodes are told to the pool by others."""
+        """Go by this configuration for requests that come from now on. Nodes are told to the pool by others."""
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
         self.models.take_over(config.aliases)
@@ -187,18 +173,18 @@ class Router:
             self._means = replace(self._means, config=config)
 
     def reload(self) -> list[str]:
-        """Take over the configuration that is read now; the names of settings that are new.
+        """Take over the configuration that is read now, and return the names of settings that are new.
 
-        Raises RequestError, ConfigError; then everything is as before."""
-        config, changed = read_again(self.config, self._reread)
+        Raises RequestError, ConfigError; then everything is as before.
+        """
+        if self._reread is None:
+            raise RequestError("this router was started without --config, so there is nothing to be read again")
+        config = self._reread()
+        changed = changes(self.config, config)
         if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
             self.pool.tell(Source.STATIC, static_nodes(config), time.monotonic())
         self.take_over(config)
         return changed
-
-    def may_be_node(self, url: str) -> bool:
-        """See RouterConfig."""
-        return self.config.may_be_node(url)
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
@@ -213,14 +199,13 @@ class Router:
         traced: Traced | None = None
         walk: Walk | JoinedWalk | VllmWalk | None = None
         try:
-            body = await self._body(request)
+            body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.key_hash, body)
             deaths = Deaths(self.pool.fates, self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
-            if request.state.job_id in self._live:  # since the body was waited for
-                request.state.job_id = self._new_id("")
+            request.state.job_id = self._new_id(request.state.job_id)  # it may be in use since the body was waited for
             session = header(SESSION_HEADER, "")
             targets = self.gate.targets(*targets_of(header))
             job = parse_job(
@@ -248,26 +233,25 @@ class Router:
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        self._live.add(job.id)
-        self.endings.begins(walk, turn.caller.name)
+        self.live.add(job.id)
+        self.endings.flow.begins(walk, caller.name, self.metrics.model_of(job.model))
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
             self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
-            self._live.discard(job.id)
+            self.live.discard(job.id)
             if status == 200 and why is None:
                 deaths.answered()
-            self.endings.finished(walk, turn.caller.name, path, status, why, traced)
+            self.endings.finished(walk, caller.name, path, status, why, traced)
 
         return Relay(walk, turn, finished, dialect)
 
     def _walk(
         self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
     ) -> Walk | JoinedWalk | VllmWalk:
-        """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
-        means, vllm_legs = self._means, self._vllm_legs
+        """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
+        means = self._means
         assert means is not None
-        assert vllm_legs is not None
         kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
             attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
@@ -278,7 +262,7 @@ class Router:
                 timeline,
                 self.pool,
                 self.placer,
-                vllm_legs,
+                self._vllm_legs,
                 self.metrics,
                 deaths,
                 attempts,
@@ -298,68 +282,48 @@ class Router:
 
         Raises KvrelayError.
         """
-        assert self._legs is not None
-        body = await self._body(request)
+        body = await self.body(request)
         body = await beside(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
             # What ends one node ends the next: no more of them than a request may have that is answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
-            asked = ask_any(self.pool, self.models, self._legs, path, body, attempts)
+            asked = ask_any(self.pool, self.models, self.legs, path, body, attempts)
             return await unless_gone(request, asked)
 
-    def met(self) -> Met:
-        """Say which pairs of nodes have met, as far as the process that leads knows."""
-        return self.pairs.met() if self.shared.leads else self.shared.met
-
-    def running_now(self) -> int:
-        """Requests that this process is answering."""
-        return len(self._live)
-
-    def legs(self) -> Legs:
-        """The connections to the nodes."""
-        assert self._legs is not None
-        return self._legs
-
     def check_key(self, request: Request) -> None:
-        """Was done before any route was chosen: KeyGate."""
+        """Do nothing: it was checked before any route was chosen (router/guard.py)."""
 
     def owner(self, request: Request) -> str:
-        """See Server."""
+        """Return the hash of the caller's key."""
         return caller_of(request).key_hash
 
     def health(self) -> tuple[int, bytes]:
-        """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, self.met(), len(self._live), time.monotonic())
+        """Return 200 while requests for any model can be served, else 503; and the state of every model and node."""
+        met = self.pairs.met() if self.shared.leads else self.shared.met
+        ready, body = health_of(self.pool, self.models, met, len(self.live), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
-        """The names that requests may ask for."""
+        """Return the names that requests may ask for."""
         return self.models.names()
 
     def healthy(self) -> bool:
-        """Whether a request for any model can be served now."""
+        """Say whether a request for any model can be served now."""
         return any(self.models.ready().values()) or self.models.alone()
 
     def alive(self) -> bool:
-        """Always: what it cannot do without nodes, a new process could not either."""
+        """Return true: what it cannot do without nodes, a new process could not either."""
         return True
 
-    async def tell_adapters(self, request: Request) -> Response:
-        """Load or unload an adapter on all nodes. Raises KvrelayError."""
-        assert self._legs is not None
-        caller_of(request).check_admin()
-        body = await self._body(request)
-        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
-        return Response(said, media_type="application/json")
-
     def _new_id(self, wanted: str) -> str:
-        """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
-        return wanted if sane_id(wanted) and wanted not in self._live else f"{_ids.getrandbits(128):032x}"
+        """Return the client's own id if it is sane and not in use (nodes go by it), else a fresh one."""
+        return wanted if sane_id(wanted) and wanted not in self.live else f"{_ids.getrandbits(128):032x}"
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
+        """Read a request's body, and check its size and shape. Raises KvrelayError."""
         body = await read_body(
             request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
         )

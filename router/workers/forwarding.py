@@ -9,7 +9,7 @@ import aiohttp
 from fastapi import Request
 from starlette.responses import Response
 
-from router.operators import PEER_HEADER, peer_of
+from router.guard import PEER_HEADER, peer_of
 from wire.errors import Unavailable
 
 __all__ = ["Forwarding"]

@@ -23,8 +23,8 @@ from aiohttp import web
 from kvrelay import workers
 from kvrelay.drawn_keys import stored_key
 from router.admission.keys import hash_of
+from router.guard import OPERATED
 from router.nodes.pool import DRAINS
-from router.operators import OPERATED
 from router.workers import parent as parent_module
 from router.workers.listening import shared_port
 from router.workers.metric_sums import collected

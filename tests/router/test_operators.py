@@ -12,7 +12,7 @@ import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
 
 from router.app import create_app
-from router.operators import OPERATED, check_operator
+from router.guard import OPERATED, check_operator
 from wire.errors import Unauthorized
 from wire.router_config import RouterConfig
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 from contextlib import AsyncExitStack
 from typing import Any
@@ -225,12 +226,14 @@ class Fixture:
         metrics.role_use = Gauge("g", "", ["model", "role"], registry=registry)
         metrics.role_changes = Counter("c", "", ["model", "role", "outcome"], registry=registry)
         self.registry, settings = registry, RouterConfig(**config)
-        self.changes = RoleChanges(lambda: settings, self.pool, metrics, self.ask, lambda: self.ending)
+        legs: Any = self
+        self.changes = RoleChanges(lambda: settings, self.pool, legs, metrics, lambda: self.ending)
 
-    async def ask(self, node: Node, role: Role) -> tuple[int, str]:
+    async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
+        """Answer as a node does that is asked to change its role."""
+        assert (path, deadline_s) == ("/admin/role", 5.0)
+        assert json.loads(body)["role"] in (P, D)
         self.asked.append(node.url)
-        if self.status == 202:
-            self.pool.flips(node, role, self.now + 1e6)
         return self.status, "it will not"
 
     async def look(self, times: int = LOOKS) -> Roles:
@@ -251,7 +254,7 @@ async def test_the_last_by_address_is_asked_and_nothing_else_begins_until_it_has
     assert fixture.registry.get_sample_value("c_total", {"model": "m", "role": P, "outcome": "begun"}) == 1
     assert fixture.registry.get_sample_value("g", {"model": "m", "role": P}) == pytest.approx(1.2)
     node = fixture.pool.nodes[-1]
-    told(fixture.pool, node, P, at=1e7, flips=1, load=Load(legs=1))
+    told(fixture.pool, node, P, at=1e12, flips=1, load=Load(legs=1))
     seen = await fixture.look(20)
     assert fixture.asked == ["http://d2"]
     assert seen.why.startswith("no role is short of nodes: 2 prefill nodes")

@@ -197,7 +197,7 @@ async def test_bodies_are_logged_only_when_asked(asked: bool, caplog: pytest.Log
 async def test_ids_in_use_or_insane_are_replaced() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        c.router._live.add("taken")
+        c.router.live.add("taken")
         for wanted in ("taken", "a b", "x" * 200):
             async with c.post(headers={"x-request-id": wanted}) as answer:
                 given = answer.headers["x-request-id"]
@@ -217,6 +217,6 @@ async def test_a_body_names_its_request_where_no_header_does() -> None:
                 async with c.post({**fields, "request_id": "mine"}, path, headers=headers) as answer:
                     assert answer.headers["x-request-id"] == given
                 assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")
-        c.router._live.add("mine")
+        c.router.live.add("mine")
         async with c.post({"prompt": "x", "request_id": "mine"}, "/v1/completions") as answer:
             assert answer.headers["x-request-id"] != "mine"
