@@ -160,4 +160,4 @@ class Router:
         if not size:
             return None
         known = self._prefixes.get(stream)
-        return known or Prefix(array("q", (0, *stream.blocks)), max(1, stream.prompt * CHUNK_BYTES // size))
+        return known or Prefix(array("q", stream.blocks or (0,)), max(1, stream.prompt * CHUNK_BYTES // size))

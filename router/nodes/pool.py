@@ -188,7 +188,7 @@ class Pool(Roster):
         self.choices[node.role, lease.cached_tokens > 0] += 1
         node.take(lease)
         if prefix is not None:
-            lease.sent = self.prefixes.send(prefix, node.url, cached)
+            lease.sent = self.prefixes.send(prefix, node.url)
         return lease
 
     def give_back(self, lease: Lease) -> None:

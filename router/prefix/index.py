@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import msgspec
 
 from router.prefix.contents import BlockContents
 from router.prefix.held_blocks import HeldBlocks
-from router.prefix.text_tree import CHUNK_BYTES, Edge, Path, Step, TextTree
+from router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
 from wire.means import RunningMean
 from wire.outputs import PromptBlocks
 
-__all__ = ["Cached", "Prefix", "PrefixIndex", "Sent"]
+__all__ = ["Prefix", "PrefixIndex", "Sent"]
 
 MAX_TEXT_BYTES = 512 << 10
 """Of a prompt that are looked at: 128,000 tokens, in 2 ms. What is behind counts as new."""
@@ -37,11 +36,11 @@ _PROMPTS_MEAN = 32
 
 
 Sent = tuple[Edge, int]
-"""A leg under way: where its text ends, and its node's number."""
+"""A leg under way: where its text ends, and its node's mark."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """By what the index knows a prompt. `chunks` begin with a number for all that decides its tokens beside the text.
+    """A prompt as the index knows it. In the first of `chunks` is also what decides its tokens beside the text.
 
     Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_size` each. `by_content`:
     keys are those of router/prefix/contents.py, not nodes' own names."""
@@ -57,147 +56,91 @@ class Prefix(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, context: int, text: bytes, ids: int = 0) -> Prefix:
-        """`context`: a hash of the fields beside the text that decide its tokens. `ids`: if it is made of so many."""
-        looked_at = text[:MAX_TEXT_BYTES]
-        chunks = array("q", [context, *map(hash, _CHUNKS(looked_at))])
+        """Make one. `context`: a hash of the fields beside the text that decide its tokens. `ids`: its token ids."""
+        chunks = array("q", map(hash, _CHUNKS(text[:MAX_TEXT_BYTES]) or [b""]))
+        chunks[0] = hash((context, chunks[0]))
         return cls(chunks, len(text), tokens=ids, counted=ids > 0)
 
     def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
-        """The same prompt, of which a node has said what its blocks are called."""
+        """Return the same prompt, of which a node has said what its blocks are called."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
         return self.called(halves[::2], tokens, blocks.block_size)
 
     def called(self, keys: array[int], tokens: int, block_size: int) -> Prefix:
-        """The same prompt, the keys of whose blocks are known otherwise."""
+        """Return the same prompt, the keys of whose blocks are known otherwise."""
         return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_size=block_size)
 
     def for_contents(self) -> Prefix:
-        """The same prompt, for nodes whose blocks are called by their content."""
+        """Return the same prompt, for nodes whose blocks are called by their content."""
         chunks = self.chunks[:]
         chunks[0] = hash(("content", chunks[0]))
         return msgspec.structs.replace(self, chunks=chunks, by_content=True)
 
 
-@dataclass(slots=True, eq=False)
-class Cached(Mapping[str, int]):
-    """Tokens of one prompt that each node is believed to have, by URL. Nodes that nobody asks for cost nothing."""
-
-    prompt_tokens: int
-    """Of the whole prompt; an estimate until it is tokenized."""
-    _numbers: Mapping[str, int]
-    _steps: tuple[list[Step], ...]
-    path: Path
-    """In the texts, when they had this `shape`."""
-    shape: int
-
-    def __getitem__(self, url: str) -> int:
-        tokens = self._tokens(self._numbers[url])
-        if not tokens:
-            raise KeyError(url)
-        return tokens
-
-    def get(self, url: str, default: int = 0) -> int:  # type: ignore[override]
-        """As of any mapping; the way that is fast."""
-        number = self._numbers.get(url)
-        return default if number is None else self._tokens(number) or default
-
-    def __iter__(self) -> Iterator[str]:
-        return (url for url, number in self._numbers.items() if self._tokens(number))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return any(self._steps)
-
-    def _tokens(self, number: int) -> int:
-        deepest = 0
-        for steps in self._steps:
-            for depth, marks in reversed(steps):
-                if marks >> number & 1:
-                    deepest = max(deepest, depth)
-                    break
-        return min(deepest, self.prompt_tokens)
-
-
-def _in_tokens(steps: list[Step], chunk_tokens: float, marks: int) -> list[Step]:
-    """For these nodes only. The first chunk has no bytes."""
-    if not marks or not steps:
-        return []
-    return [(int((depth - 1) * chunk_tokens), marks & those) for depth, those in steps if depth > 1 and marks & those]
-
-
 class PrefixIndex:
-    """Of all nodes, by URL; those it has not heard of have nothing."""
+    """A record of all nodes, by URL; those it has not heard of have nothing."""
 
     def __init__(self, texts: TextTree | None = None, blocks: HeldBlocks | None = None) -> None:
         self.texts = texts or TextTree()
         self.blocks = blocks or HeldBlocks()
         self.contents: dict[str, BlockContents] = {}
         """Of the nodes whose blocks are called by it, by URL."""
-        self._numbers: dict[str, int] = {}
-        self._next = 0
-        self._free: list[int] = []
-        self._gone = 0
-        self._clearing = 0
-        self._known = 0
+        self._marks: dict[str, int] = {}
         self._trusted = 0
-        self._partly = 0
-        """Of those that are trusted: they hold more than was told of them."""
+        """The marks of nodes whose events are believed."""
+        self._unsure = 0
+        """Of nodes that may hold more than was told of them."""
+        self._gone = 0
+        """Of nodes that are no more; they are cleared together."""
         self._block_size = {False: 0, True: 0}
         """As last seen, by whether blocks are called by their content."""
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def lookup(self, prefix: Prefix) -> Cached:
-        """What each node has of a prompt."""
+    def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
+        """Return how many tokens a prompt has, and how many of these each node has that has some, by URL.
+
+        The first is an estimate until the prompt is tokenized."""
         path = self.texts.path(prefix.chunks)
         keys, block_size, tokens = prefix.keys, prefix.block_size, prefix.tokens
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
         if keys is None:
             keys, depth = self.texts.known_keys(path)
             block_size = self._block_size[prefix.by_content]
-            unknown_bytes = prefix.text_bytes - max(0, depth - 1) * CHUNK_BYTES
-            tokens = len(keys) * block_size + int(max(0, unknown_bytes) * per_byte)
-        held = self.blocks.steps(keys, self._trusted) if self._trusted else []
+            tokens = len(keys) * block_size + int(max(0, prefix.text_bytes - depth * CHUNK_BYTES) * per_byte)
         sent, going = self.texts.steps(path)
-        chunk_tokens = CHUNK_BYTES * per_byte
-        known_wholly = self._trusted & ~self._partly
-        return Cached(
-            tokens,
-            self._numbers,
-            (
-                [(count * block_size, marks) for count, marks in held],
-                _in_tokens(sent, chunk_tokens, self._known & ~known_wholly),
-                _in_tokens(going, chunk_tokens, known_wholly),
-            ),
-            path,
-            self.texts.shape,
-        )
+        cached: dict[str, int] = {}
+        for steps, unit, counts in (
+            (self.blocks.steps(keys, self._trusted), block_size, self._trusted),
+            (sent, CHUNK_BYTES * per_byte, self._unsure),
+            (going, CHUNK_BYTES * per_byte, self._trusted),
+        ):
+            deeper = 0
+            for depth, marks in reversed(steps):
+                if here := marks & counts & ~deeper:
+                    has = min(tokens, int(depth * unit))
+                    cached |= {url: max(has, cached.get(url, 0)) for url, mark in self._marks.items() if mark & here}
+                deeper = marks
+        return tokens, cached
 
-    def send(self, prefix: Prefix, url: str, found: Mapping[str, int] | None = None) -> Sent:
-        """A leg with this prompt runs on a node from now on; for `end`. `found`: what a lookup has told of it."""
-        number = self._number(url)
-        path = found.path if isinstance(found, Cached) and found.shape == self.texts.shape else None
-        return self.texts.send(prefix.chunks, number, path), number
+    def send(self, prefix: Prefix, url: str) -> Sent:
+        """Note that a leg with this prompt runs on a node from now on. What is returned is for `end`."""
+        mark = self._mark(url)
+        return self.texts.send(prefix.chunks, mark), mark
 
     def end(self, sent: Sent) -> None:
-        """It has ended."""
+        """Note its end."""
         self.texts.end(*sent)
 
     def learn(self, prefix: Prefix) -> None:
-        """What a node has said of a prompt (Prefix.known)."""
+        """Take over what a node has said of a prompt (Prefix.known)."""
         if prefix.keys is None or not prefix.tokens or not prefix.text_bytes:
             return
         self._block_size[prefix.by_content] = prefix.block_size
-        per_byte = prefix.tokens / prefix.text_bytes
-        if prefix.text_bytes <= MAX_TEXT_BYTES:
-            keys = prefix.keys
-        else:
-            keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_size]
-        self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_size)
+        looked_at = min(prefix.text_bytes, MAX_TEXT_BYTES) * prefix.tokens // prefix.text_bytes
+        self.texts.learn(prefix.chunks, prefix.keys[: looked_at // prefix.block_size])
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
         """Learn from a node's count of a prompt how long texts are in tokens."""
@@ -205,65 +148,54 @@ class PrefixIndex:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
     def knows(self, prefix: Prefix) -> bool:
-        """Whether the blocks of all of its text were learned."""
+        """Say whether the blocks of all of its text were learned."""
         return self.texts.known_keys(self.texts.path(prefix.chunks))[1] == len(prefix.chunks)
 
     # --- KV events -----------------------------------------------------------------------------------------------
 
     def stored(self, url: str, keys: Iterable[int]) -> None:
-        """A node holds these blocks."""
-        self.blocks.stored(1 << self._number(url), keys)
+        """Note that a node holds these blocks."""
+        self.blocks.stored(self._mark(url), keys)
 
     def removed(self, url: str, keys: Iterable[int]) -> None:
-        """It holds these no more."""
-        self.blocks.removed(1 << self._number(url), keys)
+        """Note that it holds these no more."""
+        self.blocks.removed(self._mark(url), keys)
 
     def trust(self, url: str, *, whole: bool = True) -> None:
-        """All that was told of this node is true from now on.
+        """Believe all that was told of this node, and from now on.
 
         Not `whole`: there is more than was told, so what was sent there counts, too."""
-        mark = 1 << self._number(url)
+        mark = self._mark(url)
         self._trusted |= mark
-        self._partly = self._partly & ~mark if whole else self._partly | mark
+        self._unsure = self._unsure & ~mark if whole else self._unsure | mark
 
     def doubt(self, url: str) -> None:
-        """What was told of it may be old: what was sent there counts, until it is trusted again."""
-        self._trusted &= ~(1 << self._number(url))
+        """Go by what was sent there until it is trusted again: what was told of it may be old."""
+        mark = self._mark(url)
+        self._trusted &= ~mark
+        self._unsure |= mark
 
     def trusts(self, url: str) -> bool:
-        """Whether this node's events are believed."""
-        return url in self._numbers and bool(self._trusted >> self._numbers[url] & 1)
+        """Say whether this node's events are believed."""
+        return bool(self._trusted & self._marks.get(url, 0))
 
     def forget(self, url: str) -> None:
-        """A node has nothing (it was restarted), or is gone."""
-        number = self._numbers.pop(url, None)
-        if number is not None:
-            self._known &= ~(1 << number)
-            self._trusted &= self._known
-            self._partly &= self._known
-            self._gone |= 1 << number
-            self._recycle()
-
-    # --- inside --------------------------------------------------------------------------------------------------
-
-    def _number(self, url: str) -> int:
-        number = self._numbers.get(url)
-        if number is None:
-            if not self._free:
-                self._free.append(self._next)
-                self._next += 1
-            number = self._numbers[url] = self._free.pop()
-            self._known |= 1 << number
-        return number
-
-    def _recycle(self) -> None:
-        """Numbers of nodes that are gone are given again once nothing is left of them; else integers grew for ever."""
+        """Forget a node: it has nothing (it was restarted), or is gone."""
+        mark = self._marks.pop(url, 0)
+        self._trusted &= ~mark
+        self._unsure &= ~mark
+        self._gone |= mark
         self.blocks.sweep()  # events, which do so too, may never come
-        if self.blocks.sweeping:
-            return
-        self._free += [number for number in range(self._next) if self._clearing >> number & 1]
-        self._clearing = 0
-        if self._gone.bit_count() >= _GONE_TOGETHER:
-            self._clearing, self._gone = self._gone, 0
-            self.blocks.forget(self._clearing)
-            self.texts.forget(self._clearing)
+        if not self.blocks.sweeping and self._gone.bit_count() >= _GONE_TOGETHER:
+            self.blocks.forget(self._gone)
+            self.texts.forget(self._gone)
+            self._gone = 0
+
+    def _mark(self, url: str) -> int:
+        """Return the node's mark: the lowest bit of which nothing is left, or integers grew for ever."""
+        mark = self._marks.get(url)
+        if mark is None:
+            used = self._trusted | self._unsure | self._gone | self.blocks.sweeping
+            mark = self._marks[url] = ~used & (used + 1)
+            self._unsure |= mark
+        return mark

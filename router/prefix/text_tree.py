@@ -1,6 +1,6 @@
 """A radix tree over the texts of prompts: where each was sent, and which blocks of KV lie behind which text. Pure.
 
-A text is a sequence of chunks, each a number (router/prefix/index.py makes them). An edge holds a run of chunks that no
+A text is a sequence of chunks, each a number (router/prefix/index.py makes them; none is empty). An edge holds a run of chunks that no
 text has left yet, so a prompt that shares its beginning with others costs one edge and 8 bytes per chunk of its own. Of
 each edge the tree knows the *marks* (a bit per node) of those that were sent a text through it and, once a node has
 said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends is known
@@ -12,6 +12,7 @@ Bounded: the texts that were asked for longest ago go first.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect
 from collections import OrderedDict
 
 __all__ = ["CHUNK_BYTES", "Edge", "Path", "Step", "TextTree"]
@@ -31,7 +32,7 @@ Path = list[tuple["Edge", int]]
 
 
 class Edge:
-    """`sent` are marks; `under_way` counts, by node, legs that have not ended, and `going` are these nodes' marks."""
+    """A run of chunks. `sent` are marks; `under_way` counts legs that have not ended, by mark, and `going` has these."""
 
     __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
@@ -45,9 +46,14 @@ class Edge:
         self.going = 0
         self.under_way: dict[int, int] = {}
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return EDGE_BYTES + _NUMBER_BYTES * (len(self.chunks) + len(self.keys))
+
 
 class TextTree:
-    """Depths are in chunks; the first chunk of a text names what else decides its tokens, and has no bytes."""
+    """A tree over all texts. Depths are in chunks."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -55,8 +61,6 @@ class TextTree:
         # Least recently used first; an edge is always behind all edges below it.
         self._edges: OrderedDict[Edge, None] = OrderedDict()
         self.size_bytes = 0
-        self.shape = 0
-        """Another number whenever paths may be others than before."""
 
     def __len__(self) -> int:
         return len(self._edges)
@@ -64,14 +68,14 @@ class TextTree:
     # --- asking --------------------------------------------------------------------------------------------------
 
     def path(self, chunks: array[int]) -> Path:
-        """Where a text leads."""
+        """Return where a text leads."""
         at, edge = 0, self._root
         path: Path = []
         while at < len(chunks):
             child = edge.children.get(chunks[at])
             if child is None:
                 break
-            shared = _shared(child.chunks, chunks, at)
+            shared = _common(child.chunks, chunks[at : at + len(child.chunks)])
             path.append((child, shared))
             at += shared
             if shared < len(child.chunks):
@@ -81,20 +85,19 @@ class TextTree:
 
     @staticmethod
     def known_keys(path: Path) -> tuple[array[int], int]:
-        """The keys of the blocks along a path, as far as they were learned, and how deep that is."""
+        """Return the keys of the blocks along a path, as far as they were learned, and how deep that is."""
         keys: array[int] = array("Q")
         depth = 0
         for edge, shared in path:
             if not edge.learned:
                 break
-            whole = len(edge.chunks)
-            keys += edge.keys if shared == whole else edge.keys[: len(edge.keys) * shared // whole]
+            keys += edge.keys[: len(edge.keys) * shared // len(edge.chunks)]
             depth += shared
         return keys, depth
 
     @staticmethod
     def steps(path: Path) -> tuple[list[Step], list[Step]]:
-        """How deep which nodes were sent this text: ever, and by legs that have not ended. The deepest come last."""
+        """Return how deep which nodes were sent this text: ever, and by legs under way. The deepest come last."""
         sent: list[Step] = []
         going: list[Step] = []
         depth = 0
@@ -108,42 +111,37 @@ class TextTree:
 
     # --- telling -------------------------------------------------------------------------------------------------
 
-    def send(self, chunks: array[int], node: int, path: Path | None = None) -> Edge:
-        """A leg with this text begins on a node (its number, not its mark). The last edge of the text, for `end`.
-
-        `path` may be given where it is known and the tree has the same shape as then."""
-        mark = 1 << node
-        edges = self._insert(chunks, self.path(chunks) if path is None else path)
+    def send(self, chunks: array[int], mark: int) -> Edge:
+        """Note that a leg with this text begins on a node. Returns the last edge of the text, for `end`."""
+        edges = self._insert(chunks)
         for edge in edges:
             edge.sent |= mark
             edge.going |= mark
-            edge.under_way[node] = edge.under_way.get(node, 0) + 1
-        if self.size_bytes > self._limit_bytes:
-            self._evict()
+            edge.under_way[mark] = edge.under_way.get(mark, 0) + 1
+        self._evict()
         return edges[-1]
 
-    def end(self, last: Edge, node: int) -> None:
-        """It has ended. An edge that was cut in two since then is still the end of the same text."""
+    @staticmethod
+    def end(last: Edge, mark: int) -> None:
+        """Note its end. An edge that was cut in two since then is still the end of the same text."""
         edge: Edge | None = last
-        while edge is not None and edge is not self._root:
-            left = edge.under_way.get(node, 0) - 1
-            if left > 0:
-                edge.under_way[node] = left
-            elif not left:
-                del edge.under_way[node]
-                edge.going &= ~(1 << node)
+        while edge is not None:
+            count = edge.under_way.get(mark, 0)
+            if count > 1:
+                edge.under_way[mark] = count - 1
+            elif count:
+                del edge.under_way[mark]
+                edge.going &= ~mark
             edge = edge.parent
 
-    def learn(self, chunks: array[int], keys: array[int], blocks_per_chunk: float) -> None:
-        """`keys` are the blocks of this text, so many of them, roughly, in each chunk but the first."""
+    def learn(self, chunks: array[int], keys: array[int]) -> None:
+        """Take over what the blocks of this text are called."""
         depth = before = 0
         for edge, shared in self.path(chunks):
             depth += shared
             if shared < len(edge.chunks):
                 break  # the rest was evicted
-            end = len(keys)
-            if depth < len(chunks):
-                end = min(end, max(before, int((depth - 1) * blocks_per_chunk)))
+            end = max(before, len(keys) * depth // len(chunks))
             if edge.learned:
                 self._compare(edge, keys[before:], end - before)
             if not edge.learned or (depth == len(chunks) and not any(c.learned for c in edge.children.values())):
@@ -152,37 +150,33 @@ class TextTree:
         self._evict()
 
     def forget(self, marks: int) -> None:
-        """No node has these marks any more."""
+        """Clear these marks, which no node has any more."""
         for edge in self._edges:
             edge.sent &= ~marks
-            edge.going &= ~marks
-            for node in [node for node in edge.under_way if marks >> node & 1]:
-                del edge.under_way[node]
+            if edge.going & marks:
+                edge.going &= ~marks
+                edge.under_way = {mark: count for mark, count in edge.under_way.items() if not mark & marks}
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _insert(self, chunks: array[int], path: Path) -> list[Edge]:
-        """All edges of a text, made where they are missing, and now the most recently used."""
+    def _insert(self, chunks: array[int]) -> list[Edge]:
+        """Return all edges of a text, made where they are missing, and now the most recently used."""
         edges, depth = [], 0
-        for edge, shared in path:
-            edges.append(edge)
+        for edge, shared in self.path(chunks):
+            edges.append(edge if shared == len(edge.chunks) else self._split(edge, shared))
             depth += shared
-        if path and path[-1][1] < len(edges[-1].chunks):
-            edges[-1] = self._split(edges[-1], path[-1][1])
-        # The first chunk has no bytes, so no blocks: an edge of its own.
-        for begin, end in ((0, 1), (max(1, depth), len(chunks))) if depth < len(chunks) else ():
-            if depth <= begin < end:
-                parent = edges[-1] if edges else self._root
-                edges.append(Edge(parent, chunks[begin:end]))
-                parent.children[chunks[begin]] = edges[-1]
-                self._count(edges[-1])
+        if depth < len(chunks):
+            parent = edges[-1] if edges else self._root
+            edge = parent.children[chunks[depth]] = Edge(parent, chunks[depth:])
+            edges.append(edge)
+            self.size_bytes += edge.size_bytes
         for edge in reversed(edges):
             self._edges[edge] = None
             self._edges.move_to_end(edge)
         return edges
 
     def _split(self, edge: Edge, at: int) -> Edge:
-        """Cut an edge in two; the upper one is new, and returned."""
+        """Cut an edge in two, and return the upper one, which is new."""
         parent = edge.parent
         assert parent is not None
         upper = Edge(parent, edge.chunks[:at])
@@ -195,11 +189,10 @@ class TextTree:
         upper.children[edge.chunks[0]] = edge
         parent.children[upper.chunks[0]] = upper
         self.size_bytes += EDGE_BYTES
-        self.shape += 1
         return upper
 
     def _compare(self, edge: Edge, keys: array[int], end: int) -> None:
-        """What another text says of an edge: its last blocks may belong below it, where the two have parted."""
+        """Compare what another text says of an edge: its last blocks may belong below it, where the two have parted."""
         same = _common(edge.keys, keys)
         if same == len(edge.keys):
             return
@@ -219,51 +212,17 @@ class TextTree:
         self.size_bytes += _NUMBER_BYTES * (len(keys) - len(edge.keys))
         edge.keys, edge.learned = keys, True
 
-    def _count(self, edge: Edge, sign: int = 1) -> None:
-        self.shape += 1
-        self.size_bytes += sign * (EDGE_BYTES + _NUMBER_BYTES * (len(edge.chunks) + len(edge.keys)))
-
     def _evict(self) -> None:
         while self.size_bytes > self._limit_bytes and self._edges:
             edge, _ = self._edges.popitem(last=False)
             assert edge.parent is not None
             assert not edge.children
             del edge.parent.children[edge.chunks[0]]
-            self._count(edge, -1)
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
-        below: list[Edge] = list(self._root.children.values())
-        size, seen = 0, 0
-        order = {edge: at for at, edge in enumerate(self._edges)}
-        while below:
-            edge = below.pop()
-            seen += 1
-            size += EDGE_BYTES + _NUMBER_BYTES * (len(edge.chunks) + len(edge.keys))
-            assert len(edge.chunks) > 0
-            assert edge.parent is not None
-            assert edge.parent.children[edge.chunks[0]] is edge
-            assert edge.parent is self._root or order[edge.parent] > order[edge]
-            assert edge.going == sum(1 << node for node in edge.under_way)
-            assert edge.parent is self._root or edge.sent & ~edge.parent.sent == 0
-            below += edge.children.values()
-        assert seen == len(self._edges)
-        assert size == self.size_bytes, (size, self.size_bytes)
-
-
-def _shared(run: array[int], chunks: array[int], at: int) -> int:
-    """How many chunks of a run are those of a text from `at` on; of which the first is."""
-    size = min(len(run), len(chunks) - at)
-    return size if run[:size] == chunks[at : at + size] else _common(run, chunks[at : at + size])
+            self.size_bytes -= edge.size_bytes
 
 
 def _common(one: array[int], other: array[int]) -> int:
-    """The length of the longest common beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Return the length of the longest common beginning."""
+    if one == other:
+        return len(one)
+    return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda size: one[:size] != other[:size])

@@ -100,8 +100,8 @@ class Placer:
 
     def wanted(self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None) -> Wanted:
         """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known better."""
-        cached = self._pool.prefixes.lookup(prefix) if prefix is not None else None
-        tokens = max(1, tokens or (job.prompt_tokens if cached is None else cached.prompt_tokens))
+        length, cached = self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
+        tokens = max(1, tokens or length)
         ttft_ms, tpot_ms = default_targets(self._pool.typical(job.model), tokens)
         answers = max(job.choices, job.best_of)
         told = job.targets
@@ -112,7 +112,7 @@ class Placer:
             _bounded(told.tpot_s, tpot_ms),
             job.max_tokens * answers or math.inf,
             tie=crc32(job.id.encode()),
-            cached={} if cached is None else cached,
+            cached=cached,
         )
         return Wanted(job.model, request, job.session, prefix, peer)
 

@@ -89,7 +89,7 @@ class Listening:
 
     def has(self, hashes: list[bytes]) -> int:
         prefix = Prefix.of(0, b"x").known(PromptBlocks(1, b"".join(hashes)), len(hashes))
-        return self.index.lookup(prefix).get(URL, 0)
+        return self.index.lookup(prefix)[1].get(URL, 0)
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvrelay_router_{name}", labels) or 0.0
@@ -235,10 +235,10 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
                 assert router.count("kv_event_doubted_nodes") == 1
                 prefix = Prefix.of(0, b"y" * 4_000)
                 router.index.end(router.index.send(prefix, URL))
-                assert router.index.lookup(prefix)[URL] > 900, "what was sent there counts"
+                assert router.index.lookup(prefix)[1][URL] > 900, "what was sent there counts"
             router.heard(node)
             await router.trusted()
-            assert URL not in router.index.lookup(prefix)
+            assert URL not in router.index.lookup(prefix)[1]
 
     run(test)
 
@@ -252,7 +252,7 @@ def test_of_a_node_that_tells_no_events_what_was_sent_there_counts() -> None:
             for _ in range(2):  # started again without a port
                 router.events.heard(URL, "g2", None)
                 router.index.end(router.index.send(prefix, URL))
-                assert router.index.lookup(prefix)[URL] > 900
+                assert router.index.lookup(prefix)[1][URL] > 900
                 assert not router.index.trusts(URL)
             assert router.count("kv_event_doubted_nodes") == 0, "it is no fault"
 
