@@ -62,7 +62,7 @@ class Endings:
 
     def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
         self._metrics, self._lookout = metrics, lookout
-        self.flow = Flow(metrics, lookout.flowed)
+        self.flow = Flow(metrics, lookout.recent.flowed)
 
     def begins(self, walk: Walk | JoinedWalk | VllmWalk, key: str) -> None:
         """A request begins, or waits for its turn; `finished` must follow."""

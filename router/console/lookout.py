@@ -7,30 +7,26 @@ Owns the clock of the console. What is counted and put together is in router/con
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from prometheus_client.registry import Collector
 
 from openai_api.routes import version
 from openai_api.stages import MOVED
 from router.admission.gate import Gate
-from router.console.picture import BreakerSeen, FailedPair, NodeSeen, Picture, RolesSeen, WorkerSeen, picture_of
-from router.console.recent import Ended, Recent
+from router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
+from router.console.recent import Edge, Ended, Recent
 from router.metrics import Metrics
 from router.nodes.models import Models
-from router.nodes.node import Node
 from router.nodes.pairs import Pairs
-from router.nodes.pool import DRAINS, Pool
+from router.nodes.pool import Pool
 from router.roles import RoleChanges
 from router.shared import Shared
-from router.state import of_models
+from router.state import failed_pairs, nodes_of, of_models
 from router.vllm.walk import VllmWalk
 from router.walk.handoff import Walk
 from router.walk.joined_walk import JoinedWalk
 
 __all__ = ["Lookout"]
-
-_MOST_FAILED_PAIRS = 20
 
 
 class Lookout:
@@ -39,15 +35,11 @@ class Lookout:
     def __init__(self, pool: Pool, models: Models, pairs: Pairs, gate: Gate, metrics: Metrics, shared: Shared) -> None:
         self._pool, self._models, self._pairs, self._gate = pool, models, pairs, gate
         self._metrics, self._shared = metrics, shared
-        self._recent = Recent()
+        self.recent = Recent()
         self._began = time.monotonic()
         self.roles: RoleChanges | None = None
         """In the process that has nodes change theirs."""
-        metrics.on_handover = lambda prefill, decode: self._recent.handed_over(time.monotonic(), prefill, decode)
-
-    def flowed(self, now: float, tokens: int) -> None:
-        """So many tokens more of answers came."""
-        self._recent.flowed(now, tokens)
+        metrics.on_handover = lambda prefill, decode: self.recent.moved(time.monotonic(), Edge(prefill, decode, 1))
 
     def ended(
         self,
@@ -58,65 +50,57 @@ class Lookout:
         error: str,
         stages_s: dict[str, float],
     ) -> None:
-        """A request is over, and its timeline ended. `error` is what a log may say of it."""
-        timeline, job, (prefill, decode), recent = walk.timeline, walk.job, walk.nodes, self._recent
+        """Note a request that is over, as its timeline is. `error` is what a log may say of it."""
+        timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
         now, first, tokens = timeline.ended, timeline.first_token, walk.output_tokens
         assert now is not None
-        ttft_s = None if first is None else first - timeline.arrived
-        inter_token_s = timeline.inter_token_s(tokens, walk.answers)
-        recent.ended(now, status, ttft_s, inter_token_s, stages_s["total"])
-        cached = moved = 0
+        cached = fetched = 0
         if not isinstance(walk, VllmWalk):
             for part in walk.parts:
                 cached += part.cached_tokens or 0
-                moved += self._moved(now, part.timeline.decode_ms, *part.nodes)
-        recent.keep(
-            Ended(
-                job.id,
-                path,
-                job.model,
-                key,
-                status,
-                error,
-                job.stream,
-                timeline.local,
-                time.time(),
-                ttft_s,
-                inter_token_s,
-                walk.prompt_tokens,
-                cached,
-                tokens,
-                prefill,
-                decode,
-                moved,
-                stages_s,
-                walk.placement,
-            )
+                told_ms = part.timeline.decode_ms
+                if "transfer" in told_ms:
+                    size = int(told_ms.get(MOVED, 0))
+                    took_s, exposed_s = told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3
+                    self.recent.moved(now, Edge(*part.nodes, 0, 1, size, took_s, exposed_s))
+                    fetched += size
+        request = Ended(
+            id=job.id,
+            path=path,
+            model=job.model,
+            key=key,
+            status=status,
+            error=error,
+            stream=job.stream,
+            local=timeline.local,
+            ended=time.time(),
+            ttft_s=None if first is None else first - timeline.arrived,
+            inter_token_s=timeline.inter_token_s(tokens, walk.answers),
+            prompt_tokens=walk.prompt_tokens,
+            cached_tokens=cached,
+            output_tokens=tokens,
+            prefill=prefill,
+            decode=decode,
+            kv_bytes=fetched,
+            stages_s=stages_s,
+            placed=walk.placement,
         )
+        self.recent.ended(now, request)
 
-    def _moved(self, now: float, told_ms: dict[str, float], prefill: str, decode: str) -> int:
-        """Note what a decode leg has fetched; its bytes."""
-        if "transfer" not in told_ms:
-            return 0
-        size = int(told_ms.get(MOVED, 0))
-        exposed_s = told_ms.get("exposed", 0.0) / 1e3
-        self._recent.fetched(now, prefill, decode, size, told_ms["transfer"] / 1e3, exposed_s)
-        return size
-
-    def seen(self, since: float) -> WorkerSeen:
-        """What this process sees, with the requests that ended after this Unix time."""
+    def seen(self) -> WorkerSeen:
+        """Return what this process sees."""
         now = time.monotonic()
         workers = self._shared.workers()
         roles = {} if self.roles is None else self.roles.models
         return WorkerSeen(
             0 if workers is None else workers.get("index", 0),
             now - self._began,
-            int(_sum(self._metrics.running)),
+            int(sum(self._metrics.running.read().values())),
             self._gate.waiting(),
-            int(_sum(self._metrics.waiting_for_room)),
-            [_node(node, self._pool, now) for node in (*self._pool.nodes, *self._pool.leaving)],
-            self._recent.slots(now),
-            self._recent.requests(since),
+            int(sum(self._metrics.waiting_for_room.read().values())),
+            nodes_of(self._pool, now),
+            self.recent.slots(now),
+            list(self.recent.requests),
             {
                 "requests": _by(self._metrics.requests, "status"),
                 "disaggregated": _by(self._metrics.disaggregated, ""),
@@ -124,13 +108,13 @@ class Lookout:
                 "failovers": _by(self._metrics.failovers, "leg"),
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
-            [FailedPair(*pair) for pair in self._pairs.met()[1][:_MOST_FAILED_PAIRS]],
+            failed_pairs(self._pairs.met()),
             [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 
     def picture(self, since: float) -> Picture:
         """Return what all workers see."""
-        workers, own = self._shared.workers(), self.seen(since)
+        workers, own = self._shared.workers(), self.seen()
         others = self._shared.seen_elsewhere()
         health, models = of_models(self._models)
         return picture_of(
@@ -146,42 +130,8 @@ class Lookout:
         )
 
 
-def _node(node: Node, pool: Pool, now: float) -> NodeSeen:
-    load = node.load
-    return NodeSeen(
-        node.url,
-        node.role.value,
-        node.kind.value,
-        node.model,
-        sorted(node.adapters),
-        node.up,
-        not node.up and node.reason == DRAINS,
-        node.reason,
-        round(now - node.since, 3) if node.since else None,
-        [source.value for source in pool.members.sources(node.url)] if node.wanted else [],
-        len(node.leases),
-        node.held_blocks,
-        round(node.depth, 3),
-        load.running,
-        load.waiting,
-        load.waiting_tokens,
-        load.free_blocks,
-        load.total_blocks,
-        load.block_size,
-        {leg.value: _breaker(breaker.facts(now)) for leg, breaker in node.breakers.items()},
-        int(node.up),
-        node.flips_to or "",
-        round(node.state.prompt_share, 3),
-        round(node.state.limit_left, 3),
-    )
-
-
-def _breaker(facts: Mapping[str, str | float | int]) -> BreakerSeen:
-    return BreakerSeen(str(facts["state"]), str(facts["reason"]), float(facts["opens_in_s"]))
-
-
 def _by(counter: Collector, label: str) -> dict[str, float]:
-    """The counts of a metric by one of its labels; by none: all as one."""
+    """Return the counts of a metric by one of its labels; by none: all as one."""
     counts: dict[str, float] = {}
     for family in counter.collect():
         for sample in family.samples:
@@ -189,7 +139,3 @@ def _by(counter: Collector, label: str) -> dict[str, float]:
                 value = sample.labels.get(label, "")
                 counts[value] = counts.get(value, 0.0) + sample.value
     return counts
-
-
-def _sum(gauge: Collector) -> float:
-    return sum(sample.value for family in gauge.collect() for sample in family.samples)

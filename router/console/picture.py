@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.console.recent import SLOT_S, SLOTS, Edge, Ended, Slot, quantile
+from router.console.recent import SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
+from router.nodes.breaker import BreakerSeen
 from wire.config import Role
+from wire.outputs import Load
+from wire.step_costs import StepCosts
 
 __all__ = [
-    "EDGE_WINDOW_S",
-    "BreakerSeen",
-    "EdgeRow",
     "FailedPair",
     "Health",
     "NodeSeen",
@@ -35,7 +34,7 @@ __all__ = [
     "picture_of",
 ]
 
-EDGE_WINDOW_S = 60.0
+_EDGE_SLOTS = 12
 _RATE_SLOTS = 2
 _MOST_EDGES = 200
 _MOST_REQUESTS = 200
@@ -43,16 +42,8 @@ _SHARES = (0.5, 0.9, 0.99)
 _WORST = {"closed": 0, "half_open": 1, "open": 2}
 
 
-class BreakerSeen(msgspec.Struct, frozen=True):
-    """Of a node for one kind of leg."""
-
-    state: str
-    reason: str = ""
-    opens_in_s: float = 0.0
-
-
 class NodeSeen(msgspec.Struct, frozen=True):
-    """One node. Load as it has last told; `legs` of the router's are there now."""
+    """One node, as GET /health and GET /admin/nodes tell it too. Load as it has last told; `legs` are there now."""
 
     url: str
     role: str
@@ -64,8 +55,10 @@ class NodeSeen(msgspec.Struct, frozen=True):
     reason: str
     """Why it is not up."""
     for_s: float | None
-    sources: list[str]
+    sources: Sequence[str]
+    """Who names it."""
     legs: int
+    """Of the router's."""
     held_blocks: int
     queue_depth: float
     running: int
@@ -74,15 +67,22 @@ class NodeSeen(msgspec.Struct, frozen=True):
     free_blocks: int
     total_blocks: int
     block_size: int
-    breakers: dict[str, BreakerSeen]
+    breakers: dict[Role, BreakerSeen]
     up_in: int = 1
     """So many workers see it up."""
-    flips_to: str = ""
+    flips_to: str | None = None
     """The role that it is changing to."""
     prompt_share: float = 0.0
     """Of its time, what prompts take that come."""
     limit_left: float = 0.0
     """Of its time, what is left for prompts until tokens take too long there."""
+    generation: str = ""
+    release: str = ""
+    leg_version: int = 1
+    kv_events: bool = False
+    """It is known what it holds."""
+    costs: StepCosts | None = None
+    load: Load = Load()
 
 
 class FailedPair(msgspec.Struct, frozen=True):
@@ -163,20 +163,6 @@ class Series(msgspec.Struct, frozen=True):
     inter_token_p50_s: list[float | None]
 
 
-class EdgeRow(msgspec.Struct, frozen=True):
-    """What went from a prefill to a decode node within EDGE_WINDOW_S."""
-
-    prefill: str
-    decode: str
-    handovers: int
-    """As the router's metrics count them."""
-    fetches: int
-    """Ended ones of which the decode node has told; the next three are of these."""
-    bytes: int
-    transfer_s: float
-    exposed_s: float
-
-
 class Health(enum.StrEnum):
     """Whether requests for any model can be served: as GET /health has it."""
 
@@ -208,7 +194,8 @@ class Picture(msgspec.Struct, frozen=True):
     series: Series
     nodes: list[NodeSeen]
     edge_window_s: float
-    edges: list[EdgeRow]
+    edges: list[Edge]
+    """Within `edge_window_s`."""
     failed_pairs: list[FailedPair]
     counts: dict[str, dict[str, float]]
     requests: list[Ended]
@@ -233,77 +220,58 @@ def picture_of(
 
     `now` is the Unix time of `monotonic`; requests count as news that ended after `since`."""
     seen = sorted(workers, key=lambda each: each.index)
-    slots = _joined([slot for each in seen for slot in each.slots])
-    rows = [
-        WorkerRow(each.index, each.uptime_s, each.running, each.waiting, sum(node.up for node in each.nodes))
-        for each in seen
-    ]
     requests = (request for each in seen for request in each.requests if request.ended > since)
-    newest = sorted(requests, key=lambda each: -each.ended)
+    of_all = [slot for each in seen for slot in each.slots]
+    newest = int(monotonic // SLOT_S)
+    slots = [
+        summed(slot for slot in of_all if slot.number == number) for number in range(newest - SLOTS + 1, newest + 1)
+    ]
+    whole, lately = summed(slots), summed(slots[-1 - _RATE_SLOTS :])
+    lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
+    edges = summed(slots[-_EDGE_SLOTS:]).edges.values()
+    counts: dict[str, dict[str, float]] = {}
+    for each in seen:
+        for what, by_label in each.counts.items():
+            add(counts.setdefault(what, {}), by_label)
     return Picture(
         now=now,
         version=version,
         health=health,
         models=models,
         wanted=wanted,
-        workers=rows,
+        workers=[
+            WorkerRow(each.index, each.uptime_s, each.running, each.waiting, sum(node.up for node in each.nodes))
+            for each in seen
+        ],
         running=sum(each.running for each in seen),
         waiting=sum(each.waiting for each in seen),
         waiting_for_room=sum(each.waiting_for_room for each in seen),
+        requests_per_s=lately.ended / lately_s,
+        output_tokens_per_s=lately.output_tokens / lately_s,
         window_s=SLOT_S * SLOTS,
+        ttft=_percentiles(whole.ttft),
+        inter_token=_percentiles(whole.inter_token),
+        total=_percentiles(whole.total),
+        series=Series(
+            SLOT_S,
+            [slot.ended for slot in slots],
+            [slot.failed for slot in slots],
+            [slot.output_tokens for slot in slots],
+            [quantile(slot.ttft, 0.5) for slot in slots],
+            [quantile(slot.inter_token, 0.5) for slot in slots],
+        ),
         nodes=_nodes(own, seen),
-        edge_window_s=EDGE_WINDOW_S,
-        edges=_edges(slots, monotonic),
+        edge_window_s=SLOT_S * _EDGE_SLOTS,
+        edges=sorted(edges, key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES],
         failed_pairs=own.failed_pairs,
-        counts=_counts(seen),
-        requests=newest[:_MOST_REQUESTS],
+        counts=counts,
+        requests=sorted(requests, key=lambda each: -each.ended)[:_MOST_REQUESTS],
         roles=own.roles,
-        **_figures(slots, monotonic),
     )
 
 
-def _joined(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
-    """Of all workers, by number."""
-    joined: dict[int, list[Slot]] = {}
-    for slot in slots:
-        joined.setdefault(slot.number, []).append(slot)
-    return joined
-
-
-def _figures(slots: dict[int, list[Slot]], monotonic: float) -> dict[str, Any]:
-    """Rates, percentiles and series."""
-    newest = int(monotonic // SLOT_S)
-    by_slot = [slots.get(number, []) for number in range(newest - SLOTS + 1, newest + 1)]
-    every = [slot for of_slot in by_slot for slot in of_slot]
-    lately = [slot for of_slot in by_slot[-1 - _RATE_SLOTS :] for slot in of_slot]
-    lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
-
-    def median(spreads: list[dict[int, int]]) -> float | None:
-        found = quantile(spreads, (0.5,))
-        return None if found is None else round(found[0], 6)
-
-    return {
-        "requests_per_s": sum(slot.ended for slot in lately) / lately_s,
-        "output_tokens_per_s": sum(slot.output_tokens for slot in lately) / lately_s,
-        "ttft": _percentiles([slot.ttft for slot in every]),
-        "inter_token": _percentiles([slot.inter_token for slot in every]),
-        "total": _percentiles([slot.total for slot in every]),
-        "series": Series(
-            SLOT_S,
-            [sum(slot.ended for slot in each) for each in by_slot],
-            [sum(slot.failed for slot in each) for each in by_slot],
-            [sum(slot.output_tokens for slot in each) for each in by_slot],
-            [median([slot.ttft for slot in each]) for each in by_slot],
-            [median([slot.inter_token for slot in each]) for each in by_slot],
-        ),
-    }
-
-
-def _percentiles(spreads: list[dict[int, int]]) -> Percentiles:
-    found = quantile(spreads, _SHARES)
-    if found is None:
-        return Percentiles(0)
-    return Percentiles(sum(sum(each.values()) for each in spreads), *(round(each, 6) for each in found))
+def _percentiles(spread: Mapping[int, int]) -> Percentiles:
+    return Percentiles(sum(spread.values()), *(quantile(spread, share) for share in _SHARES))
 
 
 def _nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
@@ -321,29 +289,3 @@ def _nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
                     breakers[leg] = breaker
             rows[node.url] = msgspec.structs.replace(known, legs=known.legs + node.legs, breakers=breakers)
     return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]
-
-
-def _edges(slots: dict[int, list[Slot]], monotonic: float) -> list[EdgeRow]:
-    first = int((monotonic - EDGE_WINDOW_S) // SLOT_S)
-    sums: dict[tuple[str, str], Edge] = {}
-    for number, of_slot in slots.items():
-        if number <= first:
-            continue
-        for slot in of_slot:
-            for pair, edge in slot.edges.items():
-                sums.setdefault(pair, Edge()).add(edge)
-    rows = [
-        EdgeRow(*pair, edge.handovers, edge.fetches, edge.bytes, round(edge.transfer_s, 6), round(edge.exposed_s, 6))
-        for pair, edge in sums.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.bytes, -row.handovers))[:_MOST_EDGES]
-
-
-def _counts(seen: Sequence[WorkerSeen]) -> dict[str, dict[str, float]]:
-    counts: dict[str, dict[str, float]] = {}
-    for each in seen:
-        for what, by_label in each.counts.items():
-            known = counts.setdefault(what, {})
-            for label, count in by_label.items():
-                known[label] = known.get(label, 0.0) + count
-    return counts

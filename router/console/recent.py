@@ -9,11 +9,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
-__all__ = ["KEPT_REQUESTS", "MAX_EDGES", "SLOTS", "SLOT_S", "Edge", "Ended", "Recent", "Slot", "bucket_of", "quantile"]
+__all__ = [
+    "KEPT_REQUESTS",
+    "MAX_EDGES",
+    "SLOTS",
+    "SLOT_S",
+    "Edge",
+    "Ended",
+    "Recent",
+    "Slot",
+    "add",
+    "bucket_of",
+    "quantile",
+    "summed",
+]
 
 SLOT_S = 5.0
 SLOTS = 60
@@ -22,13 +36,12 @@ KEPT_REQUESTS = 200
 MAX_EDGES = 1000
 """Pairs of nodes that are counted apart within a slot."""
 
-_log = math.log
-# Buckets grow by 5 %, so a quantile is off by 2.5 % at most.
-_SMALLEST_S = 1e-4
-_LOG_GROWTH = math.log(1.05)
-_BUCKETS_PER_E = 1 / _LOG_GROWTH
-_FIRST = math.log(_SMALLEST_S) * _BUCKETS_PER_E
-_MOST = 340  # 1,600 s
+_BUCKETS_PER_E = 20
+"""Buckets grow by 5 %, so a quantile is off by 2.5 % at most."""
+_SHORTEST_S, _LONGEST_S = 1e-4, 2e3
+
+_Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -64,12 +77,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Edge(msgspec.Struct):
-    """KV that went from one node to another."""
+    """What went from a prefill to a decode node."""
 
+    prefill: str
+    decode: str
     handovers: int = 0
     """Begun, as the router's metrics count them."""
     fetches: int = 0
-    """Ended ones of which the decode node has told."""
+    """Ended ones of which the decode node has told; the next three are of these."""
     bytes: int = 0
     """0 if the nodes do not say."""
     transfer_s: float = 0.0
@@ -77,7 +92,7 @@ class Edge(msgspec.Struct):
     """Of transfer_s, what requests have waited for beside their prefill."""
 
     def add(self, other: Edge) -> None:
-        """And these."""
+        """Add the counts of another one, of the same nodes."""
         self.handovers += other.handovers
         self.fetches += other.fetches
         self.bytes += other.bytes
@@ -101,83 +116,73 @@ class Slot(msgspec.Struct):
     """By prefill and decode node."""
 
 
+def summed(slots: Iterable[Slot]) -> Slot:
+    """Return one slot with the counts of all."""
+    total = Slot(0)
+    for slot in slots:
+        total.ended += slot.ended
+        total.failed += slot.failed
+        total.output_tokens += slot.output_tokens
+        add(total.ttft, slot.ttft)
+        add(total.inter_token, slot.inter_token)
+        add(total.total, slot.total)
+        for pair, edge in slot.edges.items():
+            total.edges.setdefault(pair, Edge(*pair)).add(edge)
+    return total
+
+
+def add(sums: dict[_Key, _Number], more: Mapping[_Key, _Number]) -> None:
+    """Add counts to sums."""
+    for key, count in more.items():
+        sums[key] = sums.get(key, 0) + count
+
+
 def bucket_of(seconds: float) -> int:
-    """The number of its bucket."""
-    if seconds <= _SMALLEST_S:
-        return 0
-    bucket = int(_log(seconds) * _BUCKETS_PER_E - _FIRST)
-    return bucket if bucket < _MOST else _MOST
+    """Return the number of the bucket that counts such a time."""
+    return round(math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S)) * _BUCKETS_PER_E)
 
 
-def quantile(counts: Iterable[dict[int, int]], shares: tuple[float, ...]) -> list[float] | None:
-    """Seconds that these shares of all counted are not above; None if nothing was counted."""
-    buckets: dict[int, int] = {}
-    for each in counts:
-        for bucket, count in each.items():
-            buckets[bucket] = buckets.get(bucket, 0) + count
-    total = sum(buckets.values())
-    if not total:
-        return None
-    found: list[float] = []
-    below, ordered, at = 0, sorted(buckets), -1
-    for share in shares:
-        while below < share * total or at < 0:
-            at += 1
-            below += buckets[ordered[at]]
-        found.append(_SMALLEST_S * math.exp((ordered[at] + 0.5) * _LOG_GROWTH))
-    return found
+def quantile(counts: Mapping[int, int], share: float) -> float | None:
+    """Return the seconds that this share of all counted is not above; None if nothing was counted."""
+    left = share * sum(counts.values())
+    for bucket in sorted(counts):
+        left -= counts[bucket]
+        if left <= 0:
+            return round(math.exp(bucket / _BUCKETS_PER_E), 6)
+    return None
 
 
 class Recent:
-    """See the module. `now` is a monotonic time."""
+    """A bounded memory of requests. `now` is a monotonic time."""
 
     def __init__(self) -> None:
-        self._requests: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
+        self.requests: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
+        """The newest last."""
         self._slots: deque[Slot] = deque(maxlen=SLOTS)
 
-        self.keep = self._requests.append
-        """A request that has ended."""
-
-    def ended(
-        self,
-        now: float,
-        status: int,
-        ttft_s: float | None,
-        inter_token_s: float | None,
-        total_s: float,
-    ) -> None:
-        """Count a request that has ended."""
+    def ended(self, now: float, request: Ended) -> None:
+        """Keep and count a request that has ended."""
+        self.requests.append(request)
         slot = self._slot(now)
         slot.ended += 1
-        if ttft_s is not None:
-            counts, bucket = slot.ttft, bucket_of(ttft_s)
-            counts[bucket] = counts.get(bucket, 0) + 1
-            if inter_token_s is not None:
-                counts, bucket = slot.inter_token, bucket_of(inter_token_s)
-                counts[bucket] = counts.get(bucket, 0) + 1
-        if status < 400:
-            counts, bucket = slot.total, bucket_of(total_s)
-            counts[bucket] = counts.get(bucket, 0) + 1
-        elif status >= 500:
+        if request.ttft_s is not None:
+            _count(slot.ttft, request.ttft_s)
+            if request.inter_token_s is not None:
+                _count(slot.inter_token, request.inter_token_s)
+        if request.status < 400:
+            _count(slot.total, request.stages_s["total"])
+        elif request.status >= 500:
             slot.failed += 1
 
     def flowed(self, now: float, tokens: int) -> None:
         """Count tokens of answers."""
         self._slot(now).output_tokens += tokens
 
-    def handed_over(self, now: float, prefill: str, decode: str) -> None:
-        """Count a request whose KV one node begins to have from another."""
-        self._add(now, prefill, decode, Edge(1))
-
-    def fetched(self, now: float, prefill: str, decode: str, size: int, transfer_s: float, exposed_s: float) -> None:
-        """A decode node has told how it fetched the KV of a request that has ended."""
-        self._add(now, prefill, decode, Edge(0, 1, size, transfer_s, exposed_s))
-
-    def _add(self, now: float, prefill: str, decode: str, edge: Edge) -> None:
-        edges, pair = self._slot(now).edges, (prefill, decode)
-        known = edges.get(pair)
-        if known is not None:
-            known.add(edge)
+    def moved(self, now: float, edge: Edge) -> None:
+        """Count what goes from one node to another: a hand-over that begins, or a fetch that has ended."""
+        edges, pair = self._slot(now).edges, (edge.prefill, edge.decode)
+        if pair in edges:
+            edges[pair].add(edge)
         elif len(edges) < MAX_EDGES:
             edges[pair] = edge
 
@@ -187,11 +192,12 @@ class Recent:
             slots.append(Slot(int(number)))
         return slots[-1]
 
-    def requests(self, since: float) -> list[Ended]:
-        """Those that have ended after this Unix time, the newest last."""
-        return [each for each in self._requests if each.ended > since]
-
     def slots(self, now: float) -> list[Slot]:
-        """Those of the last SLOTS in which anything happened, the newest last."""
+        """Return those of the last SLOTS in which anything happened, the newest last."""
         first = int(now // SLOT_S) - SLOTS
         return [slot for slot in self._slots if slot.number > first]
+
+
+def _count(spread: dict[int, int], seconds: float) -> None:
+    bucket = bucket_of(seconds)
+    spread[bucket] = spread.get(bucket, 0) + 1

@@ -1,6 +1,6 @@
 """The routes of the console: its page, and what the page shows. Owns headers of both and nothing else.
 
-The page itself holds no secret and needs no key; all that it shows and does wants the admin key (router/operators.py).
+The page itself holds no secret and needs no key; all that it shows and does wants the admin key (router/guard.py).
 It loads nothing from anywhere else, and its headers keep it from doing so.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
 from router.console.picture import Picture
-from wire.errors import NotFound, RequestError
+from wire.errors import RequestError
 
 __all__ = ["CONSOLE_PATH", "STATE_PATH", "add_console_routes"]
 
@@ -25,7 +24,8 @@ CONSOLE_PATH = "/console"
 STATE_PATH = "/console/state"
 
 _FOLDER = Path(__file__).parent / "static"
-_PAGE = "index.html"
+_LATEST = 1e12
+"""No Unix time is later."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -50,49 +50,37 @@ def add_console_routes(app: FastAPI, picture: Callable[[float], Picture], root_p
 
     app.add_route("/", home)
 
-    @app.get(CONSOLE_PATH, response_model=None)
-    async def page(request: Request) -> Response:
-        return _file(_PAGE, request)
-
     @app.get(STATE_PATH, response_model=None)
     async def state(request: Request) -> Response:
         body = msgspec.json.encode(picture(_since(request)))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
-    @app.get(CONSOLE_PATH + "/{name}", response_model=None)
-    async def asset(request: Request, name: str) -> Response:
-        return _file(name, request)
+    # No path of a request ever names a file of the system.
+    for file in _FOLDER.iterdir():
+        app.add_route(f"{CONSOLE_PATH}/{file.name}", _serving(file))
+    app.add_route(CONSOLE_PATH, _serving(_FOLDER / "index.html"))
 
 
 def _since(request: Request) -> float:
     said = request.query_params.get("since", "0")
     try:
-        since = float(said) if len(said) <= 32 else math.nan
+        since = float(said)
     except ValueError:
-        since = math.nan
-    if not math.isfinite(since):
+        since = math.inf
+    if not abs(since) < _LATEST:
         raise RequestError(f"since must be a Unix time in seconds, got {said[:40]!r}", param="since")
     return since
 
 
-@cache
-def _files() -> dict[str, tuple[bytes, str, str]]:
-    """By name: bytes, type and ETag. No path of a request ever names a file of the system."""
-    files: dict[str, tuple[bytes, str, str]] = {}
-    for file in sorted(_FOLDER.iterdir()):
-        if file.suffix in _TYPES:
-            held = file.read_bytes()
-            files[file.name] = (held, _TYPES[file.suffix], f'"{hashlib.sha256(held).hexdigest()[:24]}"')
-    return files
-
-
-def _file(name: str, request: Request) -> Response:
-    found = _files().get(name)
-    if found is None:
-        raise NotFound(f"the console has no file {name[:80]!r}")
-    held, kind, tag = found
+def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of one file, which is read now."""
+    held, kind = file.read_bytes(), _TYPES[file.suffix]
     # Asked for again each time, and answered with nothing new: a page is never older than the router that serves it.
-    headers = {**_HEADERS, "etag": tag, "cache-control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(held, headers=headers, media_type=kind)
+    headers = {**_HEADERS, "etag": f'"{hashlib.sha256(held).hexdigest()[:24]}"', "cache-control": "no-cache"}
+
+    async def serve(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(held, headers=headers, media_type=kind)
+
+    return serve

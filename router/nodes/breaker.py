@@ -15,7 +15,9 @@ import enum
 import random
 from collections import deque
 
-__all__ = ["FAILURES_IN_A_ROW", "OPEN_CAP_S", "PROBES", "SUCCESSES", "WINDOW_LEGS", "Breaker", "State"]
+import msgspec
+
+__all__ = ["FAILURES_IN_A_ROW", "OPEN_CAP_S", "PROBES", "SUCCESSES", "WINDOW_LEGS", "Breaker", "BreakerSeen", "State"]
 
 FAILURES_IN_A_ROW = 5
 WINDOW_S = 30.0
@@ -36,6 +38,14 @@ class State(enum.StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
+
+
+class BreakerSeen(msgspec.Struct, frozen=True):
+    """A breaker as others are told of it."""
+
+    state: str
+    reason: str = ""
+    opens_in_s: float = 0.0
 
 
 class Breaker:
@@ -126,13 +136,9 @@ class Breaker:
         """A leg ended in a way that says nothing of the node."""
         self._probing -= probe
 
-    def facts(self, now: float) -> dict[str, str | float | int]:
-        """For whoever looks at the router's health."""
-        return {
-            "state": self.state(now),
-            "reason": self.why,
-            "opens_in_s": round(self.opens_in(now), 3),
-        }
+    def facts(self, now: float) -> BreakerSeen:
+        """Return what whoever looks at the router's health is told."""
+        return BreakerSeen(self.state(now), self.why, round(self.opens_in(now), 3))
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -125,7 +125,7 @@ class Worker(Shared):
         self._deaths += len(deaths or ())
         pool = self.router.pool
         legs = {node.url: len(node.leases) for node in (*pool.nodes, *pool.leaving) if node.leases}
-        seen = self.router.lookout.seen(0.0) if whole else None
+        seen = self.router.lookout.seen() if whole else None
         families = collected(self.router.metrics.registry) if whole else None
         version = 0 if self._known is None else self._known.version
         self._writer.write(framed(Report(version, legs, deaths or [], seen, families)))

@@ -15,6 +15,7 @@ import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
 from router.console.picture import RoleChange
+from router.console.recent import Ended
 from router.roles import Roles
 from wire.config import Role
 from wire.frames import Frame, FrameKind
@@ -141,9 +142,11 @@ async def test_roles_and_their_last_changes_are_shown() -> None:
 
 async def test_a_single_value_in_a_chart_is_seen() -> None:
     async with opened() as page, cluster(prefill(), decode()) as c:
-        recent, now = c.router.lookout._recent, time.monotonic()
+        recent, now = c.router.lookout.recent, time.monotonic()
         for ended, ttft_s in ((now - 100, 0.1), (now - 50, 0.2), (now - 45, 0.2)):
-            recent.ended(ended, 200, ttft_s, None, 1.0)
+            names = ("r", "/v1/completions", "tiny", "anyone", 200, "", True, False)
+            told = Ended(*names, time.time(), ttft_s, None, 5, 0, 7, "-", "-", 0, {"total": 1.0})
+            recent.ended(ended, told)
         await page.goto(f"{c.url}/console#key=operator")
         dots = page.locator("#chart-ttft .dots")
         await page.locator("#chart-ttft-now", has_text="highest").wait_for()

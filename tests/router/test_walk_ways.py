@@ -298,7 +298,7 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
         assert c.metric("kvrelay_router_full_nodes_total", leg="decode") == 1
         assert c.metric("kvrelay_failovers_total", leg="decode") == 0
         assert c.node(busy).up
-        assert c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic())["state"] == "closed"
+        assert c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic()).state == "closed"
         assert p.released == []
 
 
