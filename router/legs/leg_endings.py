@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed, RequestBroke
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load
 
-__all__ = ["LOST", "LegFailed", "Refused", "ending", "refusal"]
+__all__ = ["LOST", "LegFailed", "Refused", "TakeFrame", "ending", "refusal"]
 
 LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
 """Why a leg was cut that the pool has given up."""
+
+TakeFrame = Callable[[Frame], Awaitable[None] | None]
+"""Given one frame after the other. What it answers, if anything, is waited for before it is given more."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -19,13 +23,11 @@ _log = logging.getLogger("kvrelay.router")
 class Refused(KvrelayError):
     """A node's 4xx, or its KvNotLoaded: the client's to see as it is; no fault of the node."""
 
-    def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None) -> None:
+    def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None, kv_error: str = "") -> None:
+        """`kv_error`: what the node said of KV that did not come (wire/frames.py)."""
         super().__init__(error.message, param=error.param)
-        self.status = status
-        self.retry_after_s = retry_after_s
+        self.status, self.retry_after_s, self.kv_error = status, retry_after_s, kv_error
         self._error = error
-        self.kv_error = ""
-        """What the node said of KV that did not come (wire/frames.py)."""
 
     def body(self) -> ErrorBody:
         """The node's own error object."""
@@ -35,6 +37,13 @@ class Refused(KvrelayError):
 class LegFailed(NodeFailed):
     """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on another one."""
 
+    paid = False
+    """It was cut at the cost of the retry budget: another try costs it no more."""
+    reading = False
+    """It failed as it read the request: whose fault that is another node tells."""
+    draining = False
+    """The node takes nothing new, and is not to be blamed for it."""
+
     def __init__(
         self,
         message: str,
@@ -42,46 +51,35 @@ class LegFailed(NodeFailed):
         retry_after_s: int | None = None,
         detail: str = "",
         *,
-        draining: bool = False,
         lost: bool = False,
         reached: bool = True,
-        paid: bool = False,
     ) -> None:
+        """`detail` is for the log: it may name addresses, which are no business of a client."""
         super().__init__(message)
         self.lost = lost
         """Its process or engine seems to be gone: it says so, refused or cut the connection, or is silent to health
         checks too."""
         self.reached = reached
         """The process may have had the leg when it was lost: that was not what refused it."""
-        self.paid = paid
-        """It was cut at the cost of the retry budget: another try costs it no more."""
-        self.reading = False
-        """It failed as it read the request: whose fault that is another node tells."""
-        self.status = status
-        self.retry_after_s = retry_after_s
-        self.draining = draining
-        """The node takes nothing new, and is not to be blamed for it."""
-        self.detail = detail or message
-        """For the log: may name addresses, which are no business of a client."""
+        self.status, self.retry_after_s, self.detail = status, retry_after_s, detail or message
 
 
-def ending(frame: Frame) -> FrameKind:
-    """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
+def ending(frame: Frame, take: TakeFrame) -> FrameKind:
+    """Hand on the frame that ends a leg, and return its kind. Raises Refused or LegFailed if it did not end well."""
     if frame.kind is FrameKind.ERROR:
         error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
         rests_s = (frame.load or Load()).retry_after_s if frame.status in (429, 503) else None
         if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
-            refused = Refused(frame.status, error, rests_s)
-            refused.kv_error = frame.kv_error
-            raise refused
+            raise Refused(frame.status, error, rests_s, frame.kv_error)
         raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")
+    take(frame)
     return frame.kind
 
 
 def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> KvrelayError:
-    """What an answer other than 200 means."""
+    """Return what an answer other than 200 means."""
     error = error or ErrorBody(f"a node answered {status} without a reason", NodeFailed.type)
     if status in (401, 403):
         # The client's key is not the nodes' key: this is the operator's mistake, not the client's.

@@ -21,7 +21,7 @@ import httptools
 import msgspec
 
 from router.client import send_written
-from router.legs.leg_endings import LOST, LegFailed, ending, refusal
+from router.legs.leg_endings import LOST, LegFailed, TakeFrame, ending, refusal
 from router.nodes.node import HealthReport, Lease, Node
 from wire.errors import NodeFailed
 from wire.frames import MALFORMED, Frame, FrameKind
@@ -40,10 +40,7 @@ from wire.leg_stream import (
     message,
 )
 
-__all__ = ["LegStream", "LegStreams", "TakeFrame"]
-
-TakeFrame = Callable[[Frame], Awaitable[None] | None]
-"""Given one frame after the other. What it answers, if anything, is waited for before it is given more."""
+__all__ = ["LegStream", "LegStreams"]
 
 _WRITE_BUFFER_BYTES = 1 << 20
 _MUCH_BYTES = 32 << 10
@@ -103,9 +100,7 @@ class _Leg:
             if frame.kind in _GOES_ON:
                 return self._take(frame)
             self.over = True
-            if frame.kind is not FrameKind.ERROR:
-                self._take(frame)
-            self.ended.set_result(ending(frame))
+            self.ended.set_result(ending(frame, self._take))
         except Exception as why:  # noqa: BLE001 - whoever waits for the leg gets it
             self.fail(why)
         return None
@@ -247,21 +242,15 @@ class LegStream(asyncio.Protocol):
                     self.ready.set_result(None)
             # Else it was cancelled.
         elif kind == Kind.ANSWER:
-            self._answered(leg, body)
+            answer = msgspec.msgpack.decode(body, type=Answer)
+            if answer.load is not None:
+                leg.lease.note_load(answer.load)
+            if answer.status != 200:
+                leg.over = True
+                leg.fail(refusal(answer.status, answer.error, answer.retry_after_s))
         elif kind == Kind.OVER:
             leg.over = True
             leg.fail(LegFailed("the answer was cut before its end"))
-
-    def _answered(self, leg: _Leg, body: memoryview) -> None:
-        try:
-            answer = msgspec.msgpack.decode(body, type=Answer)
-        except MALFORMED as why:
-            raise NodeFailed(f"a node sent a malformed answer: {why}") from why
-        if answer.load is not None:
-            leg.lease.note_load(answer.load)
-        if answer.status != 200:
-            leg.over = True
-            leg.fail(refusal(answer.status, answer.error, answer.retry_after_s))
 
     def _give_back(self, number: int, size: int) -> None:
         if not self.broken:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Literal
 
 import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.legs.leg_endings import LOST, LegFailed, Refused, ending, refusal
-from router.legs.leg_stream import LegStreams, TakeFrame
+from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, refusal
+from router.legs.leg_stream import LegStreams
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
@@ -24,10 +26,10 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, Fr
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused", "TakeFrame", "message_of", "read_rest", "read_short"]
+__all__ = ["LegFailed", "Legs", "Refused", "message_of", "read_rest", "read_short"]
 
 _DRAIN_DEADLINE_S = 1.0
-_RELEASE_DEADLINE_S = 2.0
+_KV_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
 _MAX_ERROR_BYTES = 1 << 20
 # Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
@@ -54,6 +56,7 @@ class Legs:
         self._config = config
         self._chores = chores
         self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
+        self._json = {"content-type": "application/json", **self._auth}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
@@ -94,7 +97,7 @@ class Legs:
             lease.cut = None
 
     async def health(self, node: Node) -> HealthReport | str:
-        """The node's report, or why it answers that it takes no work.
+        """Return the node's report, or why it answers that it takes no work.
 
         Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
@@ -123,12 +126,12 @@ class Legs:
             return answer.status, await read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        """The answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
+        """Return the answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
         try:
             async with self._session.post(
                 node.url + path,
                 data=body,
-                headers={"content-type": "application/json", **self._auth},
+                headers=self._json,
                 timeout=aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S),
                 allow_redirects=False,
             ) as answer:
@@ -140,49 +143,35 @@ class Legs:
         except (aiohttp.ClientError, OSError) as why:
             raise LegFailed(f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}") from why
 
-    async def release(self, node: Node, request_ids: Sequence[str]) -> bool:
-        """Tell a prefill node that nobody will fetch these; False if it could not be told (its lease then ends it)."""
-        return await self._tell_of_kv(node, "release", request_ids)
+    async def tell_of_kv(self, node: Node, what: Literal["release", "renew"], request_id: str) -> bool:
+        """Tell a prefill node that nobody will fetch this KV, or that it will be fetched as soon as there is room.
 
-    async def renew(self, node: Node, request_ids: Sequence[str]) -> None:
-        """Tell a prefill node that these will be fetched, as soon as there is room for them."""
-        await self._tell_of_kv(node, "renew", request_ids)
-
-    async def _tell_of_kv(self, node: Node, what: str, request_ids: Sequence[str]) -> bool:
-        try:
-            async with self._session.post(
-                f"{node.url}/kv/{what}",
-                json={"request_ids": list(request_ids)},
-                headers=self._auth,
-                timeout=aiohttp.ClientTimeout(total=_RELEASE_DEADLINE_S),
-                allow_redirects=False,
-            ) as answer:
-                if answer.status < 300:
-                    return True
-                _log.warning("prefill node %s answered a %s with %d", node.url, what, answer.status)
-        except (aiohttp.ClientError, TimeoutError, OSError) as why:
-            said = str(why) or f"no answer within {_RELEASE_DEADLINE_S:g} s"
-            _log.warning("prefill node %s could not be told to %s %s: %s", node.url, what, request_ids[0], said)
-        return False
+        False if it could not be told: then the lease ends by itself.
+        """
+        body = msgspec.json.encode({"request_ids": [request_id]})
+        status, said = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
+        if status >= 300:
+            _log.warning("prefill node %s was not told to %s %s: %d, %s", node.url, what, request_id, status, said)
+        return status < 300
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
-        """Post a small request to a node: its status, and its message or the error's. 503 if it cannot be reached."""
+        """Post a small request to a node, and return its status and message. 503 if it cannot be reached."""
         status, said = await self.call("POST", node, path, body, deadline_s)
         return status, said if isinstance(said, str) else message_of(said)
 
     async def call(self, method: str, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, bytes | str]:
-        """Send a node a small request: the answer's status and body, or 503 and why it could not be reached."""
+        """Send a node a small request, and return its status and body, or 503 and why it could not be reached."""
         try:
             async with self._session.request(
                 method,
                 node.url + path,
                 data=body,
-                headers={"content-type": "application/json", **self._auth},
+                headers=self._json,
                 timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
                 allow_redirects=False,
             ) as answer:
                 return answer.status, await read_short(answer.content)
-        except (aiohttp.ClientError, TimeoutError, OSError) as why:
+        except (aiohttp.ClientError, OSError) as why:
             return 503, f"it could not be reached: {type(why).__name__}"
 
     async def _exchange(
@@ -191,7 +180,7 @@ class Legs:
         answer = await self._session.post(
             lease.node.url + path,
             data=body,
-            headers={"content-type": "application/json", "accept": FRAMES_MEDIA_TYPE, **self._auth, **headers},
+            headers={**self._json, "accept": FRAMES_MEDIA_TYPE, **headers},
             allow_redirects=False,
         )
         ended: FrameKind | None = None
@@ -221,22 +210,20 @@ async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFr
             if frame.load is not None:
                 lease.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                if frame.kind is not FrameKind.ERROR:
-                    take(frame)
-                return ending(frame)
+                return ending(frame, take)
             if (room := take(frame)) is not None:
                 await room
     raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
-    """What an answer other than 200 means."""
+    """Return what an answer other than 200 means."""
     after = answer.headers.get("retry-after", "")
     return refusal(answer.status, _error_in(body), int(after) if after.isascii() and after.isdigit() else None)
 
 
 def _error_in(body: bytes) -> ErrorBody | None:
-    """The error of an OpenAI-shaped answer; None if it has none."""
+    """Return the error of an OpenAI-shaped answer; None if it has none."""
     try:
         return msgspec.json.decode(body, type=_ErrorAnswer).error
     except MALFORMED:
@@ -244,7 +231,7 @@ def _error_in(body: bytes) -> ErrorBody | None:
 
 
 def message_of(body: bytes) -> str:
-    """What an answer says, whether it is an error or not."""
+    """Return what an answer says, whether it is an error or not."""
     error = _error_in(body)
     if error is not None:
         return error.message
@@ -255,7 +242,7 @@ def message_of(body: bytes) -> str:
 
 
 async def read_short(content: aiohttp.StreamReader) -> bytes:
-    """A body that ought to be short; cut at _MAX_ERROR_BYTES."""
+    """Read a body that ought to be short; cut at _MAX_ERROR_BYTES."""
     body = bytearray()
     while len(body) < _MAX_ERROR_BYTES and (chunk := await content.readany()):
         body += chunk
@@ -274,10 +261,9 @@ def _note_load_header(lease: Lease, value: str | None) -> None:
 async def read_rest(answer: aiohttp.ClientResponse) -> None:
     """Read the few bytes behind the last frame, so that the connection can be used again."""
     try:
-        async with asyncio.timeout(_DRAIN_DEADLINE_S):
-            while await answer.content.readany():
-                pass
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        pass
+        with suppress(aiohttp.ClientError, OSError):
+            async with asyncio.timeout(_DRAIN_DEADLINE_S):
+                while await answer.content.readany():
+                    pass
     finally:
         answer.close()

@@ -15,7 +15,6 @@ Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -30,7 +29,6 @@ from router.nodes.node import Lease, Node
 from router.nodes.pairing import unlike
 from router.reply import Reply
 from router.timeline import LegSeen, Timeline
-from router.walk.blame import broke, is_full, kv_did_not_come
 from router.walk.deaths import Deaths
 from router.walk.job import Job, decode_body, prefill_body, prefix_of
 from router.walk.means import Means
@@ -95,10 +93,10 @@ class Walk:
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._kv_failed = False  # a decode node could not get it
-        self._unread: list[tuple[Node, Role]] = []
-        """Nodes that have failed as they read the request, and what they were to do."""
+        self._unread: list[Lease] = []
+        """Of legs whose nodes have failed as they read the request."""
         self._spills = True  # until a node has refused its prompt
-        self._prefilling: asyncio.Task[bool] | None = None
+        self._prefilling: asyncio.Task[object] | None = None
         self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
 
@@ -109,7 +107,7 @@ class Walk:
     @property
     def prompt_tokens(self) -> int | None:
         """Known once a node has told of its ids, or has ended the answer."""
-        told = self.progress.handover or self.progress.ticket
+        told = self.progress.told
         return self.counts[0] or (told.prompt_tokens or None if told else None)
 
     @property
@@ -118,12 +116,12 @@ class Walk:
         return self.progress.output_tokens
 
     @property
-    def cached_tokens(self) -> int | None:
-        """Of the prompt, on the node that computed the rest; None: no node has told."""
+    def cached_tokens(self) -> int:
+        """Of the prompt, on the node that computed the rest; 0 while no node has told."""
         if self.counts[0]:
             return self.counts[2]
-        told = self.progress.handover or self.progress.ticket  # of an answer that is not over, or never will be
-        return None if told is None else told.cached_tokens
+        told = self.progress.told  # of an answer that is not over, or never will be
+        return 0 if told is None else told.cached_tokens
 
     @property
     def answers(self) -> int:
@@ -137,7 +135,7 @@ class Walk:
 
     @property
     def parts(self) -> list[Walk]:
-        """Of its prompts, of which it has one."""
+        """The walks of its prompts, of which it has one."""
         return [self]
 
     @property
@@ -148,16 +146,15 @@ class Walk:
 
     async def run(self) -> None:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
-        means = self._means
+        means, deadline_s = self._means, self._means.config.request_deadline_s
         try:
-            async with asyncio.timeout(means.deadline_s - (time.monotonic() - self.timeline.arrived)):
+            async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
                 self._deaths.check()
                 means.retries.asked(time.monotonic())
                 await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
-                f"the request did not finish within {means.deadline_s:g} s; "
-                "ask for fewer tokens, or raise request_deadline_s"
+                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or raise request_deadline_s"
             ) from why
         finally:
             try:
@@ -168,35 +165,27 @@ class Walk:
                 self._give_back()
 
     async def _walk(self) -> None:
-        """Both legs, the second beside the first as soon as there is a ticket."""
-        placed = self.placed = self.placed or await self._place(Tries(self._means), Tries(self._means))
-        if placed.prefill is None:
-            self._local(placed)
+        """Run both legs, the second beside the first as soon as there is a ticket."""
+        if self.placed is None:
+            self.placed = await self._place(Tries(self._means, Role.PREFILL), Tries(self._means, Role.DECODE))
+        if self.placed.prefill is None:
+            self._local(self.placed)
             await self._decode()
             return
-        self._prefilling = asyncio.create_task(self._prefill())
-        try:
-            goes_on = await self._prefilling
-        except asyncio.CancelledError:
-            # By the decode leg, when it has told all that there is; or the walk itself is cancelled.
-            me = asyncio.current_task()
-            if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
-                raise
-            goes_on = True
-        except KvrelayError:
-            if not self.progress.ended:  # else it is nothing to an answer that the decode leg has told
-                raise
-            goes_on = True
-        early = self._decoding
-        if not goes_on:
+        prefilling = self._prefilling = asyncio.create_task(self._prefill())
+        await asyncio.wait([prefilling])
+        # The decode leg cancels it when it has told all that there is. How it has failed is nothing to a whole answer.
+        over = prefilling.cancelled() or (self.progress.ended and isinstance(prefilling.exception(), KvrelayError))
+        if not over and not prefilling.result():
             return
+        early = self._decoding
         if early is None or (early.done() and isinstance(early.exception(), NodeFailed | Unavailable)):
             await self._decode()  # with the hand-over: that may find nodes which the ticket has not found
         else:
             await early
 
     async def _decode_early(self) -> None:
-        """The decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
+        """Run the decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
         assert self._prefilling is not None
         try:
             await self._decode()
@@ -206,85 +195,78 @@ class Walk:
         self._prefilling.cancel()
 
     async def _prefill(self) -> bool:
-        """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
-        the prompt is computed on a decode node now."""
-        tries = Tries(self._means)
-        while True:
-            assert self.placed is not None
-            lease = self.placed.prefill
-            if lease is None:
-                self._local(self.placed)
-                return True
-            failure: LegFailed | Refused
+        """Run prefill legs until one hands over; False if one has ended the answer.
+
+        True too if one broke after token 1 had been sent on, or the prompt is computed on a decode node now."""
+        tries = Tries(self._means, Role.PREFILL)
+        assert self.placed is not None
+        while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
+            failure: LegFailed | Refused
             try:
-                ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
+                ended = await self._leg(lease, Place(), prefill_body(self.job, lease.node.leg_version))
                 # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
                 return ended is FrameKind.HANDOVER or not self.progress.ended
             except LegFailed as why:
                 failure = without_frames(why)
+                tries.failed(lease.node, failure)
             except Refused as why:
-                if not is_full(self._means, lease, why):
+                if not self._means.is_full(lease, why):
                     raise
                 failure = without_frames(why)
             finally:
                 self._pool.give_back(lease)
-            tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
-            if isinstance(failure, LegFailed) and not tries.may_go_on(failure, begun=self.progress.forwarded):
-                raise tries.failure(Role.PREFILL, failure) from failure
-            placer = self._means.placer
-            placer.give_back(self.placed)
-            if isinstance(failure, Refused) and not placer.can_prefill(self.wanted(), tries.nodes()):
-                raise failure
-            with contextlib.suppress(NoNode, Overloaded):
-                self.placed = await self._place(tries, Tries(self._means), patient=False)
-                if isinstance(failure, LegFailed):
-                    self._metrics.failovers.labels("prefill").inc()
-                continue
-            raise tries.failure(Role.PREFILL, failure) from failure
+            if isinstance(failure, LegFailed):
+                tries.require_another(failure)
+            self._means.placer.give_back(self.placed)
+            try:
+                self.placed = await self._place(tries, Tries(self._means, Role.DECODE), patient=False)
+            except (NoNode, Overloaded):
+                raise tries.failure(failure) from None
+        self._local(self.placed)
+        return True
 
     async def _decode(self) -> None:
-        """Decode legs, each from where the answer stands, until one ends it."""
-        tries, until = Tries(self._means), time.monotonic() + ROOM_DEADLINE_S
+        """Run decode legs, each from where the answer stands, until one ends it."""
+        tries, until = Tries(self._means, Role.DECODE), time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
             lease, node, known = self.placed.decode, self.placed.decode.node, self.progress.output_tokens
-            if lease not in node.leases or not node.up:  # it was given back, or is gone since
-                self._pool.give_back(lease)
-                await self._again(tries, None)
-                continue
             failure: LegFailed | None = None
             anew = True
             try:
-                self.decode_node = node
-                params = self._told(self._bound(self.progress.decode_params(), node))
-                await self._leg(lease, decode_body(self.job, params, node.leg_version), Place.behind(params), params)
-                return
+                if lease in node.leases and node.up:  # else it was given back, or is gone since
+                    self.decode_node = node
+                    params = self._params(self.placed)
+                    peer = None if params.remote_engine_id is None else self.prefill_node
+                    await self._leg(lease, Place.behind(params), decode_body(self.job, params, node.leg_version), peer)
+                    return
             except Diverged as why:
                 # Nobody's fault; the next leg begins behind what the client has.
                 _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why)
                 anew = False
             except LegFailed as why:
-                tries.failed(node, why, told=self.progress.output_tokens > known)
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
-                if not tries.may_go_on(failure, begun=self.progress.forwarded):
-                    raise tries.failure(Role.DECODE, failure) from failure
-                self._metrics.failovers.labels("decode").inc()
+                tries.failed(node, failure, told=self.progress.output_tokens > known)
+                tries.require_another(failure, begun=self.progress.forwarded)
             except Refused as why:
-                spilled = self._spills and why.body().code == SPILL_REFUSED
-                late = time.monotonic() > until and not self.progress.output_tokens
-                if not spilled and (not is_full(self._means, lease, why) or late):
+                if self._spills and why.body().code == SPILL_REFUSED:
+                    self._spills = False
+                elif not self._means.is_full(lease, why) or (
+                    time.monotonic() > until and not self.progress.output_tokens
+                ):
                     raise
-                self._spills, anew = self._spills and not spilled, spilled
+                else:
+                    anew = False
             finally:
                 self._pool.give_back(lease)
             await self._again(tries, failure, anew=anew)
 
-    async def _again(self, tries: Tries, failure: LegFailed | None, *, anew: bool = True) -> None:
+    async def _again(self, tries: Tries, failure: LegFailed | None, *, anew: bool) -> None:
         """Place what is left of an answer: where its KV can be fetched or, if that is gone, by its price again.
 
         A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that fails, the decode node
@@ -292,25 +274,43 @@ class Walk:
         """
         fetches = self.progress.decode_params().remote_engine_id is not None and not self._kv_failed
         peer = self.prefill_node if fetches else None
-        none: KvrelayError | None = None
+        alone = not (anew and self._may_rebuild())
         try:
-            self.placed = await self._place(Tries(self._means), tries, peer, alone=not (anew and self._may_rebuild()))
-        except (NoNode, Overloaded) as why:
-            none = without_frames(why)
-        if none is not None:  # raised here, the error before holds none of these frames
-            raise none if failure is None else tries.failure(Role.DECODE, failure) from failure
-        placed = self.placed
-        assert placed is not None
+            placed = self.placed = await self._place(Tries(self._means, Role.PREFILL), tries, peer, alone=alone)
+        except (NoNode, Overloaded):
+            if failure is None:
+                raise
+            raise tries.failure(failure) from None
         if placed.prefill is None:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
         self._kv_failed = False
-        claimed = self._claimed = asyncio.Event()
-        self._prefilling = asyncio.create_task(self._prefill_again(placed.prefill))
-        self._prefilling.add_done_callback(lambda _: claimed.set())
-        await claimed.wait()
+        self._claimed = asyncio.Event()
+        self._prefilling = asyncio.create_task(self._prefill_again(placed.prefill, self._claimed))
+        await self._claimed.wait()
         await self._deaths.may_go_on()
+
+    async def _prefill_again(self, lease: Lease, claimed: asyncio.Event) -> None:
+        source = self.prefill_node = lease.node
+        try:
+            await self._leg(lease, Place(again=True), prefill_body(self.job, source.leg_version))
+        except (LegFailed, Refused) as why:
+            if isinstance(why, Refused):
+                self._means.is_full(lease, why)
+            _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
+        finally:
+            self._pool.give_back(lease)
+            claimed.set()
+
+    def _may_rebuild(self) -> bool:
+        """Return whether the next decode leg would have to compute a prompt of which nothing but its KV is wanted."""
+        if self._is_prefilling:
+            return False
+        if self._kv_left or (self.progress.held is not None and not self.progress.settled):
+            return False  # it is still there, under this request's id
+        params = self.progress.decode_params()
+        return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
 
     async def _place(
         self, prefill: Tries, decode: Tries, peer: Node | None = None, *, alone: bool = False, patient: bool = True
@@ -325,8 +325,9 @@ class Walk:
         placer.waiting[model] += 1
         try:
             while True:
-                wanted, found = placer.wanted(self.job, self._prefix, self._tokens, peer), None
-                begun = self.progress.output_tokens > 0
+                prompt, output, found = self.prompt_tokens, self.progress.output_tokens, None
+                wanted = placer.wanted(self.job, self._prefix, prompt + output if prompt else 0, peer)
+                begun = output > 0
                 try:
                     found = placer.find(
                         wanted, prefill.nodes(), decode.nodes(), anyway=begun, spills=self._spills, alone=alone
@@ -349,18 +350,12 @@ class Walk:
             placer.waiting[model] -= 1
 
     def _renew(self, peer: Node) -> float:
-        """Have a prefill node keep the KV that is fetched from it; how many seconds later it must be asked again."""
+        """Have a prefill node keep the KV that is fetched from it, and return how many seconds later to ask again."""
         held = self.progress.held
         if held is not None and held.remote_request_id is not None:
-            self._means.chores.spawn(self._means.legs.renew(peer, [held.remote_request_id]))
+            self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held.remote_request_id))
         lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
         return lease_s / _RENEWALS if lease_s else _RENEW_S
-
-    @property
-    def _tokens(self) -> int:
-        """Of its prompt and of what was generated, as far as they are known."""
-        prompt = self.prompt_tokens
-        return 0 if prompt is None else prompt + self.progress.output_tokens
 
     def _local(self, placed: Placed) -> None:
         """Note that a decode node computes the prompt, and why."""
@@ -369,76 +364,47 @@ class Walk:
         reason = "price" if placed.placement.spills else "incompatible" if none_fits else "no_prefill_node"
         self._metrics.local(self.job.model, reason)
 
-    def _told(self, params: KvTransferParams) -> KvTransferParams:
-        """Return what the decode node is told, with what it announces of this request to all routers."""
-        assert self.placed is not None
-        request, placement = self.placed.wanted.request, self.placed.placement
+    def _params(self, placed: Placed) -> KvTransferParams:
+        """Return what the next decode leg is told, and what its node announces of this request to all routers."""
+        params, request, placement = self.progress.decode_params(), placed.wanted.request, placed.placement
+        if params.remote_engine_id is not None and not self._can_fetch(placed.decode.node):
+            params = self.progress.without_kv()
         each = min(request.output, request.most_output) - self.progress.output_tokens
         expected = max(1, round(each / max(self.job.choices, self.job.best_of)))
         params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
-        if not (placement.spills and self._spills):
+        if not placement.spills:
             return params
-        cached = request.cached.get(placement.decode, 0)
-        return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
+        return msgspec.structs.replace(params, spill=True, cached_tokens=request.cached.get(placement.decode, 0))
 
-    def _may_rebuild(self) -> bool:
-        """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
-        if self._is_prefilling:
-            return False
-        if self._kv_left or (self.progress.held is not None and not self.progress.settled):
-            return False  # it is still there, under this request's id
-        params = self.progress.decode_params()
-        return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
-
-    async def _prefill_again(self, lease: Lease) -> bool:
-        source = self.prefill_node = lease.node
-        try:
-            await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
-        except (LegFailed, Refused) as why:
-            if isinstance(why, Refused):
-                is_full(self._means, lease, why)
-            _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
-        finally:
-            self._pool.give_back(lease)
-        return True
-
-    def _bound(self, params: KvTransferParams, node: Node) -> KvTransferParams:
-        """What the decode leg is told, which its node may have to compute though there is KV."""
-        if params.remote_engine_id is None:
-            return params
+    def _can_fetch(self, node: Node) -> bool:
+        """Return whether a decode node can take the KV that is held for it; else it computes the prompt."""
         assert self.prefill_node is not None
         if unlike(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
             if not self._handed:
                 self._handed = True
                 self._metrics.handed_over(self.job.model, *self.nodes)
-            return params
-        if not self._kv_left:
-            self._kv_left = True
-            if not self._kv_failed:
-                self._metrics.local(self.job.model, "incompatible")
-        return self.progress.without_kv()
+            return True
+        if not (self._kv_left or self._kv_failed):
+            self._metrics.local(self.job.model, "incompatible")
+        self._kv_left = True
+        return False
 
-    async def _leg(self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None) -> FrameKind:
-        """One leg on one node, its frames passed on; of a decode leg `params`.
+    async def _leg(self, lease: Lease, place: Place, body: bytes, peer: Node | None = None) -> FrameKind:
+        """Run one leg, its frames passed on; `peer`: the prefill node whose KV a decode leg fetches.
 
         Raises LegFailed, Refused, Diverged, PoisonRequest."""
-        decoding, node = place.decoding, lease.node
-        peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
-        role = Role.DECODE if decoding else Role.PREFILL
-        computes = decoding and peer is None
-        passage = self._doors.enter(node, role, time.monotonic(), computes=computes)
-        kv_failed = False
+        node, decoding = lease.node, place.decoding
+        passage = self._doors.enter(node, lease.role, time.monotonic(), computes=decoding and peer is None)
         timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
         def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
-            nonlocal kv_failed
             now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
             if frame.kind is not FrameKind.TOKENS:
-                payload = self._take_end(frame, seen, node, peer, now)
+                payload = self._take_other(frame, seen, lease, peer, now)
             if frame.kv_error and peer is not None:
-                kv_failed = self._kv_failed = True
-                kv_did_not_come(self._means, peer, node, frame.kv_error)
+                self._kv_failed = True
+                self._means.kv_did_not_come(peer, node, frame.kv_error)
             if progress.take(frame, place):
                 if ids:
                     timeline.last_token = now
@@ -454,17 +420,15 @@ class Walk:
                 self._doors.began(passage)
                 self._deaths.first_token.set()
                 lease.answered()
-                if peer is not None and not kv_failed:
+                if peer is not None and not self._kv_failed:
                     self._doors.kv_came(peer, node)
-            if frame.kind is FrameKind.TICKET and not decoding:
-                self._take_ticket(frame, lease, place.again)
             flow = reply.flow
             if flow is None or not flow.write_paused:
                 return None
             return flow.drain()
 
         patience_s = self._doors.patience_s(lease.tokens)
-        watch = LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding))
+        watch = LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding))
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:
@@ -475,41 +439,42 @@ class Walk:
                 return ended
             except LegFailed as why:  # noqa: F841 - it is raised below
                 if watch.silent:
-                    why = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
-                broke(self._means, self.job.id, lease, role, passage, why)
+                    why = LegFailed(f"the node has said nothing for {patience_s:g} s")
+                    why.paid = True
+                self._means.broke(self.job.id, lease, passage, why)
                 if why.reading:
-                    self._unread.append((node, role))
+                    self._unread.append(lease)
                 if why.lost and why.reached and not passage.answered:
                     self._deaths.lost(lease, time.monotonic())
                     await self._deaths.may_go_on()
                 raise why  # kept in no local variable, which its traceback would keep
             except Refused as why:
                 if why.kv_error and peer is not None:
-                    kv_did_not_come(self._means, peer, node, why.kv_error)
+                    self._means.kv_did_not_come(peer, node, why.kv_error)
                 raise
             finally:
-                now = time.monotonic()
-                timeline.ends(seen, now, more=not progress.ended)
+                timeline.ends(seen, time.monotonic(), more=not progress.ended)
                 passage.close()
 
-    def _take_end(self, frame: Frame, seen: LegSeen, node: Node, peer: Node | None, now: float) -> bytes:
-        """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""
+    def _take_other(self, frame: Frame, seen: LegSeen, lease: Lease, peer: Node | None, now: float) -> bytes:
+        """Take what any frame but one of TOKENS tells beside them, and return its bytes for the client."""
         if frame.timing is not None:
             self.timeline.inside(frame.timing, seen)
             if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
-                self._doors.links.saw(peer.url, node.url, frame.timing["exposed"])
-        if frame.kind is FrameKind.END and frame.usage is not None:
-            prompt, output, _ = frame.usage
+                self._doors.links.saw(peer.url, lease.node.url, frame.timing["exposed"])
+        if frame.kind is FrameKind.TICKET and not seen.decoding:
+            self._take_ticket(frame, lease)
+        if frame.kind is not FrameKind.END:
+            return frame.payload
+        if frame.usage is not None:
+            self.counts = prompt, output, _ = frame.usage
             self._means.placer.answered(self.job.model, output // max(1, self.job.choices), self._prefix, prompt)
-        if frame.kind is FrameKind.END and self._unread:  # this node has read it
-            for other, role in self._unread:
-                self._doors.could_not_read(other, role, now)
-            self._unread = []
-        self.counts = frame.usage or self.counts
-        stamped = frame.kind is FrameKind.END and self.job.wants_stages
-        return self.timeline.stamped(frame.payload, now) if stamped else frame.payload
+        for other in self._unread:  # this node has read it
+            self._doors.could_not_read(other.node, other.role, now)
+        self._unread.clear()
+        return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
 
-    def _take_ticket(self, frame: Frame, lease: Lease, again: bool) -> None:
+    def _take_ticket(self, frame: Frame, lease: Lease) -> None:
         """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode leg may begin."""
         if frame.params is not None:
             self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
@@ -518,7 +483,7 @@ class Walk:
                 self._pool.prefixes.learn(self._prefix)
         if self._claimed is not None:
             self._claimed.set()
-        if self._decoding is None and not again:
+        elif self._decoding is None:
             self._decoding = asyncio.create_task(self._decode_early())
 
     @property
@@ -533,14 +498,14 @@ class Walk:
         return self._means.retries.take(time.monotonic())
 
     def _give_back(self) -> None:
-        """Whatever is held on a prefill node and will not be fetched by a decode leg is released.
+        """Release what is held on a prefill node and will not be fetched by a decode leg.
 
         Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
-        node, handover = self.prefill_node, self.progress.held
+        node, held = self.prefill_node, self.progress.held
         if node is None or (self.progress.settled and not self._kv_left):
             return
-        if handover is not None and handover.remote_request_id is not None:
-            self._means.release(node, [handover.remote_request_id])
+        if held is not None and held.remote_request_id is not None:
+            self._means.chores.spawn(self._means.release(node, held.remote_request_id))
 
 
 def _late() -> Overloaded:

@@ -1,22 +1,26 @@
-"""What all walks of a router share."""
+"""What all walks of a router share, and whom they tell what the end of a leg means for its node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+import time
+from dataclasses import dataclass
 
 from router.chores import Chores
-from router.legs.leg_watch import LegWatches
-from router.legs.legs import Legs
+from router.legs.legs import LegFailed, Legs, Refused
 from router.metrics import Metrics
 from router.nodes.doors import Doors
-from router.nodes.node import Node
+from router.nodes.node import Lease, Node
+from router.nodes.passage import Passage
 from router.nodes.pool import Pool
 from router.walk.placer import Placer
 from router.walk.retries import RetryBudget
+from wire.errors import Overloaded
 from wire.router_config import RouterConfig
 
 __all__ = ["Means"]
+
+_log = logging.getLogger("kvrelay.router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +34,38 @@ class Means:
     chores: Chores
     metrics: Metrics
     retries: RetryBudget
-    watches: LegWatches
-    attempts: int
-    """On how many nodes a leg is tried."""
-    deadline_s: float
-    """Of a request, from its arrival."""
+    config: RouterConfig
 
-    def under(self, config: RouterConfig) -> Means:
-        """The same under another configuration, for walks that begin from now on."""
-        return replace(self, attempts=config.attempts, deadline_s=config.request_deadline_s)
-
-    def release(self, node: Node, request_ids: Sequence[str]) -> None:
-        """Have a prefill node told that nobody will fetch these."""
-        self.chores.spawn(self._release(node, request_ids))
-
-    async def _release(self, node: Node, request_ids: Sequence[str]) -> None:
-        told = await self.legs.release(node, request_ids)
+    async def release(self, node: Node, request_id: str) -> None:
+        """Tell a prefill node that nobody will fetch this KV."""
+        told = await self.legs.tell_of_kv(node, "release", request_id)
         self.metrics.releases.labels("yes" if told else "no").inc()
+
+    def broke(self, job_id: str, lease: Lease, passage: Passage, why: LegFailed) -> None:
+        """Note that a leg broke by its node's fault, or because the node drains, which is none."""
+        node, now = lease.node, time.monotonic()
+        if why.draining:
+            self.pool.drains(node, now)
+            return
+        _log.warning("id=%s: the %s leg broke on %s: %s", job_id, lease.role, node.url, why.detail)
+        if why.reading:
+            return
+        if node.up or not why.lost:  # a process that is lost with all of its legs has failed once
+            self.doors.failed(passage, node, why.detail, now)
+        if why.lost:
+            self.pool.blame(node, f"a leg broke on it: {why.detail}", now)
+        elif why.retry_after_s is not None:
+            self.doors.rest(node, lease.role, why.retry_after_s, now)
+
+    def is_full(self, lease: Lease, why: Refused) -> bool:
+        """Return whether the node has refused the leg for want of room: then it rests."""
+        if why.status != Overloaded.status:
+            return False
+        self.doors.rest(lease.node, lease.role, why.retry_after_s, time.monotonic())
+        self.metrics.full.labels(lease.role.value).inc()
+        return True
+
+    def kv_did_not_come(self, peer: Node, node: Node, cause: str) -> None:
+        """Note that the decode node has said so of the prefill node's KV."""
+        self.metrics.kv_failures.labels(cause).inc()
+        self.doors.kv_failed(peer, node, cause, time.monotonic())

@@ -175,9 +175,14 @@ class Progress:
         self.settled, self.claim = False, None
 
     @property
+    def told(self) -> KvTransferParams | None:
+        """The newest that a prefill node has said of this answer."""
+        return self.handover or self.ticket
+
+    @property
     def held(self) -> KvTransferParams | None:
         """What a prefill node holds for this answer, or has held."""
-        return self.claim or self.handover or self.ticket
+        return self.claim or self.told
 
     def decode_params(self) -> KvTransferParams:
         """What the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
@@ -193,17 +198,13 @@ class Progress:
 
     def without_kv(self) -> KvTransferParams:
         """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
-        base = (
-            self.handover
-            or self.ticket
-            or KvTransferParams(
-                do_remote_prefill=True,
-                client_max_tokens=self._job.max_tokens,
-                created=self._job.created,
-                seed=self._job.seed,
-                part=self._job.part,
-                first_index=self._job.first_index,
-            )
+        base = self.told or KvTransferParams(
+            do_remote_prefill=True,
+            client_max_tokens=self._job.max_tokens,
+            created=self._job.created,
+            seed=self._job.seed,
+            part=self._job.part,
+            first_index=self._job.first_index,
         )
         first, nothing = self._choices[0].so_far(), _Choice()
         others = range(1, max(self._choices) + 1)

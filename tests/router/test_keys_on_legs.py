@@ -53,8 +53,8 @@ async def test_no_redirect_is_followed(status: int) -> None:
             assert await legs.health(node) == f"its health check answers {status}"
             assert isinstance(await legs.health(Node(f"{url}/empty", role=Role.PREFILL)), str)
             assert (await legs.tell(node, "/told", b"{}", 5.0))[0] == status
-            assert not await legs.release(node, ["r"])
-            await legs.renew(node, ["r"])
+            assert not await legs.tell_of_kv(node, "release", "r")
+            assert not await legs.tell_of_kv(node, "renew", "r")
             with suppress(KvrelayError):
                 await legs.ask(node, "/asked", b"{}")
             with suppress(KvrelayError):
