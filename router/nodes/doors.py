@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 
-from router.nodes.breaker import Breaker, State
+from router.nodes.breaker import Breaker, State, Verdict
 from router.nodes.node import Node, NodeKind
 from router.nodes.pairing import FailedPairs, Links, unlike
 from router.nodes.passage import Passage
@@ -57,7 +57,7 @@ class Doors:
         return node.breakers[leg]
 
     def takers(self, ask: Ask, exclude: Collection[Node], now: float, *, computes: bool = False) -> list[Node]:
-        """The nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if all of them rest.
+        """Return the nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if they rest.
 
         `computes`: a decode leg that computes its prompt itself."""
         nodes = self._pool.up(ask.role, exclude, ask.model, NodeKind.KVRELAY)
@@ -67,18 +67,22 @@ class Doors:
             return nodes
         self._troubled = {node for node in self._troubled if not self._sound(node, now)}
         legs = (Role.PREFILL, Role.DECODE) if computes else (ask.role,)
-        doors = {node: [self.breaker(node, leg) for leg in legs] for node in nodes}
-        through = [node for node in nodes if all(door.lets_through(now) for door in doors[node])]
-        if not through:
-            through = [node for node in nodes if all(door.might_probe(now) for door in doors[node])]
-        awake = [node for node in through if not any(door.rests(now) for door in doors[node])]
-        if awake:
-            return awake
-        soonest = math.ceil(min(max(door.opens_in(now) for door in each) for each in doors.values()))
-        raise _nobody(ask.role, max(1, soonest), rest=bool(through))
+        breakers = {node: [self.breaker(node, leg) for leg in legs] for node in nodes}
+        verdicts = {node: max(each.verdict(now) for each in breakers[node]) for node in nodes}
+        best = min(verdicts.values())
+        if best in (Verdict.TAKES, Verdict.LAST):
+            return [node for node in nodes if verdicts[node] is best]
+        soonest_s = max(1, math.ceil(min(max(one.opens_in(now) for one in each) for each in breakers.values())))
+        none: NoNode | Overloaded
+        if best is Verdict.RESTS:
+            none = Overloaded(f"no {ask.role} node has room now; try again in {soonest_s} s")
+        else:
+            none = NoNode(f"all {ask.role} nodes break now, and the router is trying them; try again")
+        none.retry_after_s = soonest_s
+        raise none
 
     def _sound(self, node: Node, now: float) -> bool:
-        return all(each.state(now) is State.CLOSED and not each.rests(now) for each in node.breakers.values())
+        return all(each.state(now) is State.CLOSED and not each.opens_in(now) for each in node.breakers.values())
 
     def paired(self, nodes: Sequence[Node], peer: Node, now: float) -> list[Node]:
         """Of decode nodes, those that can take this prefill node's KV; without pairs that failed lately if others are
@@ -137,8 +141,7 @@ class Doors:
 
     def could_not_read(self, node: Node, leg: Role, now: float) -> None:
         """Count a request against a node that has failed as it read it, and that another one could read."""
-        if self.breaker(node, leg).failed(now, "it fails on requests that others can read", probe=False):
-            self._troubled.add(node)
+        self.failed(self.enter(node, leg, now, computes=False), node, "it fails on requests that others can read", now)
 
     def kv_came(self, peer: Node, node: Node) -> None:
         """The decode node has the prefill node's KV."""
@@ -155,16 +158,6 @@ class Doors:
             self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
         else:
             self.faults.worked(_name(peer), _name(node))
-
-
-def _nobody(role: Role, soonest_s: int, *, rest: bool) -> NoNode | Overloaded:
-    none: NoNode | Overloaded
-    if rest:
-        none = Overloaded(f"no {role} node has room now; try again in {soonest_s} s")
-    else:
-        none = NoNode(f"all {role} nodes break now, and the router is trying them; try again")
-    none.retry_after_s = soonest_s
-    return none
 
 
 def _name(node: Node) -> str:

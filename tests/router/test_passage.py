@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.nodes.breaker import FAILURES_IN_A_ROW, SUCCESSES, Breaker, State
+from router.nodes.breaker import FAILURES_IN_A_ROW, Breaker, State, Verdict
 from router.nodes.passage import Passage
 
 NOW = 1.0
@@ -41,23 +41,19 @@ def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(tokens: int, prefi
     breaker = opened(prefill, decode, tokens)
     assert breaker is (decode if tokens else prefill)
     now = NOW + breaker.opens_in(NOW)
-    for at in range(SUCCESSES):
-        assert breaker.state(now) is State.HALF_OPEN
-        passage = leg(prefill, decode, now, tokens=at)
-        passage.ended(now)
-        breaker.check()
+    assert breaker.state(now) is State.HALF_OPEN
+    leg(prefill, decode, now, tokens=tokens).ended(now)
     assert breaker.state(now) is State.CLOSED
 
 
 def test_of_decoding_the_second_token_speaks_and_the_first_does_not(prefill: Breaker, decode: Breaker) -> None:
     now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
     for tokens in (0, 1):
-        for _ in range(2 * SUCCESSES):
+        for _ in range(4):
             leg(prefill, decode, now, tokens).close()  # its client has gone
         assert decode.state(now) is State.HALF_OPEN
-        assert decode.lets_through(now)
-    for _ in range(SUCCESSES):
-        leg(prefill, decode, now, tokens=2).close()
+        assert decode.verdict(now) is Verdict.TAKES
+    leg(prefill, decode, now, tokens=2).close()
     assert decode.state(now) is State.CLOSED
 
 
@@ -76,5 +72,5 @@ def test_what_breaks_before_its_first_token_gives_the_probe_of_decoding_back(pre
     now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
     for _ in range(FAILURES_IN_A_ROW - 1):
         leg(prefill, decode, now).failed("it broke", now)
-        assert decode.lets_through(now)
+        assert decode.verdict(now) is Verdict.TAKES
     assert decode.state(now) is State.HALF_OPEN
