@@ -10,118 +10,90 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Literal
 
 from router.nodes.node import Node
-from wire.config import Role
 
-__all__ = ["AT_ONCE", "PARTNERS", "Meeting", "Met", "Outcome", "Pairs"]
+__all__ = ["PARTNERS", "Meeting", "Met", "Outcome", "Pairs"]
 
-AT_ONCE = 4
-"""Meetings under way, of all nodes; a node has one at a time."""
 PARTNERS = 32
 """How many others a node meets at most."""
 
-_RETRY_S = 60.0
-_BUSY_RETRY_S = 1.0
+_AGAIN_S = {"failed": 60.0, "busy": 1.0}
 
 Met = tuple[int, list[tuple[str, str, str]]]
 """How many pairs have met, and those that could not, with their addresses and why."""
-_Key = tuple[str, str, str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """One to be arranged, by what the nodes are now."""
-
-    prefill: Node
-    decode: Node
-    key: _Key
+_Side = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a meeting went. `why` it failed; empty: both have met. `busy`: soon again. `never`: they cannot be asked."""
+    """How a meeting went, and why not well. `busy`: soon again. `never`: they cannot be asked."""
 
+    how: Literal["met", "failed", "busy", "never"]
     why: str = ""
-    busy: bool = False
-    never: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """One of two nodes, as they were when it began."""
+
+    prefill: Node
+    decode: Node
+    outcome: Outcome | None = None
+    """None while it is under way."""
+    again_at: float = inf
 
 
 class Pairs:
-    """See the module. Nodes without a generation are no pairs: nobody knows when they begin anew."""
+    """All pairs that meet or have met. Nodes without a generation are none: nobody knows when they begin anew."""
 
     def __init__(self) -> None:
-        self._under_way: set[_Key] = set()
-        self._outcomes: dict[_Key, Outcome] = {}
-        self._again: dict[_Key, float] = {}
-        """When what has failed is tried again."""
-        self._partners: Counter[str] = Counter()
-        """By URL, in how many of `_under_way` and `_outcomes` a node is."""
-        self._here: set[tuple[Role, str, str]] = set()
-        """By role: a node that changes its own meets all others of the role that it had before."""
+        self._meetings: dict[tuple[_Side, _Side], Meeting] = {}
 
-    def due(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> list[Meeting]:
-        """Meetings to begin now, of nodes that are up. They are under way until `ended`."""
-        here = {(Role.PREFILL, node.url, node.generation) for node in prefill}
-        here |= {(Role.DECODE, node.url, node.generation) for node in decode}
-        if here != self._here:
-            self._here = here
-            for key in [key for key in self._outcomes if not self._both_here(key)]:
-                self._forget(key)
-        for key in [key for key, again_at in self._again.items() if again_at <= now]:
-            self._forget(key)
-        busy = {url for key in self._under_way for url in (key[0], key[2])}
-        sources = Counter(node.model for node in prefill if node.generation)
-        begun: list[Meeting] = []
-        for reader in self._in_turn(decode):
-            if len(self._under_way) >= AT_ONCE:
-                break
-            if reader.url in busy or self._partners[reader.url] >= min(PARTNERS, sources[reader.model]):
-                continue
-            source = self._source_for(reader, prefill, busy)
-            if source is not None:
-                key = _key(source, reader)
-                self._under_way.add(key)
-                self._partners.update((source.url, reader.url))
-                busy |= {source.url, reader.url}
-                begun.append(Meeting(source, reader, key))
-        return begun
+    def begin(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> Meeting | None:
+        """Return a meeting to begin now, of nodes that are up, if any is due. It is under way until `ended`."""
+        sources, readers = ({_side(node) for node in nodes} for nodes in (prefill, decode))
+        self._meetings = {
+            (source, reader): each
+            for (source, reader), each in self._meetings.items()
+            if each.outcome is None or (now < each.again_at and source in sources and reader in readers)
+        }
+        partners: Counter[str] = Counter()
+        busy: set[str] = set()
+        for (source, reader), each in self._meetings.items():
+            urls = source[0], reader[0]
+            partners.update(urls)
+            if each.outcome is None:
+                busy.update(urls)
+
+        def in_turn(nodes: Sequence[Node]) -> list[Node]:
+            free = [
+                node for node in nodes if node.generation and node.url not in busy and partners[node.url] < PARTNERS
+            ]
+            return sorted(free, key=lambda node: (partners[node.url], -node.depth, node.url))
+
+        free_sources = in_turn(prefill)
+        for reader_node in in_turn(decode):
+            for source_node in free_sources:
+                key = _side(source_node), _side(reader_node)
+                if source_node.model == reader_node.model and key not in self._meetings:
+                    meeting = self._meetings[key] = Meeting(source_node, reader_node)
+                    return meeting
+        return None
 
     def ended(self, meeting: Meeting, outcome: Outcome, now: float) -> None:
-        """It is over."""
-        self._under_way.discard(meeting.key)
-        self._outcomes[meeting.key] = outcome
-        if outcome.why and not outcome.never:
-            self._again[meeting.key] = now + (_BUSY_RETRY_S if outcome.busy else _RETRY_S)
-        if not self._both_here(meeting.key):
-            self._forget(meeting.key)
+        """Note how it went. A pair that has failed or was busy meets again after a while."""
+        meeting.outcome = outcome
+        meeting.again_at = now + _AGAIN_S.get(outcome.how, inf)
 
     def met(self) -> Met:
         """Say who has met; those that were busy or cannot be asked are on neither side."""
-        outcomes = self._outcomes.items()
-        apart = [(key[0], key[2], how.why) for key, how in outcomes if how.why and not (how.busy or how.never)]
-        return sum(not how.why for _, how in outcomes), apart
-
-    def _both_here(self, key: _Key) -> bool:
-        return {(Role.PREFILL, *key[:2]), (Role.DECODE, *key[2:])} <= self._here
-
-    def _source_for(self, reader: Node, prefill: Sequence[Node], busy: set[str]) -> Node | None:
-        fit = [
-            node
-            for node in prefill
-            if node.url not in busy and node.model == reader.model and self._partners[node.url] < PARTNERS
-        ]
-        return next((node for node in self._in_turn(fit) if _key(node, reader) not in self._outcomes), None)
-
-    def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
-        known = [node for node in nodes if node.generation]
-        return sorted(known, key=lambda node: (self._partners[node.url], -node.depth, node.url))
-
-    def _forget(self, key: _Key) -> None:
-        del self._outcomes[key]
-        self._again.pop(key, None)
-        self._partners.subtract((key[0], key[2]))
+        over = [(each, each.outcome) for each in self._meetings.values() if each.outcome is not None]
+        apart = [(each.prefill.url, each.decode.url, end.why) for each, end in over if end.how == "failed"]
+        return sum(end.how == "met" for _, end in over), apart
 
 
-def _key(prefill: Node, decode: Node) -> _Key:
-    return prefill.url, prefill.generation, decode.url, decode.generation
+def _side(node: Node) -> _Side:
+    return node.url, node.generation

@@ -8,7 +8,6 @@ known pattern, under a ticket that the source has signed; so it says at the same
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,9 +26,10 @@ from wire.frames import MALFORMED
 
 __all__ = ["warming"]
 
-_TICK_S = 0.1
-_LOOK_S = 1.0
-"""For what is tried again."""
+_AT_ONCE = 4
+"""Meetings under way, of all nodes; a node has one at a time."""
+_LOOK_S = 0.5
+"""While there is none to begin."""
 _NO_SUCH_ROUTE = (404, 405, 501)
 
 _offered: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(ProbeOffered | ProbeRefused)
@@ -40,43 +40,28 @@ _log = logging.getLogger("kvrelay.router")
 @asynccontextmanager
 async def warming(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> AsyncIterator[None]:
     """Arrange meetings for the length of the block. `count` is told how each went: met, failed, busy or never."""
-    task = asyncio.create_task(_arrange(pool, pairs, legs, count))
+    tasks = [asyncio.create_task(_arrange(pool, pairs, legs, count)) for _ in range(_AT_ONCE)]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
-    stirred = asyncio.Event()
-
-    async def meet(meeting: Meeting) -> None:
-        outcome = Outcome("cut off", busy=True)
-        try:
-            outcome = await _meeting(meeting, legs)
-        finally:
-            pairs.ended(meeting, outcome, time.monotonic())
-            stirred.set()
-        how = "met" if not outcome.why else "busy" if outcome.busy else "never" if outcome.never else "failed"
-        count(how, meeting)
-        if outcome.why and not (outcome.busy or outcome.never):
+    """Have one meeting after the other."""
+    while True:
+        prefill, decode = (pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE))
+        meeting = pairs.begin(prefill, decode, time.monotonic())
+        if meeting is None:
+            await asyncio.sleep(_LOOK_S)
+            continue
+        outcome = await _meeting(meeting, legs)
+        pairs.ended(meeting, outcome, time.monotonic())
+        count(outcome.how, meeting)
+        if outcome.how == "failed":
             _log.warning("%s and %s cannot hand over: %s", meeting.prefill.url, meeting.decode.url, outcome.why)
-
-    looked_at = float("-inf")
-    here: list[tuple[str, str]] = []
-    async with asyncio.TaskGroup() as group:
-        while True:
-            now = time.monotonic()
-            prefill, decode = (pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE))
-            were, here = here, [(node.url, node.generation) for node in (*prefill, *decode)]
-            if here != were or stirred.is_set() or now - looked_at >= _LOOK_S:
-                looked_at = now
-                stirred.clear()
-                for meeting in pairs.due(prefill, decode, now):
-                    group.create_task(meet(meeting))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stirred.wait(), _TICK_S)
 
 
 async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:
@@ -85,23 +70,29 @@ async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:
     try:
         offer = _offered.decode(await legs.ask(source, "/kv/probe/offer", b'{"blocks": 1}'))
         if isinstance(offer, ProbeRefused):
-            return Outcome(offer.reason, busy=offer.busy)
+            return _refused(offer)
         ticket = offer.ticket
         wish = msgspec.json.encode({"ticket": ticket, "seed": offer.seed})
         fetch = _fetched.decode(await legs.ask(reader, "/kv/probe/fetch", wish))
         if isinstance(fetch, ProbeFetched):
             ticket = None  # the reader has given it back
-            return Outcome() if fetch.verified else Outcome("the bytes that came are not those that were sent")
-        return Outcome(fetch.reason, busy=fetch.busy)
+            if fetch.verified:
+                return Outcome("met")
+            return Outcome("failed", "the bytes that came are not those that were sent")
+        return _refused(fetch)
     except Refused as why:
-        return Outcome(why.message, never=why.status in _NO_SUCH_ROUTE)
+        return Outcome("never" if why.status in _NO_SUCH_ROUTE else "failed", why.message)
     except LegFailed as why:
-        return Outcome(why.detail, busy=True)  # its health says more
+        return Outcome("busy", why.detail)  # its health says more
     except KvrelayError as why:
-        return Outcome(why.message)
+        return Outcome("failed", why.message)
     except MALFORMED as why:
-        return Outcome(f"a probe is answered like another version of kvrelay: {why}", never=True)
+        return Outcome("never", f"a probe is answered like another version of kvrelay: {why}")
     finally:
         if ticket is not None:
             # Its lease would end it, too, but the next meeting need not wait for that.
-            await legs.release(source, [ticket.remote_request_id or ""])
+            await legs.tell_of_kv(source, "release", ticket.remote_request_id or "")
+
+
+def _refused(answer: ProbeRefused) -> Outcome:
+    return Outcome("busy" if answer.busy else "failed", answer.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
 from router.nodes.node import Node
-from router.nodes.pairs import AT_ONCE, PARTNERS, Meeting, Outcome, Pairs
+from router.nodes.pairs import PARTNERS, Meeting, Outcome, Pairs
 from wire.config import Role
 from wire.outputs import Load
 
-MET = Outcome()
+MET = Outcome("met")
 
 
 def node(role: Role, at: int, generation: str = "g", model: str = "m", requests: int = 0) -> Node:
@@ -32,10 +33,17 @@ def nodes(role: Role, count: int) -> list[Node]:
 def all_meetings(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0) -> list[Meeting]:
     """What is begun until nothing is due, each ended at once and well."""
     had: list[Meeting] = []
-    while begun := pairs.due(prefill, decode, now):
-        had += begun
-        for meeting in begun:
-            pairs.ended(meeting, MET, now)
+    while meeting := pairs.begin(prefill, decode, now):
+        had.append(meeting)
+        pairs.ended(meeting, MET, now)
+    return had
+
+
+def begun(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0) -> list[Meeting]:
+    """All that may be under way at once."""
+    had: list[Meeting] = []
+    while meeting := pairs.begin(prefill, decode, now):
+        had.append(meeting)
     return had
 
 
@@ -44,11 +52,10 @@ def all_meetings(pairs: Pairs, prefill: list[Node], decode: list[Node], now: flo
 def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a_time(ps: int, ds: int) -> None:
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, ps), nodes(Role.DECODE, ds)
     seen: set[tuple[str, str]] = set()
-    while begun := pairs.due(prefill, decode, 0.0):
-        assert len(begun) <= AT_ONCE
-        for side in ([m.prefill.url for m in begun], [m.decode.url for m in begun]):
+    while together := begun(pairs, prefill, decode):
+        for side in ([m.prefill.url for m in together], [m.decode.url for m in together]):
             assert len(set(side)) == len(side)
-        for meeting in begun:
+        for meeting in together:
             pairs.ended(meeting, MET, 0.0)
             seen.add((meeting.prefill.url, meeting.decode.url))
     assert pairs.met()[0] == len(seen) == ps * ds
@@ -71,7 +78,8 @@ def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_som
 def test_the_busiest_are_first() -> None:
     prefill, decode = nodes(Role.PREFILL, 3), nodes(Role.DECODE, 3)
     prefill[2], decode[1] = node(Role.PREFILL, 2, requests=7), node(Role.DECODE, 1, requests=7)
-    first = Pairs().due(prefill, decode, 0.0)[0]
+    first = Pairs().begin(prefill, decode, 0.0)
+    assert first is not None
     assert (first.prefill, first.decode) == (prefill[2], decode[1])
 
 
@@ -85,23 +93,21 @@ def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
 
 def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
     decode = [node(Role.DECODE, 0, model="other"), node(Role.DECODE, 1, generation="")]
-    assert Pairs().due(nodes(Role.PREFILL, 2), decode, 0.0) == []
+    assert Pairs().begin(nodes(Role.PREFILL, 2), decode, 0.0) is None
 
 
 @pytest.mark.parametrize(
     ("outcome", "not_before", "again_at"),
-    [(Outcome("busy", busy=True), 0.5, 1.0), (Outcome("differs"), 59.0, 60.0), (Outcome("404", never=True), 1e9, None)],
+    [(Outcome("busy", "busy"), 0.5, 1.0), (Outcome("failed", "differs"), 59.0, 60.0), (Outcome("never"), 1e9, None)],
 )
 def test_what_failed_is_tried_again_in_its_time(outcome: Outcome, not_before: float, again_at: float | None) -> None:
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
-    (meeting,) = pairs.due(prefill, decode, 0.0)
+    (meeting,) = begun(pairs, prefill, decode)
     pairs.ended(meeting, outcome, 0.0)
-    assert pairs.met()[1] == (
-        [] if outcome.busy or outcome.never else [("http://prefill0", "http://decode0", "differs")]
-    )
-    assert pairs.due(prefill, decode, not_before) == []
+    assert pairs.met()[1] == ([("http://prefill0", "http://decode0", "differs")] if outcome.how == "failed" else [])
+    assert pairs.begin(prefill, decode, not_before) is None
     if again_at is not None:
-        assert len(pairs.due(prefill, decode, again_at)) == 1
+        assert len(begun(pairs, prefill, decode, again_at)) == 1
 
 
 # The meeting itself.
@@ -168,6 +174,27 @@ async def test_nodes_meet_when_both_are_up_and_again_after_a_restart() -> None:
         await until(lambda: len(answers.fetched) == 2 and c.router.pairs.met()[0] == 1)
         assert c.metric("kvrelay_router_meetings_total", outcome="met") == 2
         assert p.released == []
+
+
+async def test_no_more_than_a_few_meet_at_once() -> None:
+    may_end, under_way, most = asyncio.Event(), 0, 0
+
+    async def offer(_: web.Request) -> web.Response:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await may_end.wait()
+        under_way -= 1
+        return web.json_response(BUSY)
+
+    both = [prefill() for _ in range(6)], [decode() for _ in range(6)]
+    for p in both[0]:
+        p.posts["/kv/probe/offer"] = offer
+    async with cluster(*both[0], *both[1]):
+        await until(lambda: under_way == 4)
+        await asyncio.sleep(0.7)
+        may_end.set()
+    assert most == 4
 
 
 async def test_a_busy_node_is_asked_again_and_what_was_offered_is_given_back() -> None:

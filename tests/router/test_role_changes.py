@@ -111,11 +111,11 @@ def test_every_way_of_membership_follows_the_node() -> None:
 def test_nodes_of_the_former_role_meet_the_new_one() -> None:
     pairs, nodes = Pairs(), [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"]
     x, p, d = nodes
-    while begun := pairs.due([x, p], [d], 1.0):
-        for meeting in begun:
-            pairs.ended(meeting, Outcome(), 1.0)
+    while meeting := pairs.begin([x, p], [d], 1.0):
+        pairs.ended(meeting, Outcome("met"), 1.0)
     assert pairs.met()[0] == 2
-    (meeting,) = pairs.due([p], [x, d], 2.0)
+    meeting = pairs.begin([p], [x, d], 2.0)
+    assert meeting is not None
     assert (meeting.prefill, meeting.decode) == (p, x)
 
 
