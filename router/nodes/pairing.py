@@ -8,21 +8,17 @@ nodes that can talk is best is a question of cost (router/policies/).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from ipaddress import ip_address
 from math import inf
 
 from router.placement import LINK_MS
-from wire.errors import KV_CAUSES
 from wire.transfer import KvFacts
 
-__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "Links", "unlike"]
+__all__ = ["AVOID_S", "FailedPairs", "Kinds", "Links", "unlike"]
 
 _SAME_HOST_PLANE = "direct"
 _MOST_LINKS, _LINK_WEIGHT = 4096, 1 / 16
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
-PAIR_FAULTS = frozenset(KV_CAUSES) - {"LeaseLost"}
-"""Causes of a fetch that did not come which the pair is to blame for; a lease that ran out is not."""
 
 
 @functools.lru_cache(4096)
@@ -95,18 +91,12 @@ class Links:
         return LINK_MS if known is None else known
 
 
-@dataclass(slots=True)
-class _Fault:
-    times: int
-    until: float
-    why: str
-
-
 class FailedPairs:
-    """Pairs between which KV did not come lately: avoided for a time that doubles until it comes again."""
+    """A record of pairs between which KV did not come lately: avoided for a time that doubles until it comes again."""
 
     def __init__(self) -> None:
-        self._faults: dict[tuple[str, str], _Fault] = {}
+        self._faults: dict[tuple[str, str], tuple[int, float]] = {}
+        """How often in a row, and until when they are avoided."""
 
     def __bool__(self) -> bool:
         return bool(self._faults)
@@ -115,14 +105,12 @@ class FailedPairs:
         """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL.
 
         `first_s`: avoided for so long the first time."""
-        if cause not in PAIR_FAULTS:
+        if cause == "LeaseLost":  # a lease that ran out does not say that the way between the two is bad
             return
-        times = 1 + (known.times if (known := self._faults.get((prefill, decode))) else 0)
-        self._faults[prefill, decode] = _Fault(
-            times, now + min(AVOID_CAP_S, first_s * 2.0 ** min(times - 1, 32)), cause
-        )
+        times, _ = self._faults.get((prefill, decode), (0, 0.0))
+        self._faults[prefill, decode] = times + 1, now + min(AVOID_CAP_S, first_s * 2.0 ** min(times, 32))
         if len(self._faults) > 10_000:  # nodes that are long gone
-            self._faults = {pair: fault for pair, fault in self._faults.items() if fault.until > now}
+            self._faults = {pair: fault for pair, fault in self._faults.items() if fault[1] > now}
 
     def worked(self, prefill: str, decode: str) -> None:
         """KV came."""
@@ -131,8 +119,4 @@ class FailedPairs:
     def avoided(self, prefill: str, decode: str, now: float) -> bool:
         """Whether another decode node is to be preferred for this prefill node's KV."""
         fault = self._faults.get((prefill, decode))
-        return fault is not None and now < fault.until
-
-    def now_avoided(self, now: float) -> list[tuple[str, str, str]]:
-        """Each such pair, and the cause."""
-        return [(*pair, fault.why) for pair, fault in self._faults.items() if now < fault.until]
+        return fault is not None and now < fault[1]
