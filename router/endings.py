@@ -1,7 +1,7 @@
-"""Where a request leaves what was measured of it when it has ended: metrics, console, one log line, the span of its
-trace. Its tokens are counted before, by router/flow.py.
+"""Where a request leaves what was measured of it when it has ended: metrics, console, log line, span of its trace.
 
-Measures nothing itself: a timeline and a walk have it all. Without tracing a request costs nothing for it.
+Measures nothing itself: a timeline and a walk have it all. Tokens are counted before that, by router/flow.py.
+Without tracing a request costs nothing for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from openai_api.stage_times import StageTime
 from openai_api.stages import STAGES
 from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
 from router.console.lookout import Lookout
-from router.entry import shown_error
+from router.console.recent import Ended
 from router.flow import Flow
 from router.metrics import Metrics
 from router.relay import CLIENT_GONE
@@ -26,7 +26,10 @@ from router.walk.joined_walk import JoinedWalk
 from wire.errors import KvrelayError
 from wire.log_lines import Fields
 
-__all__ = ["Endings", "Traced"]
+__all__ = ["Endings", "Traced", "shown_error"]
+
+_SHOWN_CHARS = 200
+_OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -58,27 +61,22 @@ class Traced:
 
 
 class Endings:
-    """Of all requests of a router."""
+    """A router's record of the requests that end."""
 
     def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
         self._metrics, self._lookout = metrics, lookout
         self.flow = Flow(metrics, lookout.recent.flowed)
 
-    def begins(self, walk: Walk | JoinedWalk | VllmWalk, key: str) -> None:
-        """A request begins, or waits for its turn; `finished` must follow."""
-        self.flow.begins(walk, key, self._metrics.model_of(walk.job.model))
-
     def refused(
         self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None = None
     ) -> None:
-        """A request was refused before it began; `job`: what was understood of it."""
+        """Note a request that was refused before it began; `job`: what was understood of it."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)
         more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
         more["error"] = shown_error(why)
         _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
         if traced is not None and traced.span is not None:
-            told = _attributes(path, why.status) | {"kvrelay.request_id": job_id}
-            traced.span.end((), told, time.monotonic(), shown_error(why))
+            traced.span.end((), _attributes(job_id, path, why.status), time.monotonic(), shown_error(why))
 
     def finished(
         self,
@@ -89,41 +87,47 @@ class Endings:
         why: KvrelayError | None,
         traced: Traced,
     ) -> None:
-        """A request that began has ended."""
-        job, timeline, (prefill, decode) = walk.job, walk.timeline, walk.nodes
-        timeline.ended = ended = time.monotonic()
-        stages_s = timeline.stages_s(ended)
+        """Note a request that began and has ended."""
+        timeline, now = walk.timeline, time.monotonic()
+        stages_s = timeline.stages_s(now)
         failed = "" if why is None else shown_error(why)
-        model = self.flow.ends(walk, ended)
-        self._metrics.finished(model, path, status, timeline, stages_s, walk.output_tokens, walk.answers)
-        self._lookout.ended(walk, path, status, key, failed, stages_s)
-        more = Fields(model=job.model, client_gone="yes" if status == CLIENT_GONE else "no")
+        model = self.flow.ends(walk, now)
+        request = self._lookout.ended(walk, path, status, key, failed, stages_s, now)
+        self._metrics.finished(model, request)
+        more = Fields(model=request.model, client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:
             more["error"] = failed
-        more["placed"] = repr(walk.placement)
+        more["placed"] = repr(request.placed)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s",
-            job.id,
+            request.id,
             path,
             status,
             key,
-            "-" if walk.prompt_tokens is None else walk.prompt_tokens,
-            walk.output_tokens,
-            prefill,
-            decode,
+            "-" if request.prompt_tokens is None else request.prompt_tokens,
+            request.output_tokens,
+            request.prefill,
+            request.decode,
             _Stages(stages_s),
             more,
         )
         if traced.span is not None:
-            told = _attributes(path, status) | _about(job, walk.prompt_tokens, walk.output_tokens, timeline, stages_s)
-            told |= {"kvrelay.key": key, "kvrelay.prefill_node": prefill, "kvrelay.decode_node": decode}
-            traced.span.end(_stage_times(timeline, stages_s, ended), told, ended, failed)
+            told = _attributes(request.id, path, status) | _about(request, walk.job.max_tokens)
+            traced.span.end(_stage_times(timeline, stages_s, now), told, now, failed)
+
+
+def shown_error(why: KvrelayError) -> str:
+    """Return an error for a log line. Of a client's mistake, whose words it may repeat, its kind alone is told."""
+    if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
+        told = why.body()
+        return f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+    return repr(why.message[:_SHOWN_CHARS])
 
 
 def _stage_times(timeline: Timeline, stages_s: Mapping[str, float], ended: float) -> list[StageTime]:
-    """What is seen from here; the nodes' spans have the rest."""
+    """Return what is seen from here; the nodes' spans have the rest."""
     times = [StageTime("queue", timeline.arrived, ended if timeline.sent is None else timeline.sent)]
     if timeline.prefilled is not None and "announce" in stages_s:
         times.append(StageTime("announce", timeline.prefilled, timeline.prefilled + stages_s["announce"]))
@@ -132,23 +136,26 @@ def _stage_times(timeline: Timeline, stages_s: Mapping[str, float], ended: float
     return times
 
 
-def _attributes(path: str, status: int) -> dict[str, Attribute]:
-    return {"http.request.method": "POST", "http.route": path, "http.response.status_code": status}
-
-
-def _about(
-    job: Job, prompt_tokens: int | None, output_tokens: int, timeline: Timeline, stages_s: Mapping[str, float]
-) -> dict[str, Attribute]:
-    """By OpenTelemetry's names for generative AI where it has any."""
-    told: dict[str, Attribute] = {
-        "kvrelay.request_id": job.id,
-        "gen_ai.request.model": job.model,
-        "gen_ai.usage.output_tokens": output_tokens,
+def _attributes(job_id: str, path: str, status: int) -> dict[str, Attribute]:
+    return {
+        "kvrelay.request_id": job_id,
+        "http.request.method": "POST",
+        "http.route": path,
+        "http.response.status_code": status,
     }
-    if prompt_tokens is not None:
-        told["gen_ai.usage.input_tokens"] = prompt_tokens
-    if job.max_tokens:
-        told["gen_ai.request.max_tokens"] = job.max_tokens
-    if timeline.first_token is not None:
-        told["gen_ai.latency.time_to_first_token"] = timeline.first_token - timeline.arrived
-    return told | {f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in stages_s.items()}
+
+
+def _about(request: Ended, max_tokens: int | None) -> dict[str, Attribute]:
+    """Return what a request was, by OpenTelemetry's names for generative AI where it has any."""
+    told: dict[str, Attribute | None] = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": max_tokens or None,
+        "gen_ai.usage.input_tokens": request.prompt_tokens,
+        "gen_ai.usage.output_tokens": request.output_tokens,
+        "gen_ai.latency.time_to_first_token": request.ttft_s,
+        "kvrelay.key": request.key,
+        "kvrelay.prefill_node": request.prefill,
+        "kvrelay.decode_node": request.decode,
+    }
+    stages = {f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in request.stages_s.items()}
+    return stages | {name: value for name, value in told.items() if value is not None}

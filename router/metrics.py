@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,16 +13,17 @@ from prometheus_client.registry import Collector
 from openai_api.stages import STAGES
 from openai_api.tallies import Level, Spread, Tally
 from router.admission.metrics import AdmissionMetrics
+from router.console.recent import Ended
 from router.nodes.breaker import State
 from router.nodes.pool import Pool
 from router.prefix.metrics import PrefixMetrics
-from router.timeline import Timeline
 from wire.config import Role
 from wire.errors import KV_CAUSES
 
-__all__ = ["LOCAL_REASONS", "Metrics"]
+__all__ = ["Metrics"]
 
-LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
+_LEGS = (Role.PREFILL.value, Role.DECODE.value)
+_LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
 """Why a prompt is computed on a decode node: the first two whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -33,10 +35,11 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 
 
 class Metrics:
-    """All metrics of one router. All times are taken by the router's one clock.
+    """A router's metrics. All times are taken by its one clock.
 
     The label `model_name` is the model that a request was for, also where it has named an adapter or an alias; empty if
-    it named none that is served."""
+    it named none that is served.
+    """
 
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
         """`keys`: the names of the API keys."""
@@ -45,19 +48,25 @@ class Metrics:
         self.on_handover: Callable[[str, str], None] = lambda _prefill, _decode: None
         """Told the nodes of each hand-over that is counted."""
         self.admission = AdmissionMetrics(registry, keys, pool.models)
+        by_model = registry, [_MODEL], lambda: product(pool.models())
         self.requests = Tally(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
             registry,
             [_MODEL, "path", "status"],
         )
-        self.running = self._level("kvrelay_router_requests_running", "Requests being answered now.")
-        self.ttft = self._spread("kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
-        self.e2e = self._spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S)
-        self.inter_token = self._spread(
+        self.running = Level(
+            "kvrelay_router_requests_running", "Requests being answered now.", registry, _MODEL, pool.models
+        )
+        self.ttft = Spread(
+            "kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S, *by_model
+        )
+        self.e2e = Spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, *by_model)
+        self.inter_token = Spread(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
             _INTER_TOKEN_S,
+            *by_model,
         )
         self.stage = Spread(
             "kvrelay_router_stage_seconds",
@@ -65,70 +74,62 @@ class Metrics:
             _STAGE_S,
             registry,
             [_MODEL, "stage"],
-            lambda: [(model, name) for model in pool.models() for name in STAGES if name != "total"],
+            lambda: product(pool.models(), [name for name in STAGES if name != "total"]),
         )
-        self.output_tokens = self._tally(
-            "kvrelay_router_output_tokens", "Tokens seen from the nodes, counted every second."
+        self.output_tokens = Tally(
+            "kvrelay_router_output_tokens", "Tokens seen from the nodes, counted every second.", *by_model
         )
-        self.failovers = Counter(
-            "kvrelay_failovers", "Legs continued on another node after theirs broke.", ["leg"], registry=registry
+        self.failovers = self._counter(
+            "kvrelay_failovers", "Legs continued on another node after theirs broke.", "leg", *_LEGS
         )
-        self.rebuilt = Counter(
+        self.rebuilt = self._counter(
             "kvrelay_router_rebuilt_kv",
             "Answers that lost their decode node, and whose KV a prefill node was asked for again.",
-            registry=registry,
         )
-        self.releases = Counter(
-            "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
+        self.releases = self._counter(
+            "kvrelay_router_releases", "KV given back because no decode leg would take it.", "told", "yes", "no"
         )
-        registry.register(_Choices(pool))
-        self.disaggregated = self._tally(
-            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node."
+        self.disaggregated = Tally(
+            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", *by_model
         )
         self.local_prefills = Tally(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
             registry,
             [_MODEL, "reason"],
-            lambda: [(model, reason) for model in pool.models() for reason in LOCAL_REASONS],
+            lambda: product(pool.models(), _LOCAL_REASONS),
         )
-        self.kv_failures = Counter(
-            "kvrelay_router_kv_failures",
-            "KV that did not come, as decode nodes say, by cause.",
-            ["cause"],
-            registry=registry,
+        self.kv_failures = self._counter(
+            "kvrelay_router_kv_failures", "KV that did not come, as decode nodes say, by cause.", "cause", *KV_CAUSES
         )
-        self.full = Counter(
-            "kvrelay_router_full_nodes",
-            "Legs that a node had no room for, and that another got.",
-            ["leg"],
-            registry=registry,
+        self.full = self._counter(
+            "kvrelay_router_full_nodes", "Legs that a node had no room for, and that another got.", "leg", *_LEGS
         )
-        self.retries_refused = Counter(
-            "kvrelay_router_retries_refused", "Legs not tried again because too many are.", registry=registry
+        self.retries_refused = self._counter(
+            "kvrelay_router_retries_refused", "Legs not tried again because too many are."
         )
-        self.poison = Counter(
+        self.poison = self._counter(
             "kvrelay_router_poison_requests",
             "Requests that were not tried on a third node because two were lost with them, and those refused for that.",
-            ["outcome"],
-            registry=registry,
+            "outcome",
+            *("stopped", "refused"),
         )
-        self.waiting_for_room = self._level(
-            "kvrelay_router_waiting_for_room", "Begun requests that wait for a place on a node, again."
+        self.waiting_for_room = Level(
+            "kvrelay_router_waiting_for_room",
+            "Begun requests that wait for a place on a node, again.",
+            registry,
+            _MODEL,
+            pool.models,
         )
-        registry.register(_Breakers(pool))
-        self.meetings = Counter(
+        self.meetings = self._counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
-            ["outcome"],
-            registry=registry,
+            "outcome",
+            *("met", "failed", "busy", "never"),
         )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
-        self.undivided = Counter(
-            "kvrelay_router_undivided",
-            "Requests that a vLLM decode node did alone, its prompt too, by why.",
-            ["why"],
-            registry=registry,
+        self.undivided = self._counter(
+            "kvrelay_router_undivided", "Requests that a vLLM decode node did alone, its prompt too, by why.", "why"
         )
         self.role_changes = Counter(
             "kvrelay_router_role_changes",
@@ -143,38 +144,20 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Nodes(pool))
-        self._show_zeros()
         ProcessCollector(registry=registry)
 
-    def _show_zeros(self) -> None:
-        """What has not happened yet is seen as such, and a rate can be taken of the first time: a cluster that quietly
-        stopped disaggregating is to be seen."""
-        legs = tuple(role.value for role in (Role.PREFILL, Role.DECODE))
-        for counter, values in (
-            (self.failovers, legs),
-            (self.full, legs),
-            (self.releases, ("yes", "no")),
-            (self.poison, ("stopped", "refused")),
-            (self.kv_failures, KV_CAUSES),
-            (self.meetings, ("met", "failed", "busy", "never")),
-        ):
-            for value in values:
-                counter.labels(value)
+    def _counter(self, name: str, about: str, label: str = "", *known: str) -> Counter:
+        """Make a counter by at most one label. Its `known` values show that nothing of them has happened yet.
 
-    def _models(self) -> list[tuple[str, ...]]:
-        return [(name,) for name in self._pool.models()]
-
-    def _tally(self, name: str, about: str) -> Tally:
-        return Tally(name, about, self.registry, [_MODEL], self._models)
-
-    def _spread(self, name: str, about: str, bounds: tuple[float, ...]) -> Spread:
-        return Spread(name, about, bounds, self.registry, [_MODEL], self._models)
-
-    def _level(self, name: str, about: str) -> Level:
-        return Level(name, about, self.registry, _MODEL, self._pool.models)
+        So a rate can be taken of the first time: a cluster that quietly stopped disaggregating is to be seen.
+        """
+        counter = Counter(name, about, [label] if label else [], registry=self.registry)
+        for value in known:
+            counter.labels(value)
+        return counter
 
     def model_of(self, asked: str) -> str:
-        """The label of requests that ask for this model or adapter; empty if no node has reported it."""
+        """Return the label of requests that ask for this model or adapter; empty if no node has reported it."""
         return self._pool.base_of(asked)
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
@@ -190,79 +173,51 @@ class Metrics:
         """Count a prompt that is computed on a decode node."""
         self.local_prefills.add(1, self.model_of(asked), reason)
 
-    def finished(
-        self,
-        model: str,
-        path: str,
-        status: int,
-        timeline: Timeline,
-        stages_s: Mapping[str, float],
-        tokens: int,
-        answers: int,
-    ) -> None:
-        """Count one finished request, of so many answers with so many tokens in all, which were counted already."""
-        self.requests.add(1, model, path, str(status))
-        for name, seconds in stages_s.items():
+    def finished(self, model: str, request: Ended) -> None:
+        """Count one finished request, whose tokens were counted already."""
+        self.requests.add(1, model, request.path, str(request.status))
+        for name, seconds in request.stages_s.items():
             if name == "total":
                 self.e2e.observe(seconds, model)
             else:
                 self.stage.observe(seconds, model, name)
-        if timeline.first_token is not None:
-            self.ttft.observe(timeline.first_token - timeline.arrived, model)
-        inter_token_s = timeline.inter_token_s(tokens, answers)
-        if inter_token_s is not None:
-            self.inter_token.observe(inter_token_s, model)
-
-
-class _Choices(Collector):
-    """What the pool counts of its choices."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
-        """One counter."""
-        says = "Nodes chosen. prefix: whether the node was believed to have some of the prompt."
-        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "prefix"])
-        for (role, some), count in self._pool.choices.items():
-            choices.add_metric([role.value, "some" if some else "none"], count)
-        yield choices
+        if request.ttft_s is not None:
+            self.ttft.observe(request.ttft_s, model)
+        if request.inter_token_s is not None:
+            self.inter_token.observe(request.inter_token_s, model)
 
 
 class _Nodes(Collector):
-    """Read when they are asked for: nodes come and go, and change their roles."""
+    """A look at the pool, when it is asked for: nodes come and go, and change their roles."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        """Two gauges."""
-        labels = ("node", "role")
-        says = "1 if the node takes legs. No model: it has not told yet."
-        up = GaugeMetricFamily("kvrelay_router_node_up", says, labels=(*labels, _MODEL))
-        depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=labels)
-        for node in (*self._pool.nodes, *self._pool.leaving):
-            up.add_metric((node.url, node.role, node.model), float(node.up))
-            depth.add_metric((node.url, node.role), node.depth)
-        yield up
-        yield depth
-
-
-class _Breakers(Collector):
-    """Read when they are asked for: nodes come and go."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
-        """The families of one scrape."""
-        labels, now = ("node", "leg"), time.monotonic()
-        state = GaugeMetricFamily(
+        """Return the families of one scrape."""
+        choices = CounterMetricFamily(
+            "kvrelay_router_choices",
+            "Nodes chosen. prefix: whether the node was believed to have some of the prompt.",
+            labels=["leg", "prefix"],
+        )
+        breakers = GaugeMetricFamily(
             "kvrelay_router_breaker_state",
             "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none (open).",
-            labels=labels,
+            labels=["node", "leg"],
         )
-        for node in self._pool.nodes:
+        up = GaugeMetricFamily(
+            "kvrelay_router_node_up",
+            "1 if the node takes legs. No model: it has not told yet.",
+            labels=["node", "role", _MODEL],
+        )
+        depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"])
+        pool, now = self._pool, time.monotonic()
+        for (role, some), count in pool.choices.items():
+            choices.add_metric([role, "some" if some else "none"], count)
+        for node in pool.nodes:
             for leg, breaker in node.breakers.items():
-                state.add_metric((node.url, leg), _BREAKER[breaker.state(now)])
-        yield state
+                breakers.add_metric([node.url, leg], _BREAKER[breaker.state(now)])
+        for node in (*pool.nodes, *pool.leaving):
+            up.add_metric([node.url, node.role, node.model], float(node.up))
+            depth.add_metric([node.url, node.role], node.depth)
+        return iter((choices, breakers, up, depth))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import time
@@ -34,7 +35,6 @@ from router.chores import Chores, meanwhile
 from router.client import headers_of
 from router.console.lookout import Lookout
 from router.endings import Endings, Traced
-from router.entry import targets_of
 from router.guard import caller_of, read_body
 from router.legs.legs import Legs
 from router.membership.heartbeats import hearing
@@ -80,10 +80,12 @@ from router.walk.retries import RetryBudget
 from wire.errors import KvrelayError, RequestError
 from wire.router_config import RouterConfig
 
-__all__ = ["Router"]
+__all__ = ["Router", "targets_of"]
 
 _SHUTDOWN_DEADLINE_S = 5.0
 _BODY_DEADLINE_S = 60.0
+_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
+_MAX_TARGET_MS = 1e9
 _ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
@@ -329,3 +331,24 @@ class Router:
         )
         await beside(len(body), check_shape, body)
         return body
+
+
+def targets_of(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
+    """Return the targets in a request's headers: for its first token and for each further one, in seconds.
+
+    Raises RequestError.
+    """
+    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
+
+
+def _target_s(name: str, value: str | None) -> float | None:
+    """Return the seconds that a header gives in milliseconds. Raises RequestError."""
+    if value is None:
+        return None
+    try:
+        target = float(value) if len(value) <= 20 else math.nan
+    except ValueError:
+        target = math.nan
+    if not 0 < target <= _MAX_TARGET_MS:  # also if it is no number
+        raise RequestError(f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name)
+    return target / 1e3

@@ -40,7 +40,6 @@ class Timeline:
     """The newest decode leg told of a token that is not the first of the answer."""
     first_token: float | None = None
     last_token: float | None = None
-    ended: float | None = None
     local: bool = False
     """A decode node has computed the prompt, and nothing was there before."""
     prefill_ms: dict[str, float] = field(default_factory=dict)
@@ -146,9 +145,11 @@ class Timeline:
         """The end of an answer, with the stages until now."""
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
-    def inter_token_s(self, tokens: int, answers: int = 1) -> float | None:
-        """Mean time between tokens of one answer, of so many that came beside each other with so many tokens in all; or
-        None if each has fewer than two."""
+    def inter_token_s(self, tokens: int, answers: int) -> float | None:
+        """Return the mean time between tokens of one of so many answers, which have so many tokens in all.
+
+        None if each has fewer than two.
+        """
         each = tokens / answers
         if each < 2 or self.first_token is None or self.last_token is None:
             return None

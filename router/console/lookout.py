@@ -49,11 +49,11 @@ class Lookout:
         key: str,
         error: str,
         stages_s: dict[str, float],
-    ) -> None:
-        """Note a request that is over, as its timeline is. `error` is what a log may say of it."""
+        now: float,
+    ) -> Ended:
+        """Note a request that is over, and return what is kept of it. `error` is what a log may say of it."""
         timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
-        now, first, tokens = timeline.ended, timeline.first_token, walk.output_tokens
-        assert now is not None
+        first, tokens = timeline.first_token, walk.output_tokens
         cached = fetched = 0
         if not isinstance(walk, VllmWalk):
             for part in walk.parts:
@@ -86,6 +86,7 @@ class Lookout:
             placed=walk.placement,
         )
         self.recent.ended(now, request)
+        return request
 
     def seen(self) -> WorkerSeen:
         """Return what this process sees."""

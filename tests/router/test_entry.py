@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openai_api.tracing import sane_trace
-from router.entry import shown_error, targets_of
+from router.endings import shown_error
+from router.router import targets_of
 from wire.errors import NotFound, RequestError
 
 
