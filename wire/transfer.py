@@ -193,7 +193,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         return None
 
 
-class KvFacts(msgspec.Struct, frozen=True):
+class KvFacts(msgspec.Struct, frozen=True, cache_hash=True):
     """What a node says of its KV in its health report, so that a router pairs nodes that can exchange it."""
 
     fingerprint: Fingerprint

@@ -1,8 +1,7 @@
 """Which nodes may take a leg now, and what the end of a leg means for its node. Pure: `now` is an argument.
 
-A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, it rests (it has said for how long it
-has no room), or, for a decode leg with KV to fetch, it cannot talk with the prefill node. Where only open breakers are
-left, one leg at a time may try: a cluster's last node is never given up.
+A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, or it rests: it has said for how long it
+has no room. Where only open breakers are left, one leg at a time may try: a cluster's last node is never given up.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from router.nodes.breaker import Breaker, State, Verdict
 from router.nodes.node import Node, NodeKind
-from router.nodes.pairing import FailedPairs, Links, unlike
+from router.nodes.pairing import FailedPairs, Links
 from router.nodes.passage import Passage
 from router.nodes.pool import Pool
 from router.placement import LINK_MS
@@ -84,16 +83,6 @@ class Doors:
     def _sound(self, node: Node, now: float) -> bool:
         return all(each.state(now) is State.CLOSED and not each.opens_in(now) for each in node.breakers.values())
 
-    def paired(self, nodes: Sequence[Node], peer: Node, now: float) -> list[Node]:
-        """Of decode nodes, those that can take this prefill node's KV; without pairs that failed lately if others are
-        there."""
-        able = list(nodes)
-        if self._pool.kinds.mixed:
-            able = [node for node in nodes if unlike(peer.kv, node.kv) is None]
-        if not self.faults:
-            return able
-        return [node for node in able if not self.faults.avoided(_name(peer), _name(node), now)] or able
-
     def link_ms(self, now: float) -> Callable[[str, str], float] | None:
         """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
         if not (self.faults or self.links.differ):
@@ -107,14 +96,6 @@ class Doors:
             return _AVOIDED_MS if avoided else self.links.ms(prefill, decode)
 
         return link_ms
-
-    def with_partner(self, prefill: Sequence[Node], model: str) -> tuple[list[Node], str]:
-        """Of prefill nodes, those whose KV a decode node can take that serves this model; and why not, of another."""
-        if not self._pool.kinds.mixed:
-            return list(prefill), ""
-        kinds = {node.kv for node in self._pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)}
-        why = {node.kv: min((unlike(node.kv, kind) or "" for kind in kinds), default="") for node in prefill}
-        return [node for node in prefill if not why[node.kv]], next(filter(None, why.values()), "")
 
     def enter(self, node: Node, leg: Role, now: float, *, computes: bool) -> Passage:
         """Begin a leg on this node."""

@@ -6,11 +6,12 @@ instead, and no prompt spills then.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -36,9 +37,10 @@ from router.prefix.index import Prefix
 from router.walk.job import Job, Targets
 from wire.announced import FIRST_OUTPUT
 from wire.config import Role
-from wire.errors import KvNotLoaded, NoNode, Overloaded, without_frames
+from wire.errors import KvNotLoaded, NoNode, Overloaded
 from wire.means import RunningMean
 from wire.router_config import PRICE, RouterConfig
+from wire.transfer import KvFacts
 
 __all__ = ["Found", "Placed", "Placer", "Wanted"]
 
@@ -156,45 +158,39 @@ class Placer:
         `anyway`: also where there is no room for its KV. Without `spills` a decode node computes its prompt only if no
         prefill node can; `alone`: none is asked.
         """
-        now, request = time.monotonic(), _anywhere(wanted.request) if anyway else wanted.request
-        decode: Sequence[Node] = self._doors.takers(self._ask(Role.DECODE, wanted), tried_decode, now)
-        if wanted.peer is not None:
-            return self._found_for_kv(wanted, request, decode, tried_decode, wanted.peer, now)
-        able_prefill = [] if alone else self._prefilling(wanted, tried_prefill, now)
-        prefill = self._with_partner(able_prefill, decode)
+        now, request = time.monotonic(), wanted.request
+        if anyway:  # a part of its answer is there
+            request = replace(request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf)
+        decode = self._takers(Role.DECODE, wanted, tried_decode, now)
         able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
-        if not prefill:
+        groups = [] if alone else self._groups(self._sources(wanted, tried_prefill, now), decode)
+        if not groups:
             if not able:
-                if able_prefill:
-                    return Wait("no decode node that could take its KV takes legs now")
-                raise self._no_prefill(wanted, tried_prefill, now)
-            decode = able
-        found, verdict = [], None
-        for sources, targets in self._groups(prefill, decode):
-            nodes = {node.state.name: node for node in (*sources, *targets)}
+                return self._nowhere(wanted, tried_prefill, now)
+            groups = [([], able)]
+        link_ms = self._doors.link_ms(now)
+        if wanted.peer is not None:
+            states = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
+            placed = place_decode(request, states, wanted.peer.url, link_ms)
+            return placed if isinstance(placed, Wait) else self._found(wanted, placed)
+        computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
+        ways, others = list[Placement](), list[Wait | Refuse]()
+        for sources, targets in groups:
             cluster = Cluster(
                 [node.state for node in self._by_policy(Role.PREFILL, wanted, sources)],
                 [node.state for node in self._by_policy(Role.DECODE, wanted, targets)],
-                self._doors.link_ms(now),
+                link_ms,
                 self._spills and spills,
-                None if len(able) == len(decode) else {node.url for node in able}.__contains__,
+                computes,
             )
-            placed = place(request, cluster)
-            if isinstance(placed, Placement):
-                found.append(Found(wanted, placed, nodes[placed.prefill], nodes[placed.decode]))
-            elif verdict is None or isinstance(placed, Wait):
-                verdict = placed
-        if found:
-            return min(found, key=lambda each: each.placement.price)
-        assert verdict is not None
-        return verdict
-
-    def can_prefill(self, wanted: Wanted, tried: Collection[Node]) -> bool:
-        """Say whether a prefill node that was not tried takes a leg now."""
-        try:
-            return bool(self._prefilling(wanted, tried, time.monotonic()))
-        except Overloaded:
-            return False
+            way = place(request, cluster)
+            if isinstance(way, Placement):
+                ways.append(way)
+            else:
+                others.append(way)
+        if ways:
+            return self._found(wanted, min(ways, key=lambda way: way.price))
+        return next((other for other in others if isinstance(other, Wait)), others[0])
 
     def take(self, found: Found) -> Placed:
         """Take what a placement takes, until its leases are given back."""
@@ -221,7 +217,7 @@ class Placer:
             placed = place_decode(request, states, "")
             assert isinstance(placed, Placement)
             name = placed.decode
-        node = next(node for node in nodes if node.state.name == name)
+        node = self._named(name)
         cached = request.cached.get(name, 0)
         share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
         if role is Role.DECODE:
@@ -234,73 +230,57 @@ class Placer:
             if lease is not None:
                 self._pool.give_back(lease)
 
-    def _found_for_kv(
-        self,
-        wanted: Wanted,
-        request: PlacementRequest,
-        decode: Sequence[Node],
-        tried: Collection[Node],
-        peer: Node,
-        now: float,
-    ) -> Found | Wait:
-        """Find a decode node for KV that a prefill node has; one that computes the prompt, if none can take it."""
-        able: Sequence[Node] = self._doors.paired(decode, peer, now)
-        if not able:
-            able = self._computing(wanted, decode, tried, now, anyway=request.roomless)
-        if not able:
-            why = next(filter(None, (unlike(peer.kv, node.kv) for node in decode)), "")
-            raise KvNotLoaded.because("Incompatible", why)
-        states = [node.state for node in self._by_policy(Role.DECODE, wanted, able)]
-        placed = place_decode(request, states, peer.url, self._doors.link_ms(now))
-        if isinstance(placed, Wait):
-            return placed
-        return Found(wanted, placed, peer, next(node for node in able if node.state.name == placed.decode))
+    def _named(self, name: str) -> Node:
+        node = self._pool.find(name)
+        assert node is not None
+        return node
 
-    def _prefilling(self, wanted: Wanted, tried: Collection[Node], now: float) -> list[Node]:
-        """Return the prefill nodes whose KV some decode node can take."""
+    def _found(self, wanted: Wanted, placed: Placement) -> Found:
+        return Found(wanted, placed, self._named(placed.prefill), self._named(placed.decode))
+
+    def _takers(
+        self, role: Role, wanted: Wanted, tried: Collection[Node], now: float, *, computes: bool = False
+    ) -> list[Node]:
+        return self._doors.takers(self._ask(role, wanted), tried, now, computes=computes)
+
+    def _sources(self, wanted: Wanted, tried: Collection[Node], now: float) -> list[Node]:
+        """Return the prefill nodes that have its KV, or may compute it."""
+        if wanted.peer is not None:
+            return [wanted.peer]
         try:
-            nodes = self._doors.takers(self._ask(Role.PREFILL, wanted), tried, now)
+            return self._takers(Role.PREFILL, wanted, tried, now)
         except NoNode:
             return []
-        return self._doors.with_partner(nodes, wanted.model)[0]
-
-    def _with_partner(self, prefill: list[Node], decode: Sequence[Node]) -> list[Node]:
-        """Return those whose KV one of these decode nodes can take."""
-        if not self._pool.kinds.mixed:
-            return prefill
-        return [node for node in prefill if any(unlike(node.kv, each.kv) is None for each in decode)]
-
-    def _no_prefill(self, wanted: Wanted, tried: Collection[Node], now: float) -> NoNode | KvNotLoaded:
-        """Return why there is none."""
-        try:
-            nodes = self._doors.takers(self._ask(Role.PREFILL, wanted), tried, now)
-        except NoNode as why:
-            return without_frames(why)
-        why_not = self._doors.with_partner(nodes, wanted.model)[1]
-        return (
-            KvNotLoaded.because("Incompatible", why_not) if why_not else self._pool.no_node(Role.DECODE, wanted.model)
-        )
 
     def _computing(
         self, wanted: Wanted, decode: Sequence[Node], tried: Collection[Node], now: float, *, anyway: bool
     ) -> Sequence[Node]:
         """Return the decode nodes that may compute this prompt now; `anyway`: also if their operator wants none."""
         try:
-            sound = self._doors.takers(self._ask(Role.DECODE, wanted), tried, now, computes=True)
+            sound = self._takers(Role.DECODE, wanted, tried, now, computes=True)
         except (NoNode, Overloaded):
             return decode if anyway else []
-        able = [node for node in sound if anyway or node.computes_prompts]
-        return decode if len(able) == len(decode) else able
+        return [node for node in sound if anyway or node.computes_prompts]
 
-    def _groups(self, prefill: list[Node], decode: Sequence[Node]) -> Iterator[tuple[Sequence[Node], Sequence[Node]]]:
-        """Divide the nodes so that in each part any two can hand over."""
-        if not (prefill and self._pool.kinds.mixed):
-            yield prefill, decode
-            return
-        for kv in {node.kv: None for node in prefill}:
-            targets = [node for node in decode if unlike(kv, node.kv) is None]
-            if targets:
-                yield [node for node in prefill if node.kv == kv], targets
+    def _groups(self, prefill: Sequence[Node], decode: Sequence[Node]) -> list[tuple[Sequence[Node], Sequence[Node]]]:
+        """Divide the nodes so that in each part any two can hand over; who can talk with nobody is in none."""
+        if not self._pool.kinds.mixed:
+            return [(prefill, decode)] if prefill and decode else []
+        kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
+        return [
+            ([node for node in prefill if node.kv in sources], [node for node in decode if node.kv in targets])
+            for sources, targets in _divided(*kinds)
+        ]
+
+    def _nowhere(self, wanted: Wanted, tried: Collection[Node], now: float) -> Wait:
+        """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is nothing."""
+        peer = wanted.peer
+        prefill = [peer] if peer is not None else self._takers(Role.PREFILL, wanted, tried, now)
+        decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
+        if peer is None and self._groups(prefill, decode):
+            return Wait("no decode node that could take its KV takes legs now")
+        unlikes = (unlike(source.kv, target.kv) for source in prefill for target in decode)
+        raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
 
     def _by_policy(self, role: Role, wanted: Wanted, nodes: Sequence[Node]) -> Sequence[Node]:
         name = self._policies[role]
@@ -321,6 +301,17 @@ def _bounded(told_s: float | None, expected_ms: float) -> float:
     return min(max(told_s * 1e3, _LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)
 
 
-def _anywhere(request: PlacementRequest) -> PlacementRequest:
-    """Return a request that takes no room and has no limits: a part of its answer is there."""
-    return replace(request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf)
+@functools.lru_cache(64)
+def _divided(
+    sources: tuple[KvFacts | None, ...], targets: tuple[KvFacts | None, ...]
+) -> list[tuple[frozenset[KvFacts | None], frozenset[KvFacts | None]]]:
+    """Divide kinds of KV so that in each part any source can hand over to any target.
+
+    A large cluster has a kind for each of its hosts, and few parts.
+    """
+    parts: dict[frozenset[KvFacts | None], list[KvFacts | None]] = {}
+    for kv in sources:
+        able = frozenset(each for each in targets if unlike(kv, each) is None)
+        if able:
+            parts.setdefault(able, []).append(kv)
+    return [(frozenset(alike), able) for able, alike in parts.items()]
