@@ -13,7 +13,7 @@ are taken for blocks without.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,28 +29,21 @@ _TOKEN_BYTES = 8
 
 
 def keys_of_prompt(tokens: Sequence[int], block_size: int, adapter: str = "", salt: str = "") -> array[int]:
-    """The keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
-    root = [salt] if salt else []
-    keys: array[int] = array("Q")
-    before = _first(adapter)
-    for at, block in enumerate(_blocks(tokens, block_size)):
-        before = _next(before, block, _packed(root) if not at else b"")
-        keys.append(before)
-    return keys
+    """Return the keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
+    return array("Q", _chain(_first(adapter), _blocks(tokens, block_size), [[salt]] if salt else []))
 
 
 class BlockContents:
-    """The blocks of one node, by the node's names for them."""
+    """A table of the blocks of one node, by the node's names for them."""
 
-    def __init__(self, *, whole: bool, limit: int = LIMIT) -> None:
-        """`whole`: all that the node holds is told from now on, beginning with nothing."""
+    def __init__(self, *, whole: bool) -> None:
+        """Begin with nothing. `whole`: all that the node holds is told from now on."""
         self.tells_prompts = True
         """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads to these keys."""
         self.block_size = 0
         """Of its blocks; 0 until some are told of."""
-        self.aliases: frozenset[str] = frozenset()
+        self.aliases: Collection[str] = ()
         """Further names of its model, which are no adapters."""
-        self._limit = limit
         self._whole = whole
         self._keys: dict[int, int] = {}
         # A block that two requests have computed at the same time is there twice, and is told so.
@@ -61,16 +54,16 @@ class BlockContents:
 
     @property
     def whole(self) -> bool:
-        """Whether what is not told of is not there. Else the node has blocks that nobody can find here."""
+        """Say whether what is not told of is not there. Else the node has blocks that nobody can find here."""
         return self._whole and self.tells_prompts
 
     def stored(self, event: BlockStored) -> list[int]:
-        """The keys of the blocks that it tells of. None of a chain whose beginning is not known."""
+        """Return the keys of the blocks that it tells of; none of a chain whose beginning is not known."""
         keys: list[int] = []
-        for name, key in self._named(event):
+        for name, key in zip(map(key_of, event.block_hashes), self._keys_in(event), strict=False):
             if name in self._keys:
                 self._copies[name] = self._copies.get(name, 1) + 1
-            elif len(self._keys) >= self._limit:
+            elif len(self._keys) >= LIMIT:
                 self._whole = False
                 break
             else:
@@ -79,10 +72,9 @@ class BlockContents:
         return keys
 
     def removed(self, event: BlockRemoved) -> list[int]:
-        """The keys of those that are there no more."""
+        """Return the keys of those that are there no more."""
         gone: list[int] = []
-        for block_hash in event.block_hashes:
-            name = key_of(block_hash)
+        for name in map(key_of, event.block_hashes):
             copies = self._copies.pop(name, 1) - 1
             if copies > 1:
                 self._copies[name] = copies
@@ -91,33 +83,30 @@ class BlockContents:
         return gone
 
     def cleared(self, *, whole: bool) -> None:
-        """It holds nothing; or nothing is known of it, if not `whole`."""
+        """Note that it holds nothing; or that nothing is known of it, if not `whole`."""
         self._keys.clear()
         self._copies.clear()
         self._whole = whole
 
-    def _named(self, event: BlockStored) -> Iterable[tuple[int, int]]:
-        """Each block's name and key."""
+    def _keys_in(self, event: BlockStored) -> Iterable[int]:
+        """Return each block's key."""
         adapter, before, blocks = event.lora_name or "", None, _blocks(event.token_ids, event.block_size)
-        if blocks and len(blocks) == len(event.block_hashes) and len(event.token_ids) == len(blocks) * event.block_size:
+        if blocks and len(event.token_ids) == len(event.block_hashes) * event.block_size:
             if event.parent_block_hash is not None:
                 before = self._keys.get(key_of(event.parent_block_hash))
             elif adapter or event.lora_id is None:
                 before = _first(adapter)
         if before is None:
             self._whole = False
-            return
+            return ()
         self.block_size = event.block_size
-        extras = event.extra_keys if isinstance(event.extra_keys, list) else []
-        for at, block in enumerate(blocks):
-            extra = extras[at] if at < len(extras) else None
-            more = [each for each in extra if each != adapter] if isinstance(extra, list) else []
-            before = _next(before, block, _packed(more))
-            yield key_of(event.block_hashes[at]), before
+        told = event.extra_keys if isinstance(event.extra_keys, list) else []
+        extras = [[each for each in extra if each != adapter] if isinstance(extra, list) else [] for extra in told]
+        return _chain(before, blocks, extras)
 
 
 def _blocks(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """The full ones; none if these cannot be tokens."""
+    """Return the full ones; none if these cannot be tokens."""
     try:
         packed, size = array("q", tokens).tobytes(), block_size * _TOKEN_BYTES
     except OverflowError:
@@ -129,9 +118,9 @@ def _first(adapter: str) -> int:
     return hash(("", adapter)) & _MASK
 
 
-def _next(before: int, block: bytes, extras: bytes) -> int:
-    return hash((before, block, extras)) & _MASK
-
-
-def _packed(extras: Sequence[Any]) -> bytes:
-    return msgspec.msgpack.encode(extras) if extras else b""
+def _chain(before: int, blocks: Sequence[bytes], extras: Sequence[Sequence[Any]]) -> Iterator[int]:
+    """Return the keys of blocks that follow each other. `extras`: what else counts for each of the first ones."""
+    for at, block in enumerate(blocks):
+        extra = extras[at] if at < len(extras) else ()
+        before = hash((before, block, msgspec.msgpack.encode(extra) if extra else b"")) & _MASK
+        yield before

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
@@ -46,7 +46,7 @@ REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
 """Between two replays that failed."""
 LOOK_AGAIN_S = 5.0
-"""Between two replays that a quiet vLLM node is asked for, in case its last batches were lost."""
+"""Between two replays that a quiet vLLM node is asked for, as its last batches may be lost."""
 _MAX_MESSAGE_BYTES = 64 << 20
 # Of each kind; ZeroMQ's own limit is 1,023, and there is one per node.
 _MAX_SOCKETS = 16_384
@@ -58,7 +58,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class KvEvents:
-    """All nodes that are listened to, by URL. Call it on the event loop; `close` it."""
+    """A listener to all nodes, by URL. Call it on the event loop; `close` it."""
 
     def __init__(
         self,
@@ -72,56 +72,43 @@ class KvEvents:
         self._metrics = metrics
         self._vllm_ports = vllm_ports
         self._sources: dict[str, _Source] = {}
-        self._unheard: set[str] = set()
-        """Nodes that cannot be listened to, as the log has said."""
         for kind in (zmq.Context, zmq.asyncio.Context):
             kind.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in (*self._sources, *self._unheard)))
+        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
 
     def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
-        """A node's health report came. From the first one on its events are listened to, as long as it tells any."""
+        """Take a node's health report: from the first one on its events are listened to, as long as it tells any."""
         if report is None:
             self.leave(url)
-            return
-        source = self._follow(url, generation, report.port, report.replay_port)
-        if source is not None:
-            source.should_have(report.next_number)
+        else:
+            self._source(url, generation, report.port, report.replay_port).should_have(report.next_number)
 
-    def heard_vllm(self, url: str, generation: str, engines: int, aliases: Sequence[str]) -> None:
-        """The same of a vLLM node, with so many engines behind its address, and further names of its model."""
+    def heard_vllm(self, url: str, generation: str, engines: int, aliases: Collection[str]) -> None:
+        """Do the same for a vLLM node, with so many engines behind its address, and further names of its model."""
         ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
         if ports is None or engines > 1:  # each engine has a cache of its own, and nobody knows who gets a request
             self.leave(url)
-        elif (source := self._follow(url, generation, *ports, vllm=True)) is not None:
-            self._index.contents[url].aliases = frozenset(aliases)
+        else:
+            source = self._source(url, generation, *ports, vllm=True)
+            self._index.contents[url].aliases = aliases
             source.look_again()
 
-    def _follow(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> _Source | None:
-        """None if it cannot be listened to; its next health report tries again."""
+    def _source(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> _Source:
+        """Return what listens to this process, and to no other that stood there before."""
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         told_at = (generation, f"tcp://{host}:{port}", f"tcp://{host}:{replay_port}" if replay_port else "")
         source = self._sources.get(url)
-        if source is not None and source.told_at != told_at:
+        if source is None or source.told_at != told_at:
             self.leave(url)
-            source = None
-        if source is None:
             # Without replays, what it held before is never told.
             contents = BlockContents(whole=bool(replay_port)) if vllm else None
-            try:
-                source = self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
-            except zmq.ZMQError as why:
-                level = logging.DEBUG if url in self._unheard else logging.WARNING
-                _log.log(level, "node %s: cannot listen to its KV events at %s: %s", url, told_at[1], why)
-                self._unheard.add(url)
-                return None
-            self._unheard.discard(url)
+            source = self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
         return source
 
     def leave(self, url: str) -> None:
-        """The node is gone, or another process now: what was known of it is forgotten."""
+        """Forget what was known of a node that is gone, or another process now."""
         source = self._sources.pop(url, None)
-        self._unheard.discard(url)
         if source is not None:
             source.close()
             self._index.forget(url)
@@ -148,7 +135,7 @@ class _Source:
         whose replays may end with less than all that it holds."""
         self.told_at = told_at
         self._url = url
-        _, events, self._replays = told_at
+        _, self._events, self._replays = told_at
         self._stream = EventStream(rebuilds=contents is None)
         self._contents = contents
         self._newest = 0.0
@@ -156,42 +143,30 @@ class _Source:
         self._index = index
         self._metrics = metrics
         self._expected = 0
-        self._live = False
-        """A batch has come by the subscription: until then it may not be there yet, and what is told be lost."""
-        self._sure = False
-        """Nothing was missing when it was last looked for, and nothing has come since."""
+        """The number of the next batch, as of the last health report."""
         self._look_at = 0.0
         self._retry_at = 0.0
         self._failure = ""
         self._replay: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        for option, value in _OPTIONS:
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        try:
-            self._socket.connect(events)
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
+        self._socket: zmq.Socket[bytes] | None = None
         if contents is not None:
             index.contents[url] = contents
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._read()
         self._catch_up()
 
     def close(self) -> asyncio.Task[None] | None:
-        """End it; the task that has yet to end, if there is one."""
-        if not self._socket.closed:
+        """End it; return the task that has yet to end, if there is one."""
+        if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
+            self._socket = None
         if self._replay is not None:
             self._replay.cancel()
         self._index.contents.pop(self._url, None)
         return self._replay
 
     def should_have(self, next_number: int) -> None:
-        """The node has told all batches before this one; those of the report before must have come by now."""
+        """Note that the node has told all batches before this one; those of the report before must have come by now."""
         self._read()
         missing = self._stream.next_number < self._expected
         if missing or not self._index.trusts(self._url):
@@ -199,26 +174,35 @@ class _Source:
         self._expected = next_number
 
     def look_again(self) -> None:
-        """The node does not say which number comes next: ask whether batches are missing at the end, if none come."""
+        """Ask whether batches are missing at the end, if none come: the node does not say which number is next."""
         self._read()
-        number, now = self._stream.next_number, time.monotonic()
-        sure = self._sure and self._index.trusts(self._url)
-        if number == self._expected and not sure and now >= self._look_at and self._replays:
-            self._look_at, self._sure = now + LOOK_AGAIN_S, self._live
+        quiet, self._expected = self._stream.next_number == self._expected, self._stream.next_number
+        if quiet and self._replays and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_AGAIN_S
             self._catch_up(missing=False)
-        elif number != self._expected:
-            self._expected, self._sure = number, False
+
+    def _listen(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        try:
+            for option, value in _OPTIONS:
+                socket.setsockopt(option, value)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(self._events)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._loop.add_reader(socket.fileno(), self._read)
+        return socket
 
     def _read(self) -> None:
         # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be remembered.
         for _ in range(_AT_ONCE):
-            if self._socket.closed:
+            if self._socket is None:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._live = True
             self._take(frames[1:])
         else:
             self._loop.call_soon(self._read)
@@ -234,10 +218,14 @@ class _Source:
             _log.warning("node %s: %s", self._url, why.message)
             return
         if number < self._stream.next_number and batch.ts > self._newest and not is_snapshot(batch):
-            self._restarted()  # its health may not say so yet, or ever
+            # Another process: its health may not say so yet, or ever.
+            self._stream = EventStream(rebuilds=self._contents is None)
+            self._index.doubt(self._url)
+            self._forget(whole=bool(self._replays))
         self._apply(self._stream.heard(number, batch))
 
     def _apply(self, batches: Sequence[EventBatch]) -> None:
+        contents = self._contents
         for batch in batches:
             blocks = 0
             if is_snapshot(batch):
@@ -247,36 +235,27 @@ class _Source:
                     case AllBlocksCleared():
                         self._forget(whole=True)
                     case BlockStored() if _counts(event):
-                        self._index.stored(self._url, self._stored(event))
+                        keys = keys_of(event.block_hashes) if contents is None else contents.stored(event)
+                        self._index.stored(self._url, keys)
                         blocks += len(event.block_hashes)
                     case BlockRemoved() if _counts(event):
-                        self._index.removed(self._url, self._removed(event))
+                        keys = keys_of(event.block_hashes) if contents is None else contents.removed(event)
+                        self._index.removed(self._url, keys)
                         blocks += len(event.block_hashes)
             self._newest = max(self._newest, batch.ts)
             self._metrics.batches.inc()
             self._metrics.event_blocks.inc(blocks)
-        if self._contents is not None and self._index.trusts(self._url):
+        if self._index.trusts(self._url):
             self._trust()
 
-    def _stored(self, event: BlockStored) -> list[int]:
-        return keys_of(event.block_hashes) if self._contents is None else self._contents.stored(event)
-
-    def _removed(self, event: BlockRemoved) -> list[int]:
-        return keys_of(event.block_hashes) if self._contents is None else self._contents.removed(event)
-
     def _forget(self, *, whole: bool) -> None:
-        """It holds nothing; or nothing is known of it, if not `whole`."""
+        """Forget all blocks: it holds none; or nothing is known of it, if not `whole`."""
         trusted = self._index.trusts(self._url)
         self._index.forget(self._url)
         if self._contents is not None:
             self._contents.cleared(whole=whole)
         if trusted:
             self._trust()
-
-    def _restarted(self) -> None:
-        self._stream = EventStream(rebuilds=self._contents is None)
-        self._index.doubt(self._url)
-        self._forget(whole=bool(self._replays))
 
     def _trust(self) -> None:
         self._index.trust(self._url, whole=self._contents is None or self._contents.whole)
@@ -289,7 +268,9 @@ class _Source:
             self._replay = asyncio.create_task(self._replayed())
 
     async def _replayed(self) -> None:
+        why = ""
         try:
+            self._socket = self._socket or self._listen()
             async with asyncio.timeout(REPLAY_DEADLINE_S):
                 if self._replays:
                     await self._ask()
@@ -297,11 +278,12 @@ class _Source:
             if lost:
                 self._forget(whole=False)
             self._apply(batches)
-            why = "batches are missing after the replay" if self._stream.gap else ""
+            if self._stream.gap:
+                why = "batches are missing after the replay"
         except TimeoutError:
             why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its replay_endpoint must be there"
-        except (zmq.ZMQError, NodeFailed) as error:
-            why = f"the replay failed: {error}"
+        except zmq.ZMQError as error:
+            why = f"cannot listen at {self._events} and {self._replays}: {error}"
         self._replay = None
         self._metrics.replays.labels("failed" if why else "ok").inc()
         again, self._failure = why == self._failure, why
@@ -315,8 +297,7 @@ class _Source:
 
     async def _ask(self) -> None:
         """Take all batches from the first missing one on."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        try:
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
             for option, value in _OPTIONS:
                 socket.setsockopt(option, value)
             socket.connect(self._replays)
@@ -326,8 +307,6 @@ class _Source:
                 if frames and frames[0] == END:
                     return
                 self._take(frames)
-        finally:
-            socket.close()
 
 
 _OPTIONS = (
@@ -339,5 +318,5 @@ _OPTIONS = (
 
 
 def _counts(event: BlockStored | BlockRemoved) -> bool:
-    """Whether it is about KV on the device that all layers can read: that is what a prompt's beginning is found by."""
+    """Say whether it is about KV on the device that all layers can read: a prompt's beginning is found by that."""
     return event.group_idx in (None, 0) and event.medium in (None, "GPU")

@@ -208,7 +208,9 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
                 for _ in range(3):
                     fresh.tell(stored(chain(1, 1)))
                 # As if it were the old one's: same place, higher numbers. Whatever is read of it is another process's.
-                router.events._sources[URL]._socket.connect(f"tcp://127.0.0.1:{port_of(fresh)}")
+                socket = router.events._sources[URL]._socket
+                assert socket is not None
+                socket.connect(f"tcp://127.0.0.1:{port_of(fresh)}")
                 await asyncio.sleep(0.1)
                 for _ in range(3):
                     fresh.tell(stored(chain(2, 1)))
@@ -332,12 +334,17 @@ def test_who_does_not_read_what_he_asked_for_is_cut_off(monkeypatch: pytest.Monk
     run(test)
 
 
-def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
+
     async def test() -> None:
         async with telling() as node, listening() as router:
             report = report_of(node)
-            for _ in range(2):
+            for failed in (1, 2):
                 router.events.heard(URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number))
+                await until(lambda: router.count("kv_event_replays_total", outcome="failed") == failed, "noticed")
             assert sum("cannot listen" in line for line in caplog.messages) == 1
             assert router.count("kv_event_doubted_nodes") == 1
             router.heard(node)
@@ -361,7 +368,6 @@ def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(monkeypatch: p
             await router.trusted()
             assert router.count("kv_event_gaps_total") == 0
             source = router.events._sources[URL]
-            source._sure = True  # as after a vLLM node's quiet time
             router.index.doubt(URL)
             source.look_again()
             await router.trusted()

@@ -88,8 +88,9 @@ def test_the_same_text_has_the_same_keys_on_all_nodes_and_another_context_has_no
     assert not keys_of_prompt([1 << 70] * BLOCK, BLOCK)
 
 
-def test_what_cannot_be_told_apart_is_not_held() -> None:
-    contents = BlockContents(whole=True, limit=2)
+def test_what_cannot_be_told_apart_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prefix.contents.LIMIT", 2)
+    contents = BlockContents(whole=True)
     for event in (
         BlockStored([1], 99, list(range(BLOCK)), BLOCK),  # nobody has told of its parent
         BlockStored([1], None, list(range(BLOCK - 1)), BLOCK),
