@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.admission.admission import Admission, Refusal
+from router.admission.admission import Admission
 from router.admission.fair_queue import Entrant
+from router.admission.rate_limits import Refusal
 from router.placement import Refuse, Wait
 from router.walk.placer import Found, Wanted
 from simulator.routers import Router
 from simulator.stream import Stream
+from wire.errors import KvrelayError, NoNode
 
 __all__ = ["DEADLINE_MS", "Door"]
 
@@ -25,10 +27,6 @@ Begins = Callable[[Stream, Found, float], None]
 """Place it there and begin."""
 
 
-class _NoNodes(Exception):
-    """No node could take it, now or later."""
-
-
 class Door:
     """Of one router."""
 
@@ -39,7 +37,7 @@ class Door:
         """`later(at, call)` runs a call at a time."""
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
-        self._admission = Admission(max_queue)
+        self._admission: Admission[Entrant, Found] = Admission(max_queue, self._find)
         self._entrants: dict[Stream, Entrant] = {}
         self._waiting: dict[Entrant, tuple[Stream, Wanted]] = {}
         self._looking = False
@@ -59,16 +57,14 @@ class Door:
         self._waiting[entrant] = stream, wanted
         self._entrants[stream] = entrant
         try:
-            arrival = self._admission.arrive(entrant, self._find)
-        except _NoNodes:
+            found = self._admission.arrive(entrant)
+        except NoNode:
             self._refuse(entrant)
             return
-        if arrival.displaced is not None:
-            self._refuse(arrival.displaced)
-        if arrival.refusal is not None:
+        if isinstance(found, Refusal):
             self._refuse(entrant)
-        elif arrival.place is not None:
-            self._begin(entrant, arrival.place, now)
+        elif not isinstance(found, Wait):
+            self._begin(entrant, found, now)
         elif not self._looking:
             self._looking = True
             self._later(now + _LOOK_MS, self._look)
@@ -77,28 +73,19 @@ class Door:
         """It is over, however it ended; others may begin."""
         entrant = self._entrants.pop(stream, None)
         if entrant is not None:
-            self._admission.ended(entrant, stream.prompt + stream.done)
+            self._admission.queue.correct(entrant, stream.prompt + stream.done)
             self._turn(now)
 
     def _find(self, entrant: Entrant) -> Found | Wait | Refuse:
         found = self._router.find(self._waiting[entrant][1])
         if found is None:
-            raise _NoNodes
+            raise NoNode("no node could take it, now or later")
         return found
 
     def _turn(self, now: float) -> None:
-        """Let begin who may."""
-        while (first := self._admission.queue.first()) is not None:
-            try:
-                begun = self._admission.next(self._find, now / 1e3)
-            except _NoNodes:
-                self._admission.leave(first)
-                self._refuse(first)
-                continue
-            if begun is None:
-                return
-            entrant, found = begun
-            if isinstance(found, Refusal):
+        """Let begin who may, and refuse who has waited too long."""
+        for entrant, found in self._admission.turns(now / 1e3):
+            if isinstance(found, Refusal | KvrelayError):
                 self._refuse(entrant)
             else:
                 self._begin(entrant, found, now)
@@ -107,8 +94,6 @@ class Door:
         self._begins(self._waiting.pop(entrant)[0], found, now)
 
     def _look(self, now: float) -> None:
-        for entrant, _ in self._admission.late(now / 1e3):
-            self._refuse(entrant)
         self._turn(now)
         self._looking = bool(self._waiting)
         if self._looking:

@@ -8,10 +8,13 @@ estimates in tokens; `correct` puts the clock right when a request has ended.
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-__all__ = ["FairQueue", "Entrant"]
+__all__ = ["Entrant", "FairQueue"]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,101 +30,90 @@ class Entrant:
     """What its turn costs: its prompt, and what it is expected to generate."""
     ttft_s: float | None = None
     """Target for the first token, from `arrived`; None: there is none."""
-    deadline: float = float("inf")
-    begin_by: float = float("inf")
-    """When it must have begun for its deadline, and for its target as was known when it lined up."""
-    charged: float = 0.0
-    """Tokens by which its key's clock has run for it."""
+    deadline: float = math.inf
+
+    @property
+    def begin_by(self) -> float:
+        """When it must have begun for its deadline, and for its target."""
+        return min(self.deadline, math.inf if self.ttft_s is None else self.arrived + self.ttft_s)
 
 
-@dataclass(eq=False, slots=True)
-class _Key:
-    clock: float = 0.0
-    """Virtual time at which its next request starts."""
-    waiting: int = 0
+E = TypeVar("E", bound=Entrant)
 
 
-@dataclass(eq=False, slots=True)
-class _Line:
-    """Requests of one key and one priority, oldest first."""
-
-    entrants: dict[Entrant, None] = field(default_factory=dict)
-
-
-class FairQueue:
-    """Holds entrants, unbounded. All sizes are in requests."""
+class FairQueue(Generic[E]):
+    """An unbounded queue. All sizes are in requests."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, _Key] = {}
-        self._lines: dict[int, dict[str, _Line]] = {}
+        self._lines: dict[int, dict[str, dict[E, None]]] = {}
+        """By priority and key, those that wait, oldest first."""
+        self._waiting: Counter[str] = Counter()
+        """By key."""
+        self._clocks: defaultdict[str, float] = defaultdict(float)
+        """By key, the virtual time at which its next request starts."""
         self._now = 0.0  # virtual
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Entrant]:
-        return (entrant for lines in self._lines.values() for line in lines.values() for entrant in line.entrants)
+    def __iter__(self) -> Iterator[E]:
+        return (entrant for lines in self._lines.values() for line in lines.values() for entrant in line)
 
-    def __contains__(self, entrant: Entrant) -> bool:
-        line = self._lines.get(entrant.priority, {}).get(entrant.key)
-        return line is not None and entrant in line.entrants
+    def __contains__(self, entrant: E) -> bool:
+        return entrant in self._lines.get(entrant.priority, {}).get(entrant.key, ())
 
     def waiting(self, key: str) -> int:
-        """How many requests of a key wait."""
-        known = self._keys.get(key)
-        return known.waiting if known else 0
+        """Return how many requests of a key wait."""
+        return self._waiting[key]
 
-    def push(self, entrant: Entrant) -> None:
+    def push(self, entrant: E) -> None:
         """Let it wait behind those of its key that are as important."""
-        key = self._keys.setdefault(entrant.key, _Key())
-        if not key.waiting:
-            key.clock = max(key.clock, self._now)
-        key.waiting += 1
-        line = self._lines.setdefault(entrant.priority, {}).setdefault(entrant.key, _Line())
-        line.entrants[entrant] = None
+        key = entrant.key
+        if not self._waiting[key]:
+            self._clocks[key] = max(self._clocks[key], self._now)
+        self._waiting[key] += 1
+        self._lines.setdefault(entrant.priority, {}).setdefault(key, {})[entrant] = None
         self._length += 1
 
-    def remove(self, entrant: Entrant) -> None:
-        """It waits no more, and costs its key nothing. KeyError if it did not wait."""
+    def remove(self, entrant: E) -> None:
+        """Let it wait no more; it costs its key nothing. Raises KeyError if it did not wait."""
         lines = self._lines[entrant.priority]
         line = lines[entrant.key]
-        del line.entrants[entrant]
-        if not line.entrants:
+        del line[entrant]
+        if not line:
             del lines[entrant.key]
             if not lines:
                 del self._lines[entrant.priority]
-        self._keys[entrant.key].waiting -= 1
+        self._waiting[entrant.key] -= 1
         self._length -= 1
 
-    def first(self) -> Entrant | None:
-        """Who is next: of the most important ones, the oldest of the key whose clock is furthest behind."""
+    def first(self) -> E | None:
+        """Return who is next: of the most important ones, the oldest of the key whose clock is furthest behind."""
         if not self._lines:
             return None
         lines = self._lines[min(self._lines)]
-        key = min(lines, key=lambda name: self._keys[name].clock)
-        return next(iter(lines[key].entrants))
+        return next(iter(lines[min(lines, key=self._clocks.__getitem__)]))
 
-    def begin(self, entrant: Entrant) -> None:
-        """Its turn has come, whether it waited or not: its key's clock runs on."""
-        waited = entrant in self
-        if waited:
+    def begin(self, entrant: E) -> None:
+        """Let its turn come, whether it waited or not: its key's clock runs on."""
+        start = self._clocks[entrant.key]
+        if entrant in self:
             self.remove(entrant)
-        key = self._keys.setdefault(entrant.key, _Key())
-        start = key.clock if waited else max(key.clock, self._now)
+        else:
+            start = max(start, self._now)
         self._now = max(self._now, start)
-        entrant.charged = float(entrant.tokens)
-        key.clock = start + entrant.charged / entrant.weight
+        self._clocks[entrant.key] = start + entrant.tokens / entrant.weight
 
-    def correct(self, entrant: Entrant, tokens: int) -> None:
-        """A request that began has cost so many tokens in fact."""
-        key = self._keys[entrant.key]
+    def correct(self, entrant: E, tokens: int) -> None:
+        """Note that a request that began has cost so many tokens in fact."""
+        clock = self._clocks[entrant.key]
         # Cheaper than thought is no credit: the clock is not put back behind the time of all.
-        key.clock = max(key.clock + (tokens - entrant.charged) / entrant.weight, min(key.clock, self._now))
-        entrant.charged = float(tokens)
+        right = clock + (tokens - entrant.tokens) / entrant.weight
+        self._clocks[entrant.key] = max(right, min(clock, self._now))
 
-    def displaced_by(self, entrant: Entrant) -> Entrant | None:
-        """Who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.
+    def displaced_by(self, entrant: E) -> E | None:
+        """Return who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.
 
         The newest of the least important ones, if they are less important; else, if they are as important, the newest
         of the key that has most places by its weight, as long as it would still have more than the newcomer's key.
@@ -133,12 +125,12 @@ class FairQueue:
             return None
         lines = self._lines[worst]
         if worst > entrant.priority:
-            return max((next(reversed(line.entrants)) for line in lines.values()), key=lambda each: each.arrived)
+            return max((next(reversed(line)) for line in lines.values()), key=lambda each: each.arrived)
 
-        def places(name: str) -> float:
-            return self._keys[name].waiting / next(iter(lines[name].entrants)).weight
+        def places(key: str) -> float:
+            return self._waiting[key] / next(iter(lines[key])).weight
 
         largest = max(lines, key=places)
-        if largest == entrant.key or places(largest) <= (self.waiting(entrant.key) + 1) / entrant.weight:
+        if largest == entrant.key or places(largest) <= (self._waiting[entrant.key] + 1) / entrant.weight:
             return None
-        return next(reversed(lines[largest].entrants))
+        return next(reversed(lines[largest]))

@@ -7,7 +7,6 @@ Limits of its key first (router/admission/rate_limits.py), then the queue of its
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import time
@@ -15,11 +14,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from router.admission.admission import Admission, Refusal
+from router.admission.admission import Admission
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
-from router.admission.rate_limits import Exceeded, KeyLimits, Taken
+from router.admission.rate_limits import KeyLimits, Refusal
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from router.placement import Refuse, Wait
@@ -38,51 +37,35 @@ _LONGEST_S = 60.0
 _log = logging.getLogger("kvrelay.router")
 
 
-class _State(enum.Enum):
-    WAITING = enum.auto()
-    BEGUN = enum.auto()
-    REFUSED = enum.auto()
+@dataclass(eq=False, slots=True, kw_only=True)
+class Turn(Entrant):
+    """A request at the gate. `begun` before anything of it is sent to a node, `Gate.leave` once, at its end."""
 
-
-@dataclass(eq=False, slots=True)
-class _Line:
-    """The queue for the nodes of one model."""
-
-    admission: Admission
-    waiting: dict[Entrant, Turn] = field(default_factory=dict)
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One request's. `begun` before anything of it is sent to a node, `Gate.leave` once, at its end."""
-
-    caller: Caller
-    job: Job
     wanted: Wanted
-    entrant: Entrant
-    line: _Line
-    taken: Taken
+    line: Line
+    taken: int
+    """Tokens, of its key's limits."""
+    headers: dict[str, str]
+    """For its answer."""
     placed: Placed | None = None
     """Since its turn has come; None for what is placed otherwise (nodes of another project)."""
-    state: _State = _State.BEGUN
-    news: asyncio.Future[KvrelayError | None] | None = None
-    """Only of one that waits."""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """For its answer."""
-        return self.taken.headers
+    has_begun: bool = False
+    news: asyncio.Future[KvrelayError | None] = field(default_factory=asyncio.Future)
+    """Whether it has begun, or why it will not."""
 
     async def begun(self) -> None:
         """Wait for it. Raises KvrelayError if it leaves the queue without."""
-        if self.news is not None and (why := await self.news) is not None:
+        if (why := await self.news) is not None:
             raise why
 
-    def tell(self, state: _State, why: KvrelayError | None = None) -> None:
-        """It waits no more."""
-        self.state = state
-        if self.news is not None and not self.news.done():  # cancelled: its client is just leaving
+    def tell(self, why: KvrelayError | None = None) -> None:
+        """Let it wait no more."""
+        if not self.news.done():  # cancelled: its client is just leaving
             self.news.set_result(why)
+
+
+Line = Admission[Turn, Found | None]
+"""The queue for the nodes of one model."""
 
 
 class Gate:
@@ -94,26 +77,26 @@ class Gate:
         self._placer = placer
         self._limits = KeyLimits()
         self._metrics = metrics
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._looking: asyncio.Task[None] | None = None
         metrics.waiting.read = self.waiting_by_model
 
     def take_over(self, config: RouterConfig) -> None:
-        """Its limits and targets are for those who come from now on."""
+        """Have its limits and targets hold for those who come from now on."""
         self._config = config
         for line in self._lines.values():
-            line.admission.take_over(config.max_queue)
+            line.max_queue = config.max_queue
 
     def waiting(self) -> int:
-        """Requests in all queues."""
-        return sum(len(line.admission.queue) for line in self._lines.values())
+        """Count the requests in all queues."""
+        return sum(len(line.queue) for line in self._lines.values())
 
     def waiting_by_model(self) -> dict[str, int]:
-        """By model, the requests in its queue."""
-        return {model: len(line.admission.queue) for model, line in self._lines.items() if line.admission.queue}
+        """Count the requests in each model's queue."""
+        return {model: len(line.queue) for model, line in self._lines.items() if line.queue}
 
     def targets(self, ttft_s: float | None, tpot_s: float | None) -> Targets:
-        """What holds for a request that asks for these."""
+        """Return what holds for a request that asks for these."""
         # The router's time per token is a promise to all who are served: a laxer one is no reason to break it.
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
         return Targets(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
@@ -126,71 +109,64 @@ class Gate:
         base = self._pool.base_of(job.model)
         line = self._lines.get(base)
         if line is None:
-            line = self._lines[base] = _Line(Admission(self._config.max_queue))
+            line = self._lines[base] = Admission(self._config.max_queue, self._look)
         wanted = self._placer.limited(wanted, job.targets)
-        output = math.ceil(min(wanted.request.output, wanted.request.most_output))
-        entrant = Entrant(
+        tokens = job.prompt_tokens + math.ceil(min(wanted.request.output, wanted.request.most_output))
+        taken = tokens
+        if caller.tokens_per_minute:
+            # A long answer may be thought of that never comes: alone it is no reason to refuse.
+            taken = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute))
+        turn = Turn(
             key=caller.name,
             arrived=arrived,
             weight=caller.weight,
             priority=job.priority,
-            tokens=job.prompt_tokens + output,
+            tokens=tokens,
             ttft_s=job.targets.ttft_s,
             deadline=arrived + self._config.request_deadline_s,
+            wanted=wanted,
+            line=line,
+            taken=taken,
+            headers=self._take(caller, taken),
         )
-        tokens = entrant.tokens
-        if caller.quota.tokens_per_minute:
-            # A long answer may be thought of that never comes: alone it is no reason to refuse.
-            tokens = max(job.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
-        taken = self._take(caller, tokens, time.monotonic())
-        turn = Turn(caller, job, wanted, entrant, line, taken)
         try:
-            arrival = line.admission.arrive(entrant, lambda _: self._look(turn), caller.max_queue)
-            if arrival.refusal is not None:
-                raise self._refused(caller, arrival.refusal, taken.headers)
+            found = line.arrive(turn, caller.max_queue)
+            if isinstance(found, Refusal):
+                raise self._refused(turn, found)
         except BaseException:
-            self._limits.give_back(taken, None, time.monotonic())
+            self._limits.give_back(turn.key, taken, None, time.monotonic())
             raise
-        if arrival.displaced is not None and arrival.displacement is not None:
-            self._end_waiting(line, arrival.displaced, arrival.displacement)
-        if arrival.begins:
-            self._begin(turn, arrival.place)
-            self._metrics.admitted(caller.name, "at_once")
-            return turn
-        turn.state, turn.news = _State.WAITING, asyncio.get_running_loop().create_future()
-        line.waiting[entrant] = turn
-        if self._looking is None:
+        if not isinstance(found, Wait):
+            self._begin(turn, found)
+            self._metrics.admitted(turn.key, "at_once")
+        elif self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         return turn
 
     def leave(self, turn: Turn, prompt_tokens: int, output_tokens: int) -> None:
-        """It is over, however it ended, after so many tokens."""
-        now = time.monotonic()
-        line = turn.line
+        """Note that it is over, however it ended, after so many tokens."""
+        now, tokens = time.monotonic(), prompt_tokens + output_tokens
         if turn.placed is not None:
             self._placer.give_back(turn.placed)
-        if turn.state is _State.BEGUN:
-            line.admission.ended(turn.entrant, prompt_tokens + output_tokens)
-            self._limits.give_back(turn.taken, prompt_tokens + output_tokens, now)
-            self._metrics.ended(turn.caller.name, prompt_tokens)
-        else:
-            if turn.state is _State.WAITING:
-                del line.waiting[turn.entrant]
-                line.admission.leave(turn.entrant)
-                self._metrics.refused(turn.caller.name, "client_gone")
-            self._limits.give_back(turn.taken, None, now)
-        self._pump_safely(line, now)
+        if turn.has_begun:
+            turn.line.queue.correct(turn, tokens)
+            self._metrics.ended(turn.key, prompt_tokens)
+        elif turn in turn.line.queue:
+            turn.line.queue.remove(turn)
+            self._metrics.refused(turn.key, "client_gone")
+        self._limits.give_back(turn.key, turn.taken, tokens if turn.has_begun else None, now)
+        self._pump(turn.line, now)
 
     @asynccontextmanager
     async def question(self, caller: Caller) -> AsyncIterator[None]:
-        """A short question, which runs no leg and waits in no queue, for the length of the block.
+        """Let a short question pass, which runs no leg and waits in no queue, for the length of the block.
 
         To its key's limits it is a request of no tokens. Raises RateLimited."""
-        taken = self._take(caller, 0, time.monotonic())
+        self._take(caller, 0)
         try:
             yield
         finally:
-            self._limits.give_back(taken, 0, time.monotonic())
+            self._limits.give_back(caller.name, 0, 0, time.monotonic())
 
     async def close(self) -> None:
         """Look no more."""
@@ -200,10 +176,10 @@ class Gate:
 
     def _look(self, turn: Turn) -> Found | Wait | Refuse | None:
         """Say where a request would be placed now; None: its walk chooses its nodes by itself."""
-        if self._pool.kind_for(turn.job.model) is not NodeKind.KVRELAY:
-            return None
         wanted, limit_ms = turn.wanted, turn.wanted.request.ttft_limit_ms
-        left_ms = limit_ms - (time.monotonic() - turn.entrant.arrived) * 1e3
+        if self._pool.kind_for(wanted.model) is not NodeKind.KVRELAY:
+            return None
+        left_ms = limit_ms - (time.monotonic() - turn.arrived) * 1e3
         try:
             found = self._placer.find(replace(wanted, request=replace(wanted.request, ttft_limit_ms=left_ms)))
         except Overloaded as why:
@@ -214,71 +190,56 @@ class Gate:
 
     def _begin(self, turn: Turn, found: Found | None) -> None:
         turn.placed = None if found is None else self._placer.take(found)
+        turn.has_begun = True
+        turn.tell()
 
-    def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
-        taken = self._limits.take(caller.name, caller.quota, tokens, now)
-        if not isinstance(taken, Exceeded):
-            return taken
-        self._metrics.refused(caller.name, f"key_{taken.what}")
-        error = RateLimited(taken.message)
-        _tell_when(error, taken.retry_after_s, taken.headers)
-        raise error
-
-    def _refused(self, caller: Caller, refusal: Refusal, headers: dict[str, str]) -> KvrelayError:
+    def _take(self, caller: Caller, tokens: int) -> dict[str, str]:
+        """Take so much of a key's limits, and return the headers that tell of them. Raises RateLimited."""
+        refusal = self._limits.take(caller, tokens, time.monotonic())
+        headers = self._limits.headers(caller.name)
+        if refusal is None:
+            return headers
         self._metrics.refused(caller.name, refusal.reason)
+        raise _told_when(RateLimited(refusal.message), refusal.retry_after_s, headers)
+
+    def _refused(self, turn: Turn, refusal: Refusal) -> KvrelayError:
+        self._metrics.refused(turn.key, refusal.reason)
         if refusal.reason == "deadline":
             return DeadlineExceeded(refusal.message)
-        error = Overloaded(refusal.message, code=refusal.reason)
         again_s = refusal.retry_after_s
-        _tell_when(error, None if again_s is None else min(again_s, _LONGEST_S), headers)
-        return error
+        error = Overloaded(refusal.message, code=refusal.reason)
+        return _told_when(error, None if again_s is None else min(again_s, _LONGEST_S), turn.headers)
 
     async def _look_on(self) -> None:
         try:
             while self.waiting():
                 await asyncio.sleep(_LOOK_S)
-                now = time.monotonic()
                 for line in self._lines.values():
-                    self._pump_safely(line, now)
+                    self._pump(line, time.monotonic())
         finally:
             self._looking = None
 
-    def _pump_safely(self, line: _Line, now: float) -> None:
-        """Look at a queue; a mistake of ours must end neither the looking nor the request that has just ended."""
+    def _pump(self, line: Line, now: float) -> None:
+        """Begin what may begin, and end what has waited for too long.
+
+        A mistake of ours must end neither the looking nor the request that has just ended.
+        """
         try:
-            self._pump(line, now)
+            for turn, found in line.turns(now):
+                if isinstance(found, Refusal):
+                    turn.tell(self._refused(turn, found))
+                elif isinstance(found, KvrelayError):
+                    turn.tell(found)
+                else:
+                    self._begin(turn, found)
+                    self._metrics.admitted(turn.key, "queued", now - turn.arrived)
         except Exception:  # noqa: BLE001
             _log.exception("a queue could not be looked at")
 
-    def _pump(self, line: _Line, now: float) -> None:
-        """Begin what may begin, and end what has waited for too long."""
-        for entrant, refusal in line.admission.late(now):
-            self._end_waiting(line, entrant, refusal)
-        while (first := line.admission.queue.first()) is not None:
-            try:
-                begun = line.admission.next(lambda entrant: self._look(line.waiting[entrant]), now)
-            except KvrelayError as why:  # there are no nodes any more
-                line.admission.leave(first)
-                line.waiting.pop(first).tell(_State.REFUSED, why)
-                continue
-            if begun is None:
-                return
-            entrant, place = begun
-            if isinstance(place, Refusal):
-                self._end_waiting(line, entrant, place)
-                continue
-            turn = line.waiting.pop(entrant)
-            self._begin(turn, place)
-            self._metrics.admitted(turn.caller.name, "queued", now - first.arrived)
-            turn.tell(_State.BEGUN)
 
-    def _end_waiting(self, line: _Line, entrant: Entrant, refusal: Refusal) -> None:
-        turn = line.waiting.pop(entrant)
-        turn.tell(_State.REFUSED, self._refused(turn.caller, refusal, turn.headers))
-
-
-def _tell_when(error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]) -> None:
-    """Retry-After in whole seconds; without a time OpenAI's clients are told not to try again by themselves."""
+def _told_when(error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]) -> KvrelayError:
+    """Return an error with Retry-After in whole seconds; without a time OpenAI's clients are not to try again."""
     never = {"x-should-retry": "false"}
     error.headers = headers if retry_after_s is not None else headers | never
     error.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
+    return error

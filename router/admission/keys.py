@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.admission.rate_limits import NO_LIMIT, Quota
 from wire.errors import Forbidden, NotFound, RequestError, Unauthorized
 from wire.key_config import KeyConfig
 
@@ -24,12 +23,15 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever sent a key."""
+    """A sender of requests, by its key."""
 
     name: str
     key_hash: str = ""
     """Of its key, as a KeyConfig has it: what belongs to the key does so by this, whatever its name. Empty: no key."""
-    quota: Quota = NO_LIMIT
+    requests_per_minute: int = 0
+    """0 is no limit, here and below."""
+    tokens_per_minute: int = 0
+    max_running: int = 0
     weight: float = 1.0
     priority: int = 0
     most_important: int = -_MAX_PRIORITY
@@ -41,11 +43,13 @@ class Caller:
 
     @classmethod
     def of(cls, key: KeyConfig) -> Caller:
-        """The owner of a configured key."""
+        """Return the owner of a configured key."""
         return cls(
             key.name,
             key.sha256,
-            Quota(key.requests_per_minute, key.tokens_per_minute, key.max_running),
+            key.requests_per_minute,
+            key.tokens_per_minute,
+            key.max_running,
             key.weight,
             key.priority,
             key.priority,
@@ -55,7 +59,7 @@ class Caller:
         )
 
     def may(self, model: str) -> bool:
-        """Whether it may ask for a model, adapter or alias."""
+        """Say whether it may ask for a model, adapter or alias."""
         return not self.models or model in self.models
 
     def check_model(self, model: str) -> None:
@@ -74,7 +78,7 @@ class Caller:
             raise Forbidden(f"the key {self.name} may not change what is served; give it `admin: true`, or use another")
 
     def check_priority(self, asked: int | None) -> int:
-        """The priority of a request that asked for one, or for none. Raises RequestError, Forbidden."""
+        """Return the priority of a request that asked for one, or for none. Raises RequestError, Forbidden."""
         if asked is None:
             return self.priority
         if not -_MAX_PRIORITY <= asked <= _MAX_PRIORITY:
@@ -100,20 +104,18 @@ class Keyring:
         self.take_over(api_key, keys)
 
     def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
-        """These are the keys from now on."""
-        self._callers = [(bytes.fromhex(key.sha256), Caller.of(key)) for key in keys]
-        if api_key:
-            self._callers.append((hashlib.sha256(api_key.encode()).digest(), Caller("api-key", hash_of(api_key))))
-        self.callers = [caller for _, caller in self._callers] or [ANYONE]
+        """Know these keys from now on."""
+        in_clear = [Caller("api-key", hash_of(api_key))] if api_key else []
+        self.callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
 
     def caller(self, given: str) -> Caller:
-        """Who sent this key. Raises Unauthorized if nobody has it."""
-        if not self._callers:
+        """Return who sent this key. Raises Unauthorized if nobody has it."""
+        if self.callers == [ANYONE]:
             return ANYONE
-        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+        digest = hash_of(given)
         found: Caller | None = None
-        for known, caller in self._callers:  # all of them, whichever it is
-            if hmac.compare_digest(known, digest):
+        for caller in self.callers:  # all of them, whichever it is
+            if hmac.compare_digest(caller.key_hash, digest):
                 found = caller
         if found is None:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
@@ -121,10 +123,10 @@ class Keyring:
 
 
 def hash_of(key: str) -> str:
-    """As a KeyConfig has it."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    """Return the hash of a key, as a KeyConfig has it."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def draw_key() -> str:
-    """A new key of 256 random bits."""
+    """Return a new key of 256 random bits."""
     return _PREFIX + secrets.token_urlsafe(32)

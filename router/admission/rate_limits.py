@@ -8,46 +8,25 @@ that, too.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-__all__ = ["NO_LIMIT", "Exceeded", "KeyLimits", "Quota", "Taken", "shown_s"]
+from router.admission.keys import Caller
+
+__all__ = ["KeyLimits", "Refusal", "shown_s"]
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # of a level that was waited for
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
-    """What a key may do; 0 is no limit."""
+class Refusal:
+    """Why a request may not begin. `reason` is one of few words, for metrics."""
 
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    at_once: int = 0
-    """Requests under way, waiting ones among them."""
-
-
-NO_LIMIT = Quota()
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What one request holds, to be given back once."""
-
-    key: str
-    tokens: int
-    headers: dict[str, str]
-    """OpenAI's x-ratelimit headers, for its answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exceeded:
-    """A limit that one more request would break. `what` is requests, tokens or concurrency."""
-
-    what: str
+    reason: str
     message: str
     retry_after_s: float | None
-    """None: never, as it is."""
-    headers: dict[str, str]
+    """How long it would wait from now on if it came again; None: it will never be taken as it is. 0 is not known."""
 
 
 @dataclass(slots=True)
@@ -71,97 +50,79 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _State:
-    requests: _Bucket | None
-    tokens: _Bucket | None
     running: int = 0
-    buckets: list[tuple[str, _Bucket]] = field(default_factory=list)
+    buckets: dict[str, _Bucket] = field(default_factory=dict)
+    """Of requests and of tokens, as far as they are limited."""
 
 
 class KeyLimits:
     """The limits of all keys. Each `take` that is not refused is followed by one `give_back`."""
 
     def __init__(self) -> None:
-        self._states: dict[str, _State] = {}
+        self._states: defaultdict[str, _State] = defaultdict(_State)
+        """By the names of keys."""
 
-    def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
+    def take(self, caller: Caller, tokens: int, now: float) -> Refusal | None:
         """Let one request begin that is thought to cost so many tokens; or say why not."""
-        state = self._state(key, quota, now)
-        if quota.at_once and state.running >= quota.at_once:
-            message = f"{state.running} requests of this key are under way, and its limit is {quota.at_once}"
-            return Exceeded("concurrency", f"{message}; wait until one has ended", 0.0, _headers(state))
-        if state.tokens is not None and tokens > state.tokens.size:
-            message = f"the request may cost about {tokens} tokens, and the limit of this key is {state.tokens.size}"
-            remedy = "per minute; send a shorter prompt or a lower max_tokens"
-            return Exceeded("tokens", f"{message} {remedy}", None, _headers(state))
-        for what, bucket, amount in (("requests", state.requests, 1), ("tokens", state.tokens, tokens)):
-            if bucket is not None and bucket.level + _ROUNDING < amount:
-                needs = "" if what == "requests" else f"the request may cost about {amount}, "
-                return Exceeded(
-                    what,
+        state = self._states[caller.name]
+        _refill(state, caller, now)
+        if caller.max_running and state.running >= caller.max_running:
+            message = f"{state.running} requests of this key are under way, and its limit is {caller.max_running}"
+            return Refusal("key_concurrency", f"{message}; wait until one has ended", 0.0)
+        if 0 < caller.tokens_per_minute < tokens:
+            limit = f"the limit of this key is {caller.tokens_per_minute} per minute"
+            remedy = "send a shorter prompt or a lower max_tokens"
+            return Refusal("key_tokens", f"the request may cost about {tokens} tokens, and {limit}; {remedy}", None)
+        costs = {"requests": 1, "tokens": tokens}
+        for what, bucket in state.buckets.items():
+            if bucket.level + _ROUNDING < costs[what]:
+                needs = "" if what == "requests" else f"the request may cost about {tokens}, "
+                return Refusal(
+                    f"key_{what}",
                     f"the limit of this key is {bucket.size} {what} per minute; {needs}{max(0, int(bucket.level))} are "
                     "left now: try again after the time in Retry-After",
-                    max(b.until(a) for b, a in ((state.requests, 1), (state.tokens, tokens)) if b is not None),
-                    _headers(state),
+                    max(each.until(costs[of]) for of, each in state.buckets.items()),
                 )
         state.running += 1
-        if state.requests is not None:
-            state.requests.level -= 1
-        if state.tokens is not None:
-            state.tokens.level -= tokens
-        return Taken(key, tokens, _headers(state))
+        for what, bucket in state.buckets.items():
+            bucket.level -= costs[what]
+        return None
 
-    def give_back(self, taken: Taken, used: int | None, now: float) -> None:
-        """End one after so many tokens; None: it never began, and counts for nothing."""
-        state = self._states[taken.key]
+    def give_back(self, key: str, tokens: int, used: int | None, now: float) -> None:
+        """End one that was thought to cost `tokens` after so many; None: it never began, and counts for nothing."""
+        state = self._states[key]
         state.running -= 1
-        for _, bucket in state.buckets:
+        left = {"requests": 1 if used is None else 0, "tokens": tokens - (used or 0)}
+        for what, bucket in state.buckets.items():
             bucket.refill(now)
-        if state.tokens is not None:
-            state.tokens.level = min(float(state.tokens.size), state.tokens.level + taken.tokens - (used or 0))
-        if used is None and state.requests is not None:
-            state.requests.level = min(float(state.requests.size), state.requests.level + 1)
+            bucket.level = min(float(bucket.size), bucket.level + left[what])
 
-    def running(self, key: str) -> int:
-        """Requests of a key that are under way."""
-        state = self._states.get(key)
-        return state.running if state else 0
-
-    def _state(self, key: str, quota: Quota, now: float) -> _State:
-        state = self._states.get(key)
-        if state is None:
-            state = self._states[key] = _State(None, None)
-        for _, bucket in state.buckets:
-            bucket.refill(now)
-        # Quotas change with a reload: what is left is kept, as far as it goes into the new bucket.
-        state.requests = _sized(state.requests, quota.requests_per_minute, now)
-        state.tokens = _sized(state.tokens, quota.tokens_per_minute, now)
-        named = (("requests", state.requests), ("tokens", state.tokens))
-        state.buckets = [(what, bucket) for what, bucket in named if bucket is not None]
-        return state
+    def headers(self, key: str) -> dict[str, str]:
+        """Return OpenAI's x-ratelimit headers, as of the last `take`."""
+        headers: dict[str, str] = {}
+        for what, bucket in self._states[key].buckets.items():
+            headers[f"x-ratelimit-limit-{what}"] = str(bucket.size)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level)))
+            headers[f"x-ratelimit-reset-{what}"] = shown_s(bucket.until(bucket.size))
+        return headers
 
 
-def _sized(bucket: _Bucket | None, size: int, now: float) -> _Bucket | None:
-    if bucket is not None and bucket.size == size:
-        return bucket
-    level = float(size) if bucket is None else min(bucket.level, float(size))
-    return _Bucket(size, level, now) if size else None
-
-
-def _headers(state: _State) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for what, bucket in state.buckets:
-        headers[f"x-ratelimit-limit-{what}"] = str(bucket.size)
-        headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level)))
-        headers[f"x-ratelimit-reset-{what}"] = shown_s(bucket.until(bucket.size))
-    return headers
+def _refill(state: _State, caller: Caller, now: float) -> None:
+    for what, size in (("requests", caller.requests_per_minute), ("tokens", caller.tokens_per_minute)):
+        if not size:
+            state.buckets.pop(what, None)
+            continue
+        bucket = state.buckets.setdefault(what, _Bucket(size, float(size), now))
+        bucket.refill(now)
+        # Limits change with a reload: what is left is kept, as far as it goes into the new bucket.
+        bucket.size, bucket.level = size, min(bucket.level, float(size))
 
 
 def shown_s(seconds: float) -> str:
-    """A time as OpenAI's headers have it: 20ms, 7.5s, 6m0s, 1h0m0s."""
+    """Return a time as OpenAI's headers have it: 20ms, 8s, 6m0s, 1h0m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
-    whole = math.ceil(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes}m{rest}s"

@@ -17,7 +17,7 @@ def entrant(key: str = "a", tokens: int = 100, weight: float = 1.0, priority: in
     return Entrant(key, arrived, weight, priority, tokens=tokens)
 
 
-def begin_next(queue: FairQueue) -> Entrant:
+def begin_next(queue: FairQueue[Entrant]) -> Entrant:
     first = queue.first()
     assert first is not None
     queue.begin(first)
@@ -33,7 +33,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     asked: list[tuple[str, int]], weights: list[float]
 ) -> None:
     weight = dict(zip(KEYS, weights, strict=True))
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     for key, tokens in asked:
         queue.push(entrant(key, tokens, weight[key]))
     got = dict.fromkeys(KEYS, 0.0)
@@ -49,7 +49,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
 
 
 def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_other_way_round() -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     for _ in range(50):
         queue.push(entrant("heavy"))
     for _ in range(20):
@@ -64,7 +64,7 @@ def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_ot
 
 
 def test_what_begins_without_waiting_counts_too() -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     queue.begin(entrant("heavy", 1000))
     queue.push(entrant("heavy", 10))
     queue.push(entrant("light", 10))
@@ -74,7 +74,7 @@ def test_what_begins_without_waiting_counts_too() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-3, 3), sizes), max_size=40))
 def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple[str, int, int]]) -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     for at, (key, priority, tokens) in enumerate(asked):
         queue.push(entrant(key, tokens, priority=priority, arrived=float(at)))
     begun = [begin_next(queue) for _ in asked]
@@ -88,7 +88,9 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple
 @settings(max_examples=50)
 @given(st.data())
 def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
-    queue, waiting, begun = FairQueue(), [], []
+    queue: FairQueue[Entrant] = FairQueue()
+    waiting: list[Entrant] = []
+    begun: list[Entrant] = []
     for at in range(data.draw(st.integers(1, 40))):
         act = data.draw(st.sampled_from(["push", "push", "remove", "begin", "correct"]))
         if act == "push":
@@ -110,7 +112,7 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
 
 
 def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     short, long = entrant("short", 1000), entrant("long", 10)
     queue.begin(short)
     queue.begin(long)
@@ -122,7 +124,7 @@ def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> 
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     low = [
         entrant("a", priority=5, arrived=1),
         entrant("b", priority=5, arrived=2),
@@ -135,7 +137,7 @@ def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> Non
 
 
 def test_among_equals_the_key_with_most_places_for_its_weight_makes_room() -> None:
-    queue = FairQueue()
+    queue: FairQueue[Entrant] = FairQueue()
     many = [entrant("heavy", arrived=float(at)) for at in range(4)]
     for each in many:
         queue.push(each)

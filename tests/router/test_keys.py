@@ -6,7 +6,6 @@ import pytest
 
 from kvrelay.settings import build, flags_of, merge, settings_of
 from router.admission.keys import ANYONE, Caller, Keyring, draw_key, hash_of
-from router.admission.rate_limits import Quota
 from wire.errors import ConfigError, Forbidden, NotFound, RequestError, Unauthorized
 from wire.key_config import KeyConfig
 from wire.router_config import RouterConfig
@@ -35,7 +34,7 @@ def test_without_keys_anyone_may_do_everything() -> None:
 
 def test_what_a_key_may_do() -> None:
     alice, bob = map(Caller.of, KEYS)
-    assert (alice.quota, alice.weight) == (Quota(6, 0, 2), 2)
+    assert (alice.requests_per_minute, alice.tokens_per_minute, alice.max_running, alice.weight) == (6, 0, 2, 2)
     assert (alice.check_priority(None), alice.check_priority(9)) == (3, 9)
     with pytest.raises(Forbidden, match="priority 2 is more important"):
         alice.check_priority(2)

@@ -8,20 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.rate_limits import Exceeded, KeyLimits, Quota, Taken, shown_s
-
-BOTH = Quota(requests_per_minute=6, tokens_per_minute=600)
-
-
-def take(limits: KeyLimits, quota: Quota, tokens: int = 0, now: float = 0.0) -> Taken:
-    taken = limits.take("k", quota, tokens, now)
-    assert isinstance(taken, Taken), taken
-    return taken
+from router.admission.keys import Caller
+from router.admission.rate_limits import KeyLimits, Refusal, shown_s
 
 
-def refused(limits: KeyLimits, quota: Quota, tokens: int = 0, now: float = 0.0) -> Exceeded:
-    exceeded = limits.take("k", quota, tokens, now)
-    assert isinstance(exceeded, Exceeded), exceeded
+def quota(**limits: int) -> Caller:
+    return Caller("k", **limits)  # type: ignore[arg-type]
+
+
+BOTH = quota(requests_per_minute=6, tokens_per_minute=600)
+
+
+def take(limits: KeyLimits, of: Caller, tokens: int = 0, now: float = 0.0) -> dict[str, str]:
+    """The headers."""
+    assert limits.take(of, tokens, now) is None
+    return limits.headers("k")
+
+
+def refused(limits: KeyLimits, of: Caller, tokens: int = 0, now: float = 0.0) -> Refusal:
+    exceeded = limits.take(of, tokens, now)
+    assert exceeded is not None
     return exceeded
 
 
@@ -33,64 +39,65 @@ def test_no_minute_sees_more_requests_than_the_limit_twice_and_the_wait_that_is_
     limits, now, begun = KeyLimits(), 0.0, []
     for pause, tokens, used, counts in asked:
         now += pause
-        answer = limits.take("k", BOTH, tokens, now)
-        if isinstance(answer, Exceeded):
-            assert answer.retry_after_s is not None
-            now += math.ceil(answer.retry_after_s)
-            answer = limits.take("k", BOTH, tokens, now)
-        assert isinstance(answer, Taken)
+        refusal = limits.take(BOTH, tokens, now)
+        if refusal is not None:
+            assert refusal.retry_after_s is not None
+            now += math.ceil(refusal.retry_after_s)
+            refusal = limits.take(BOTH, tokens, now)
+        assert refusal is None
         if counts:
             begun.append(now)
-        limits.give_back(answer, used if counts else None, now)
+        limits.give_back("k", tokens, used if counts else None, now)
         # A full bucket and what flows in: never more than twice the limit in any minute.
         assert sum(now - 60 < at <= now for at in begun) <= 2 * BOTH.requests_per_minute
-    assert limits.running("k") == 0
+    assert limits._states["k"].running == 0
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=30))
 def test_over_a_long_time_tokens_keep_to_their_rate_whatever_was_thought(used: list[int]) -> None:
     limits, now, total = KeyLimits(), 0.0, 0
-    quota = Quota(tokens_per_minute=600)
+    some = quota(tokens_per_minute=600)
     for tokens in used:
-        answer = limits.take("k", quota, 1, now)
-        if isinstance(answer, Exceeded):
-            assert answer.what == "tokens"
-            now += answer.retry_after_s or 0.0
-            answer = limits.take("k", quota, 1, now)
-        assert isinstance(answer, Taken)
-        limits.give_back(answer, tokens, now)
+        refusal = limits.take(some, 1, now)
+        if refusal is not None:
+            assert refusal.reason == "key_tokens"
+            now += refusal.retry_after_s or 0.0
+            refusal = limits.take(some, 1, now)
+        assert refusal is None
+        limits.give_back("k", 1, tokens, now)
         total += tokens
         assert total <= 600 + now * 10 + 600 + 1e-3  # the bucket, what flowed in, and the last answer
 
 
 def test_concurrency_counts_what_is_under_way() -> None:
-    limits, quota = KeyLimits(), Quota(at_once=2)
-    first = take(limits, quota)
-    take(limits, quota)
-    assert refused(limits, quota).what == "concurrency"
-    limits.give_back(first, 10, 1.0)
-    take(limits, quota)
-    assert limits.running("k") == 2
+    limits, two = KeyLimits(), quota(max_running=2)
+    take(limits, two)
+    take(limits, two)
+    assert refused(limits, two).reason == "key_concurrency"
+    limits.give_back("k", 0, 10, 1.0)
+    take(limits, two)
+    assert refused(limits, two).reason == "key_concurrency"
 
 
 def test_a_request_that_never_began_costs_nothing() -> None:
-    limits, quota = KeyLimits(), Quota(requests_per_minute=1, tokens_per_minute=10)
-    limits.give_back(take(limits, quota, 10), None, 0.0)
-    assert take(limits, quota, 10).headers["x-ratelimit-remaining-requests"] == "0"
-    assert refused(limits, quota, 1).retry_after_s == pytest.approx(60.0)
+    limits, one = KeyLimits(), quota(requests_per_minute=1, tokens_per_minute=10)
+    take(limits, one, 10)
+    limits.give_back("k", 10, None, 0.0)
+    assert take(limits, one, 10)["x-ratelimit-remaining-requests"] == "0"
+    assert refused(limits, one, 1).retry_after_s == pytest.approx(60.0)
 
 
 def test_another_quota_keeps_what_is_left_as_far_as_it_goes() -> None:
     limits = KeyLimits()
     for _ in range(4):
         take(limits, BOTH, 100)
-    more = take(limits, Quota(requests_per_minute=60, tokens_per_minute=6_000)).headers
+    more = take(limits, quota(requests_per_minute=60, tokens_per_minute=6_000))
     assert (more["x-ratelimit-limit-requests"], more["x-ratelimit-remaining-requests"]) == ("60", "1")
     assert (more["x-ratelimit-limit-tokens"], more["x-ratelimit-remaining-tokens"]) == ("6000", "200")
-    assert refused(limits, Quota(requests_per_minute=60, tokens_per_minute=50), 51).retry_after_s is None
-    assert take(limits, Quota()).headers == {}
-    assert take(limits, Quota(tokens_per_minute=10)).headers["x-ratelimit-remaining-tokens"] == "10"
+    assert refused(limits, quota(requests_per_minute=60, tokens_per_minute=50), 51).retry_after_s is None
+    assert take(limits, quota()) == {}
+    assert take(limits, quota(tokens_per_minute=10))["x-ratelimit-remaining-tokens"] == "10"
 
 
 def test_what_can_never_be_taken_is_told_so() -> None:
@@ -101,8 +108,7 @@ def test_what_can_never_be_taken_is_told_so() -> None:
 
 
 def test_headers_are_those_of_openai() -> None:
-    taken = take(KeyLimits(), BOTH, 100)
-    assert taken.headers == {
+    assert take(KeyLimits(), BOTH, 100) == {
         "x-ratelimit-limit-requests": "6",
         "x-ratelimit-remaining-requests": "5",
         "x-ratelimit-reset-requests": "10s",
@@ -110,7 +116,7 @@ def test_headers_are_those_of_openai() -> None:
         "x-ratelimit-remaining-tokens": "500",
         "x-ratelimit-reset-tokens": "10s",
     }
-    assert take(KeyLimits(), Quota()).headers == {}
+    assert take(KeyLimits(), quota()) == {}
 
 
 @pytest.mark.parametrize(
