@@ -1,10 +1,10 @@
 """A radix tree over the texts of prompts: where each was sent, and which blocks of KV lie behind which text. Pure.
 
-A text is a sequence of chunks, each a number (router/prefix/index.py makes them; none is empty). An edge holds a run of chunks that no
-text has left yet, so a prompt that shares its beginning with others costs one edge and 8 bytes per chunk of its own. Of
-each edge the tree knows the *marks* (a bit per node) of those that were sent a text through it and, once a node has
-said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends is known
-where two texts part, and in between it is taken to be proportional.
+A text is a sequence of one chunk or more, each a number (router/prefix/index.py makes them). An edge holds a run of
+chunks that no text has left yet, so a prompt that shares its beginning with others costs one edge and 8 bytes per chunk
+of its own. Of each edge the tree knows the *marks* (a bit per node) of those that were sent a text through it and, once
+a node has said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends
+is known where two texts part, and in between it is taken to be proportional.
 
 Bounded: the texts that were asked for longest ago go first.
 """
@@ -32,7 +32,7 @@ Path = list[tuple["Edge", int]]
 
 
 class Edge:
-    """A run of chunks. `sent` are marks; `under_way` counts legs that have not ended, by mark, and `going` has these."""
+    """A run of chunks. `sent` are marks; `under_way` counts legs that have not ended, by mark; `going` are its marks."""
 
     __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
