@@ -203,7 +203,7 @@ class Router:
         try:
             body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.key_hash, body)
-            deaths = Deaths(self.pool.fates, self.shared.poison, self.metrics, fingerprint)
+            deaths = Deaths(self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH

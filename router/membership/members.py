@@ -7,7 +7,7 @@ next one. A node stays for as long as any source names it. Knows nothing of heal
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,61 +83,36 @@ class Listener(Protocol):
 
 
 class Members:
-    """What all sources say."""
+    """A record of what all sources say."""
 
     def __init__(self) -> None:
-        self._told: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
+        self.told: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
+        """By source, which nodes it sees, by their addresses."""
 
     def tell(self, source: Source, specs: Iterable[NodeSpec]) -> Change:
-        """These are the nodes that the source sees now, and no others."""
-        return self._now({source: {spec.url: spec for spec in specs}})
-
-    def add(self, source: Source, spec: NodeSpec) -> Change:
-        """The source sees one more, or says something new of one that it sees."""
-        return self._now({source: self._told[source] | {spec.url: spec}})
-
-    def remove(self, sources: Collection[Source], url: str) -> Change:
-        """These sources see it no more."""
-        return self._now(
-            {source: {at: spec for at, spec in self._told[source].items() if at != url} for source in sources}
-        )
-
-    def spec(self, source: Source, url: str) -> NodeSpec | None:
-        """What a source says of a node, if it names it."""
-        return self._told[source].get(url)
-
-    def listed(self, url: str) -> NodeSpec | None:
-        """What the first source says of a node, if any names it."""
-        return next((specs[url] for specs in self._told.values() if url in specs), None)
-
-    def told(self, source: Source) -> list[NodeSpec]:
-        """What a source sees."""
-        return list(self._told[source].values())
-
-    def sources(self, url: str) -> list[Source]:
-        """Who names this node."""
-        return [source for source, specs in self._told.items() if url in specs]
-
-    def _now(self, told: Mapping[Source, dict[str, NodeSpec]]) -> Change:
-        before, was = self._wanted(), dict(self._told)
-        self._told |= told
+        """Note that these are the nodes that the source sees now, and no others."""
+        before, was = self._wanted(), self.told[source]
+        self.told[source] = {spec.url: spec for spec in specs}
         after = self._wanted()
         same = before.keys() & after.keys()
         return Change(
             joined=tuple(spec for url, spec in after.items() if url not in same),
             left=tuple(url for url in before if url not in same),
-            replaced=tuple(
-                spec
-                for source, specs in told.items()
-                for url, spec in specs.items()
-                if url in same and url in was[source] and _replaced(was[source][url], spec)
-            ),
+            replaced=tuple(spec for url, spec in self.told[source].items() if url in was and _replaced(was[url], spec)),
             relisted=tuple(after[url] for url in same if before[url].role is not after[url].role),
         )
 
+    def listed(self, url: str) -> NodeSpec | None:
+        """Return what the first source says of a node, if any names it."""
+        return next((specs[url] for specs in self.told.values() if url in specs), None)
+
+    def sources(self, url: str) -> list[Source]:
+        """Return who names this node."""
+        return [source for source, specs in self.told.items() if url in specs]
+
     def _wanted(self) -> dict[str, NodeSpec]:
         wanted: dict[str, NodeSpec] = {}
-        for specs in self._told.values():  # in the order of Source
+        for specs in self.told.values():  # in the order of Source
             for url, spec in specs.items():
                 wanted.setdefault(url, spec)
         return wanted

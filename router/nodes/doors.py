@@ -1,7 +1,7 @@
 """Which nodes may take a leg now, and what the end of a leg means for its node. Pure: `now` is an argument.
 
-A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, or it rests: it has said for how long it
-has no room. Where only open breakers are left, one leg at a time may try: a cluster's last node is never given up.
+A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, or it rests: it has said for how long
+it has no room. Where only open breakers are left, one leg at a time may try: a cluster's last node is never given up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.nodes.pairing import FailedPairs, Links
 from router.nodes.passage import Passage
 from router.nodes.pool import Pool
 from router.placement import LINK_MS
-from router.policies.policy import Ask
+from router.policies import Ask
 from wire.config import Role
 from wire.errors import NoNode, Overloaded
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Doors:
-    """Of all nodes of a pool."""
+    """What lets legs to the nodes of a pool, or does not."""
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
         self.faults = FailedPairs()
@@ -102,20 +102,20 @@ class Doors:
         return Passage(self.breaker(node, Role.PREFILL if computes else leg), self.breaker(node, leg), now)
 
     def patience_s(self, tokens: int) -> float:
-        """How long a leg that has so many tokens to wait for may say nothing before it is taken to be lost."""
+        """Return how long a leg with so many tokens to wait for may say nothing before it is taken to be lost."""
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
 
     def began(self, passage: Passage) -> None:
-        """The leg's first frame came."""
+        """Note that the leg's first tokens came."""
         self._slowest_s = max(passage.first_s or 0.0, self._slowest_s * _FADING)
 
     def rest(self, node: Node, leg: Role, seconds: float | None, now: float) -> None:
-        """The node has no room, and says for how long."""
+        """Send the node no such legs for a while: it has no room, and says for how long."""
         self.breaker(node, leg).rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
         self._troubled.add(node)
 
     def failed(self, passage: Passage, node: Node, why: str, now: float) -> None:
-        """The leg broke by the node's own fault."""
+        """Note that the leg broke by the node's own fault."""
         if passage.failed(why, now):
             _log.warning("%s gets no legs for a while, the last one broke: %s", node.url, why)
             self._troubled.add(node)
@@ -125,22 +125,22 @@ class Doors:
         self.failed(self.enter(node, leg, now, computes=False), node, "it fails on requests that others can read", now)
 
     def kv_came(self, peer: Node, node: Node) -> None:
-        """The decode node has the prefill node's KV."""
+        """Note that the decode node has the prefill node's KV."""
         self.faults.worked(_name(peer), _name(node))
 
     def kv_failed(self, peer: Node, node: Node, cause: str, now: float) -> None:
-        """The decode node says that the prefill node's KV did not come."""
+        """Note that the decode node says that the prefill node's KV did not come."""
         _log.warning("%s says that the KV of %s did not come: %s", node.url, peer.url, cause)
         self.faults.failed(_name(peer), _name(node), cause, now)
 
     def met(self, peer: Node, node: Node, *, failed: bool, now: float) -> None:
-        """They were asked to hand a block over (router/nodes/warm_up.py), and will be again if it failed."""
+        """Note that they were asked to hand a block over (router/nodes/warm_up.py), and will be again if it failed."""
         if failed:
             self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
         else:
-            self.faults.worked(_name(peer), _name(node))
+            self.kv_came(peer, node)
 
 
 def _name(node: Node) -> str:
-    """A restarted process is another node to its peers."""
+    """Return the name of its process: one that is restarted is another to its peers."""
     return node.generation or node.url

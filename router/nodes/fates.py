@@ -9,83 +9,62 @@ is no death: it was told to end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from math import inf
 
 __all__ = ["Fates"]
 
-_Question = tuple[str, float, Callable[[bool], None]]
-
-
-@dataclass(slots=True)
-class _Heard:
-    """The known processes at one address."""
-
-    generation: str | None = None
-    """The newest that has answered."""
-    began: float = float("-inf")
-    """When the newest health check began that it has answered."""
-    died: str | None = None
-    drains: str | None = None
-    asked: list[_Question] = field(default_factory=list)
-
 
 class Fates:
-    """A record of the processes of all nodes, by address and generation."""
+    """A record of the processes at one node's address, by generation."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, _Heard] = {}
+        self._generation: str | None = None
+        """The newest that has answered."""
+        self._began = -inf
+        """When the newest health check began that it has answered."""
+        self._died: str | None = None
+        self._drains: str | None = None
+        self._asked: list[tuple[str, float, Callable[[bool], None]]] = []
 
-    def ask(self, url: str, generation: str, since: float, tell: Callable[[bool], None]) -> None:
+    def ask(self, generation: str, since: float, tell: Callable[[bool], None]) -> None:
         """Call `tell` once it is known whether this process, on which a leg was lost at `since`, has died."""
-        heard = self._at(url)
-        heard.asked.append((generation, since, tell))
-        self._settle(heard)
+        self._asked.append((generation, since, tell))
+        self._settle()
 
-    def answered(self, url: str, generation: str, began: float, *, drains: bool) -> None:
-        """A health check that began then was answered by this process."""
-        heard = self._at(url)
-        heard.began = max(began, heard.began) if heard.generation == generation else began
-        heard.generation = generation
-        if heard.died == generation:  # an engine that hung, and goes on
-            heard.died = None
+    def answered(self, generation: str, began: float, *, drains: bool) -> None:
+        """Note that this process has answered a health check that began then."""
+        self._began = max(began, self._began) if self._generation == generation else began
+        self._generation = generation
+        if self._died == generation:  # an engine that hung, and goes on
+            self._died = None
         if drains:
-            heard.drains = generation
-        elif heard.drains == generation:
-            heard.drains = None
-        self._settle(heard)
+            self._drains = generation
+        elif self._drains == generation:
+            self._drains = None
+        self._settle()
 
-    def drains(self, url: str, generation: str) -> None:
-        """This process takes nothing new, and may end."""
-        self._at(url).drains = generation
+    def drains(self, generation: str) -> None:
+        """Note that this process takes nothing new, and may end."""
+        self._drains = generation
 
-    def died(self, url: str, generation: str) -> None:
-        """This process has ended, or its engine has."""
-        heard = self._at(url)
-        heard.died = generation
-        self._settle(heard)
+    def died(self, generation: str) -> None:
+        """Note that this process has ended, or its engine has."""
+        self._died = generation
+        self._settle()
 
-    def forget(self, url: str) -> None:
-        """The node is gone. Who still asks is not told."""
-        self._heard.pop(url, None)
-
-    def _at(self, url: str) -> _Heard:
-        return self._heard.setdefault(url, _Heard())
-
-    @staticmethod
-    def _settle(heard: _Heard) -> None:
-        asked, heard.asked = heard.asked, []
+    def _settle(self) -> None:
+        asked, self._asked = self._asked, []
         for question in asked:
             generation, since, tell = question
-            died = _fate(heard, generation, since)
+            died = self._has_died(generation, since)
             if died is None:
-                heard.asked.append(question)
+                self._asked.append(question)
             else:
                 tell(died)
 
-
-def _fate(heard: _Heard, generation: str, since: float) -> bool | None:
-    if heard.drains == generation:
-        return False
-    if heard.died == generation or heard.generation not in (None, generation):
-        return True
-    return False if heard.generation == generation and heard.began >= since else None
+    def _has_died(self, generation: str, since: float) -> bool | None:
+        if self._drains == generation:
+            return False
+        if self._died == generation or self._generation not in (None, generation):
+            return True
+        return False if self._generation == generation and self._began >= since else None

@@ -56,15 +56,9 @@ async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents | None, in
         while True:
             began = time.monotonic()
             checks.add(asyncio.create_task(_check(node, pool, legs, events)))
-            done, checks = await asyncio.wait(
+            _, checks = await asyncio.wait(
                 checks, timeout=None if node.up else interval_s, return_when=asyncio.FIRST_COMPLETED
             )
-            for check in done:
-                try:
-                    check.result()
-                except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
-                    _log.exception("the health check of %s node %s failed", node.role, node.url)
-                    pool.miss(node, f"its health check failed: {why!r}", began, time.monotonic())
             if node.up:  # what older checks did not hear is not true any more
                 _cancel(checks)
                 began = time.monotonic()
@@ -83,25 +77,25 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents | None) ->
     started = time.monotonic()
     try:
         report = await legs.health(node)
+        if not isinstance(report, HealthReport):
+            pool.unready(node, report, time.monotonic())
+            return
+        pool.report(node, report, started, time.monotonic())
+        if events is None:
+            pass
+        elif report.kind is NodeKind.KVRELAY:
+            events.heard(node.url, node.generation, report.kv_events)
+        else:
+            events.heard_vllm(node.url, node.generation, report.engines, report.aliases)
     except EngineDead as why:
         pool.dead(node, why.message, time.monotonic())
     except TimeoutError:
         pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
-    except aiohttp.ClientConnectorError as why:
-        if isinstance(why.os_error, ConnectionRefusedError):
+    except (aiohttp.ClientError, OSError) as why:
+        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(why.os_error, ConnectionRefusedError):
             pool.refuses(node, time.monotonic())  # the machine is there
         else:
             pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
-    except (aiohttp.ClientError, OSError) as why:
-        pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
-    else:
-        if isinstance(report, HealthReport):
-            pool.report(node, report, started, time.monotonic())
-            if events is None:
-                pass
-            elif report.kind is NodeKind.KVRELAY:
-                events.heard(node.url, node.generation, report.kv_events)
-            else:
-                events.heard_vllm(node.url, node.generation, report.engines, report.aliases)
-        else:
-            pool.unready(node, report, time.monotonic())
+    except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
+        _log.exception("the health check of %s node %s failed", node.role, node.url)
+        pool.miss(node, f"its health check failed: {why!r}", started, time.monotonic())

@@ -15,6 +15,7 @@ import msgspec
 
 from router.node_load import NodeLoad, Share
 from router.nodes.breaker import Breaker
+from router.nodes.fates import Fates
 from router.prefix.index import Sent
 from wire.config import Role
 from wire.kv_events import KvEventsReport
@@ -23,7 +24,7 @@ from wire.step_costs import StepCosts
 from wire.transfer import KvFacts
 from wire.versions import LEGS, Versions
 
-__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "Node", "NodeKind", "NodeNews"]
+__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "News", "Node", "NodeKind", "NodeNews"]
 
 DRAINING = "draining"
 """What a node says that takes nothing new and ends what it has."""
@@ -39,11 +40,14 @@ class NodeKind(enum.StrEnum):
     VLLM_P2P_NCCL = "vllm-p2p-nccl"
 
 
+News = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
+
+
 class NodeNews(msgspec.Struct, frozen=True, array_like=True):
     """Something that happened to a node, or that it or an operator has said: for other processes of this router."""
 
     number: int
-    what: Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
+    what: News
     url: str
     word: str = ""
     """The adapter that was loaded or unloaded, or the role that it is to have."""
@@ -56,7 +60,6 @@ class HealthReport(msgspec.Struct, frozen=True):
     model: str
     status: str = "ok"
     max_model_len: int = 0
-    engine_id: str = ""
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
@@ -169,8 +172,9 @@ class Node:
     adapters_at: float = float("-inf")
     """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
     max_model_len: int = 0
-    engine_id: str = ""
     generation: str = ""
+    fates: Fates = field(default_factory=Fates)
+    """Of the processes at its address."""
     drain_asked: bool = False
     """An operator drains it through this router, and it has not been told itself: until it is asked to end that, or
     another process stands there."""
@@ -198,10 +202,6 @@ class Node:
     def depth(self) -> float:
         """Its queue, in requests; prompts that wait count by their length."""
         return self.state.depth
-
-    def begins_anew(self) -> None:
-        """Forget what is known of the process that stood here, or of the work that it did."""
-        self.state.begins_anew()
 
     @property
     def computes_prompts(self) -> bool:

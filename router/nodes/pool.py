@@ -14,16 +14,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Literal
 
 from router.membership.members import Change, Members, NodeSpec, Source
 from router.node_load import UNKNOWN, Share
-from router.nodes.fates import Fates
-from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind, NodeNews
+from router.nodes.node import NEW, HealthReport, Lease, News, Node, NodeKind, NodeNews
 from router.nodes.pairing import Kinds
-from router.nodes.roster import Roster
 from router.prefix.index import Prefix, PrefixIndex
 from wire.config import Role
+from wire.errors import NoNode
 from wire.outputs import Load
 from wire.step_costs import StepCosts
 
@@ -39,12 +37,18 @@ _NEWS = 256
 _log = logging.getLogger("kvrelay.router")
 
 
-class Pool(Roster):
+class Pool:
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         """Begin with these, the static list of nodes. Raises RequestError for an address that is none."""
-        super().__init__()
+        self.nodes: list[Node] = []
+        """Those that are wanted: a new list with every change, so that who goes through one may wait meanwhile."""
+        self._by_url: dict[str, Node] = {}
+        self._foreign = False
+        """Whether a node of another kind than ours was seen."""
+        self._ups: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
+        self._bases: dict[str, str] = {}
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
@@ -56,7 +60,6 @@ class Pool(Roster):
         self.news: deque[NodeNews] = deque(maxlen=_NEWS)
         """What has happened to nodes, the last at the end."""
         self.kinds = Kinds()
-        self.fates = Fates()
         self._typical: dict[str, StepCosts] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
@@ -73,7 +76,7 @@ class Pool(Roster):
         return lambda: self._followers.remove(follower)
 
     def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
-        """These are the nodes that a source sees now, and no others. `gone`: addresses whose process has ended.
+        """Note that a source sees these nodes now, and no others. `gone`: addresses whose process has ended.
 
         Nodes that no source names any more take no new legs; those that they have end by themselves, or are cut if the
         process has ended, or when it is seen to be lost.
@@ -83,21 +86,20 @@ class Pool(Roster):
             self.process_ended(url, now)
 
     def add(self, spec: NodeSpec, source: Source, now: float) -> None:
-        """A source sees this node, too. Twice is as once."""
-        self._change(self.members.add(source, spec), now)
+        """Note that a source sees this node, too. Twice is as once."""
+        self.tell(source, [*self.members.told[source].values(), spec], now)
 
-    def remove(self, url: str, sources: Collection[Source], now: float, *, gone: bool = False) -> None:
-        """These sources see this node no more. `gone`: its process has ended."""
-        self._change(self.members.remove(sources, url), now)
-        if gone:
-            self.process_ended(url, now)
+    def remove(self, url: str, sources: Collection[Source], now: float) -> None:
+        """Note that these sources see this node no more."""
+        for source in sources:
+            self.tell(source, [spec for spec in self.members.told[source].values() if spec.url != url], now)
 
     def _change(self, change: Change, now: float) -> None:
         self._changed()
         for url in change.left:
             node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
-            self.leaving = [*self.leaving, node]
+            self.leaving.append(node)
             node.wanted = False
             _log.info("%s node %s is removed with %d legs under way", node.role, url, len(node.leases))
             self._take_down(node, "it was removed", now)
@@ -113,27 +115,26 @@ class Pool(Roster):
                 self._refile(node, spec.role)
 
     def _join(self, spec: NodeSpec, now: float) -> None:
-        back = next((each for each in self.leaving if each.url == spec.url), None)
-        if back is not None:
-            self._refile(back, spec.role)
-            self.leaving = [each for each in self.leaving if each is not back]
-            back.wanted, back.reason, back.blamed_at = True, NEW, now
-            self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
-            return
-        node = Node(spec.url, role=spec.role, model=spec.model)
+        node = next((each for each in self.leaving if each.url == spec.url), None)
+        if node is not None:
+            self.leaving.remove(node)
+            self._refile(node, spec.role)
+            node.wanted, node.reason, node.blamed_at = True, NEW, now
+        else:
+            node = Node(spec.url, role=spec.role, model=spec.model)
+            for joined, _ in self._followers:
+                joined(node)
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
-        for joined, _ in self._followers:
-            joined(node)
 
     def _refile(self, node: Node, role: Role) -> None:
-        """A node is of this role from now on. Its legs go on; its prefix index, breakers and connections stay."""
+        """Give a node another role. Its legs go on; its prefix index, breakers and connections stay."""
         if node.role is not role:
             _log.info("%s node %s is a %s node now", node.role, node.url, role)
             node.role, node.flips_to = role, None
             self._changed()
 
     def _replaced(self, spec: NodeSpec, now: float) -> None:
-        """A source says that another process stands at this address."""
+        """Take no more legs there until it is known which process stands there: a source says that it is another."""
         node = self.find(spec.url)
         if node is None or node.generation == spec.generation:
             return  # its health has told already
@@ -151,17 +152,102 @@ class Pool(Roster):
 
     def _end_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:
-            self.leaving = [each for each in self.leaving if each is not node]
+            self.leaving.remove(node)
             self.prefixes.forget(node.url)
-            self.fates.forget(node.url)
             for _, left in self._followers:
                 left(node)
 
-    def _note(
-        self, what: Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"], url: str, word: str = ""
-    ) -> None:
+    def _note(self, what: News, url: str, word: str = "") -> None:
         number = self.news[-1].number + 1 if self.news else 1
         self.news.append(NodeNews(number, what, url, word))
+
+    def find(self, url: str) -> Node | None:
+        """Return the wanted node at this address."""
+        return self._by_url.get(url.rstrip("/"))
+
+    def up(
+        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
+    ) -> list[Node]:
+        """Return the nodes of a role that take legs now, for this model or adapter; empty stands for any.
+
+        Of any kind if none is named. The list is not the caller's to change.
+        """
+        key = (role, model, kind)
+        up = self._ups.get(key)
+        if up is None:
+            base = self.base_of(model)
+            up = [
+                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
+            ]
+            if kind:
+                up = [node for node in up if node.kind is kind]
+            if up:
+                self._ups[key] = up
+        return [node for node in up if node not in exclude] if exclude else up
+
+    def node_kinds(self, model: str = "") -> list[NodeKind]:
+        """Return those of which nodes of both roles are up for this model or adapter."""
+        there = [{node.kind for node in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
+        return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
+
+    def base_of(self, name: str) -> str:
+        """Return the model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
+
+        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
+        """
+        base = self._bases.get(name)
+        if base is None:
+            if not name or any(node.model == name for node in self.nodes):
+                base = name
+            else:
+                base = min((node.model for node in self._holders() if name in node.adapters), default="")
+            if base:  # else clients could name as many as they like
+                self._bases[name] = base
+        return base
+
+    def _changed(self) -> None:
+        """Forget which nodes take which legs: it may be otherwise now."""
+        self._ups.clear()
+        self._bases.clear()
+
+    def require_ready(self, model: str = "") -> None:
+        """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
+        for role in (Role.PREFILL, Role.DECODE):
+            if not self.up(role, model=model):
+                raise self.no_node(role, model)
+        if not self.node_kinds(model):
+            raise self.no_node(Role.DECODE, model)
+
+    def models(self) -> dict[str, int]:
+        """Return the models of all nodes, down ones too, with the longest context that each node of one can take.
+
+        In tokens: what those say that were up once, 0 if none was."""
+        known: dict[str, int] = {}
+        for node in self.nodes:
+            if node.model:
+                told = [each for each in (node.max_model_len, known.get(node.model, 0)) if each]
+                known[node.model] = min(told, default=0)
+        return known
+
+    def adapters(self) -> dict[str, str]:
+        """Return the names of adapters that a node has, with the model that each is for."""
+        return {name: self.base_of(name) for node in self._holders() for name in node.adapters}
+
+    def _holders(self) -> list[Node]:
+        """Return whose word on adapters counts: that of nodes that are down only if none is up."""
+        return [node for node in self.nodes if node.up] or self.nodes
+
+    def no_node(self, role: Role, model: str = "") -> NoNode:
+        """Return why no leg of this role can be sent."""
+        if self.up(role, model=model):
+            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
+            return NoNode(f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})")
+        if model and self.up(role):
+            return NoNode(
+                f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
+            )
+        listed = sum(node.role == role for node in self.nodes)
+        return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")
 
     def kind_for(self, model: str) -> NodeKind:
         """Return of which kind the nodes are to be that a request goes to: that of the shortest queue."""
@@ -212,13 +298,13 @@ class Pool(Roster):
         if node.generation and generation != node.generation:
             self._cut(node)
             self.prefixes.forget(node.url)
-            node.begins_anew()
+            node.state.begins_anew()
             node.drain_asked = False
         node.misses, node.reported_at = 0, max(node.reported_at, started)
         known = (node.kind, node.model, node.adapters, node.up)
-        node.generation, node.engine_id, node.kind = generation, report.engine_id, report.kind
+        node.generation, node.kind = generation, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
-        self.fates.answered(node.url, generation, started, drains=report.draining or node.drain_asked)
+        node.fates.answered(generation, started, drains=report.draining or node.drain_asked)
         node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)
         if started >= node.blamed_at:
@@ -282,7 +368,7 @@ class Pool(Roster):
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
         if node.up or node.reason != DRAINS:
             self._note("drains", node.url)
-        self.fates.drains(node.url, node.generation)
+        node.fates.drains(node.generation)
         node.blamed_at = now
         self._take_down(node, DRAINS, now)
 
@@ -308,12 +394,12 @@ class Pool(Roster):
 
     def refuses(self, node: Node, now: float) -> None:
         """Nobody listens at the node's address. A draining process goes on with its legs, a dead one has lost them."""
-        self.fates.died(node.url, node.generation)
+        node.fates.died(node.generation)
         self.unready(node, "it refuses connections", now)
 
     def dead(self, node: Node, why: str, now: float) -> None:
         """The process has ended, or says that its engine has, hangs, or is not there yet: no leg will be answered."""
-        self.fates.died(node.url, node.generation)
+        node.fates.died(node.generation)
         self.blame(node, why, now)
         node.misses, node.flips_to = 0, None
         self._cut(node)
@@ -340,7 +426,7 @@ class Pool(Roster):
             )
         if report.unspoken is not None:
             return report.unspoken
-        pod = self.members.spec(Source.KUBERNETES, node.url)
+        pod = self.members.told[Source.KUBERNETES].get(node.url)
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
         if pod is not None and pod.model and report.model != pod.model:

@@ -15,7 +15,6 @@ from functools import cached_property
 
 from router.admission.poison import DEATHS, REFUSED_S, Poison
 from router.metrics import Metrics
-from router.nodes.fates import Fates
 from router.nodes.node import Lease
 from wire.errors import PoisonRequest
 
@@ -29,9 +28,9 @@ node that is down is asked twice a second, and has 2 s to answer."""
 class Deaths:
     """A record of one request, over all legs of all its prompts."""
 
-    def __init__(self, fates: Fates, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
+    def __init__(self, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
         """`fingerprint` is asked for when it matters, once: it takes 1 ms for each MB of the body."""
-        self._known, self._poison, self._metrics = fates, poison, metrics
+        self._poison, self._metrics = poison, metrics
         self._make = fingerprint
         self.first_token = asyncio.Event()
         """Set once a node has told a token of it: it can be computed."""
@@ -64,7 +63,7 @@ class Deaths:
             if died:
                 poison.died(fingerprint, process, time.monotonic())
 
-        self._known.ask(lease.node.url, lease.generation, now, tell)
+        lease.node.fates.ask(lease.generation, now, tell)
 
     async def may_go_on(self) -> None:
         """Return if the request may go to one more node. Raises PoisonRequest."""

@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
 from router.console.picture import WorkerSeen
-from router.membership.members import Source
 from router.reload import Reread
 from router.router import Router
 from router.server import make_server
@@ -191,12 +190,12 @@ class Parent(Shared):
             version=0,
             listening=self.listening(),
             config=share_of(router.config, self._port),
-            names={source: pool.members.told(source) for source in Source},
+            names={source: list(specs.values()) for source, specs in pool.members.told.items()},
             drained={node.url: node.generation for node in nodes if node.drain_asked},
             addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
             news=list(pool.news),
-            met=router.met(),
-            poison=self.poison.marks(now),
+            met=router.pairs.met(),
+            poison=dict(self.poison.suspects(now)),
             heard={peer.index: peer.deaths for peer in self._peers.values()},
         )
 

@@ -6,67 +6,58 @@ import pytest
 
 from router.nodes.fates import Fates
 
-URL = "http://p"
-
 
 @pytest.fixture
 def fates() -> Fates:
     known = Fates()
-    known.answered(URL, "g1", 0.0, drains=False)
+    known.answered("g1", 0.0, drains=False)
     return known
 
 
 def told(fates: Fates, generation: str = "g1", since: float = 1.0) -> list[bool]:
     """What is said of the process on which a leg was lost."""
     said: list[bool] = []
-    fates.ask(URL, generation, since, said.append)
+    fates.ask(generation, since, said.append)
     return said
 
 
 def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_the_process_lives(fates: Fates) -> None:
     said = told(fates)
-    fates.answered(URL, "g1", 0.9, drains=False)
+    fates.answered("g1", 0.9, drains=False)
     assert said == []
-    fates.answered(URL, "g1", 1.0, drains=False)
+    fates.answered("g1", 1.0, drains=False)
     assert said == [False]
-    fates.died(URL, "g1")
+    fates.died("g1")
     assert said == [False]  # it is told once
 
 
 def test_another_generation_proves_that_the_process_has_died_also_to_who_asks_later(fates: Fates) -> None:
     said = told(fates)
-    fates.answered(URL, "g2", 0.5, drains=False)
+    fates.answered("g2", 0.5, drains=False)
     assert said == told(fates) == [True]
     assert told(fates, "g2") == []
 
 
 def test_so_does_an_engine_that_is_called_dead_until_it_goes_on(fates: Fates) -> None:
     said = told(fates)
-    fates.died(URL, "g1")
+    fates.died("g1")
     assert said == told(fates) == [True]
-    fates.answered(URL, "g1", 2.0, drains=False)
+    fates.answered("g1", 2.0, drains=False)
     assert told(fates, since=1.0) == [False]
     assert told(fates, since=3.0) == []
 
 
 def test_the_end_of_a_process_that_drains_is_no_death(fates: Fates) -> None:
-    fates.drains(URL, "g1")
-    fates.died(URL, "g1")
-    fates.answered(URL, "g2", 2.0, drains=False)
+    fates.drains("g1")
+    fates.died("g1")
+    fates.answered("g2", 2.0, drains=False)
     assert told(fates) == [False]
     assert told(fates, "g2", 3.0) == []
 
 
 def test_a_process_that_drains_no_more_may_die(fates: Fates) -> None:
-    fates.answered(URL, "g1", 1.0, drains=True)
-    fates.answered(URL, "g1", 2.0, drains=False)
+    fates.answered("g1", 1.0, drains=True)
+    fates.answered("g1", 2.0, drains=False)
     said = told(fates, since=3.0)
-    fates.died(URL, "g1")
+    fates.died("g1")
     assert said == [True]
-
-
-def test_who_asks_of_a_node_that_is_forgotten_is_not_told(fates: Fates) -> None:
-    said = told(fates)
-    fates.forget(URL)
-    fates.answered(URL, "g2", 2.0, drains=False)
-    assert said == []
