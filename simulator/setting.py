@@ -46,7 +46,7 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of one run. `policy` is that of both roles: the price, or one of router/policies/by_name.py.
+    """Of one run. `policy` is that of both roles: the price, or one of router/policies.py.
 
     Without prefill nodes the others are colocated servers: each computes the prompts of what it generates."""
 

@@ -20,7 +20,7 @@ from wire.node_hosts import check_node_allow, is_node_allowed
 
 __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "RouterConfig"]
 
-# How a router may choose nodes (router/policies/).
+# How a router may choose nodes (router/policies.py).
 PRICE = "price"
 """The policy that is none: both nodes of a request are chosen at once (router/placement.py)."""
 POLICY_NAMES = ("least_queue", "prefix", PRICE, "round_robin", "session")

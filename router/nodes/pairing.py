@@ -2,7 +2,7 @@
 between them. Pure: `now` is an argument.
 
 A node that reports nothing of its KV (another project's) can talk with all: its own handshake will tell. Which of the
-nodes that can talk is best is a question of cost (router/policies/).
+nodes that can talk is best is a question of cost (router/placement.py).
 """
 
 from __future__ import annotations

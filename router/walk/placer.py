@@ -31,8 +31,7 @@ from router.placement import (
     place_prefill,
     shares_of,
 )
-from router.policies.by_name import POLICIES
-from router.policies.policy import Ask
+from router.policies import POLICIES, Ask
 from router.prefix.index import Prefix
 from router.walk.job import Job, Targets
 from wire.announced import FIRST_OUTPUT

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policies.bound import most_depth
-from router.policies.by_name import POLICIES
-from router.policies.least_queue import least_queue
-from router.policies.policy import Ask
-from router.policies.prefix import prefix
-from router.policies.round_robin import round_robin
-from router.policies.session import session
+from router.policies import POLICIES, Ask, least_queue, most_depth, prefix, round_robin, session
 from wire.config import Role
 from wire.router_config import POLICY_NAMES, PRICE
 
