@@ -65,7 +65,7 @@ class Flow:
             return
         known.tokens += more
         self._metrics.output_tokens.add(more, known.model)
-        self._metrics.admission.flowed(known.key, more)
+        self._metrics.admission.tokens.add(more, known.key, "output")
         self._flowed(now, more)
 
     async def look_for_ever(self) -> None:

@@ -138,7 +138,7 @@ class Gate:
             raise
         if not isinstance(found, Wait):
             self._begin(turn, found)
-            self._metrics.admitted(turn.key, "at_once")
+            self._metrics.admitted(turn.key)
         elif self._looking is None:
             self._looking = asyncio.create_task(self._look_on())
         return turn
@@ -150,7 +150,7 @@ class Gate:
             self._placer.give_back(turn.placed)
         if turn.has_begun:
             turn.line.queue.correct(turn, tokens)
-            self._metrics.ended(turn.key, prompt_tokens)
+            self._metrics.tokens.add(prompt_tokens, turn.key, "prompt")
         elif turn in turn.line.queue:
             turn.line.queue.remove(turn)
             self._metrics.refused(turn.key, "client_gone")
@@ -232,7 +232,7 @@ class Gate:
                     turn.tell(found)
                 else:
                     self._begin(turn, found)
-                    self._metrics.admitted(turn.key, "queued", now - turn.arrived)
+                    self._metrics.admitted(turn.key, now - turn.arrived)
         except Exception:  # noqa: BLE001
             _log.exception("a queue could not be looked at")
 

@@ -17,11 +17,9 @@ _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 32
 
 
 class AdmissionMetrics:
-    """All of them, in the router's registry."""
+    """A part of the router's metrics, in its registry."""
 
-    def __init__(
-        self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]] = tuple
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]) -> None:
         about = "Requests that wait to begin."
         self.waiting = Level("kvrelay_router_queue_waiting", about, registry, "model_name", models)
         self._wait = Histogram(
@@ -39,7 +37,7 @@ class AdmissionMetrics:
         self._requests = Tally(
             "kvrelay_router_key_requests", "Requests by API key: begun or refused.", registry, ["key", "outcome"]
         )
-        self._tokens = Tally(
+        self.tokens = Tally(
             "kvrelay_router_key_tokens", "Tokens by API key: of prompts and of answers.", registry, ["key", "kind"]
         )
         for reason in ("queue_full", "displaced", "deadline", "ttft", "ttft_never", "ttft_passed", "tpot_never"):
@@ -48,25 +46,19 @@ class AdmissionMetrics:
             self._admitted.add(0, how)
         for key in keys:
             self._requests.add(0, key, "begun")
-            self._tokens.add(0, key, "prompt")
-            self._tokens.add(0, key, "output")
+            self.tokens.add(0, key, "prompt")
+            self.tokens.add(0, key, "output")
 
-    def admitted(self, key: str, how: str, waited_s: float = 0.0) -> None:
-        """A request began: `how` is at_once or queued."""
-        self._admitted.add(1, how)
+    def admitted(self, key: str, waited_s: float | None = None) -> None:
+        """Count a request that begins: at once, or after so long in the queue."""
         self._requests.add(1, key, "begun")
-        if how == "queued":
+        if waited_s is None:
+            self._admitted.add(1, "at_once")
+        else:
+            self._admitted.add(1, "queued")
             self._wait.observe(waited_s)
 
     def refused(self, key: str, reason: str) -> None:
-        """A request will not begin."""
+        """Count a request that will not begin."""
         self._refused.labels(reason).inc()
         self._requests.add(1, key, "refused")
-
-    def ended(self, key: str, prompt_tokens: int) -> None:
-        """A request that began is over."""
-        self._tokens.add(prompt_tokens, key, "prompt")
-
-    def flowed(self, key: str, tokens: int) -> None:
-        """So many more of an answer have come."""
-        self._tokens.add(tokens, key, "output")

@@ -8,11 +8,11 @@ end is forgotten: whoever has died with others is mostly innocent.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
 
-__all__ = ["DEATHS", "REFUSED_S", "Mark", "Poison", "fingerprint_of"]
+import msgspec
+
+__all__ = ["DEATHS", "REFUSED_S", "Poison", "Suspect", "fingerprint_of"]
 
 DEATHS = 2
 """The node where it was first, and the only other one that it goes to."""
@@ -24,59 +24,55 @@ _MOST = 4096
 were unanswered there."""
 
 
-Mark = tuple[bytes, list[str], float]
-"""A fingerprint, the processes that died, and until when they count."""
+class Suspect(msgspec.Struct, frozen=True, array_like=True):
+    """A request on which processes have died, and until when that counts."""
 
-
-@dataclass(slots=True)
-class _Suspect:
-    processes: set[str] = field(default_factory=set)
+    processes: frozenset[str] = frozenset()
     until: float = 0.0
+
+
+_NOBODY = Suspect()
 
 
 class Poison:
     """A record of one router process. False while nothing is known of any request."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
-        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()  # by the time of their last death
+    def __init__(self) -> None:
+        self._suspects: dict[bytes, Suspect] = {}
+        """By fingerprint, in the order of their last deaths."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
 
     def died(self, fingerprint: bytes, process: str, now: float) -> None:
-        """This process died while the request was unanswered there."""
-        suspect = self._suspects.setdefault(fingerprint, _Suspect())
-        suspect.processes.add(process)
-        suspect.until = now + REFUSED_S
-        self._suspects.move_to_end(fingerprint)
-        while len(self._suspects) > self._most:
-            self._suspects.popitem(last=False)
+        """Note that this process died while the request was unanswered there."""
+        known = self._suspects.pop(fingerprint, _NOBODY)
+        self._suspects[fingerprint] = Suspect(known.processes | {process}, now + REFUSED_S)
+        if len(self._suspects) > _MOST:
+            del self._suspects[next(iter(self._suspects))]
 
     def spared(self, fingerprint: bytes) -> None:
-        """The request was answered to its end. If it is refused it stays so."""
+        """Note that the request was answered to its end. If it is refused it stays so."""
         suspect = self._suspects.get(fingerprint)
         if suspect is not None and len(suspect.processes) < DEATHS:
             del self._suspects[fingerprint]
 
-    def marks(self, now: float) -> list[Mark]:
-        """Return all that is known."""
-        self.processes(b"", now)
-        return [(of, sorted(suspect.processes), suspect.until) for of, suspect in self._suspects.items()]
+    def suspects(self, now: float) -> Mapping[bytes, Suspect]:
+        """Return those that count now, by their fingerprints; forget all others."""
+        while self._suspects and next(iter(self._suspects.values())).until <= now:
+            del self._suspects[next(iter(self._suspects))]
+        return self._suspects
 
-    def take_over(self, marks: Iterable[Mark], now: float) -> None:
+    def take_over(self, suspects: Mapping[bytes, Suspect]) -> None:
         """Know what another process knows, and nothing else."""
-        self._suspects = OrderedDict((of, _Suspect(set(died), until)) for of, died, until in marks if until > now)
+        self._suspects = dict(suspects)
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
         """Name the processes that have died of late while the request was unanswered there."""
-        while self._suspects and next(iter(self._suspects.values())).until <= now:
-            self._suspects.popitem(last=False)
-        suspect = self._suspects.get(fingerprint)
-        return frozenset() if suspect is None else suspect.processes
+        return self.suspects(now).get(fingerprint, _NOBODY).processes
 
     def refused_s(self, fingerprint: bytes, now: float) -> float:
-        """For how much longer the request is refused; 0 if it is not."""
+        """Return for how much longer the request is refused; 0 if it is not."""
         if len(self.processes(fingerprint, now)) < DEATHS:
             return 0.0
         return self._suspects[fingerprint].until - now

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from router.admission.poison import Mark
+from router.admission.poison import Suspect
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.nodes.node import NodeNews
@@ -60,7 +60,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     news: Sequence[NodeNews]
     """The last things that happened to nodes; a worker that begins asks them itself."""
     met: Met
-    poison: list[Mark]
+    poison: dict[bytes, Suspect]
+    """By fingerprint."""
     heard: dict[int, int]
     """By worker, how many of its deaths are in `poison`."""
 

@@ -100,7 +100,7 @@ class Worker(Shared):
             if prefill is not None and decode is not None:
                 doors.met(prefill, decode, failed=pair in apart, now=now)
         if told.heard.get(self._index, 0) >= self._deaths:  # else the parent has not heard of the last ones
-            self.poison.take_over(told.poison, now)
+            self.poison.take_over(told.poison)
         if before is None or before.config != told.config:
             router.take_over(told.config)
 

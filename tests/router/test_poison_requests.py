@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from router.admission import poison as poison_module
 from router.admission.poison import REFUSED_S, Poison, fingerprint_of
 
 A, B = fingerprint_of("key", b"a"), fingerprint_of("key", b"b")
@@ -44,8 +47,9 @@ def test_what_was_answered_is_forgotten_unless_it_is_refused() -> None:
     assert poison.refused_s(A, 1.0) > 0
 
 
-def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first() -> None:
-    poison = Poison(2)
+def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison_module, "_MOST", 2)
+    poison = Poison()
     poison.died(A, "p1", 0.0)
     poison.died(B, "p1", 0.0)
     poison.died(A, "p2", 1.0)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from openai_api.response_store import Stored
+from router.admission.poison import Suspect
 from router.membership.members import NodeSpec, Source
 from router.nodes.node import Node, NodeNews
 from router.nodes.pool import DRAINS, Pool
@@ -41,7 +42,7 @@ SNAPSHOT = Snapshot(
     addresses={"http://p:1": "a:1"},
     news=[NodeNews(1, "flips", "http://d:1", "prefill")],
     met=(1, [("http://p:1", "http://d:1", "cut")]),
-    poison=[(b"f", ["p"], 5.0)],
+    poison={b"f": Suspect(frozenset({"p"}), 5.0)},
     heard={0: 2},
 )
 
@@ -213,7 +214,8 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_until_they_have_met(
         assert told is not None
         worker.apply(msgspec.structs.replace(told, met=(2, [(*PAIR, "cut"), ("http://x", "http://d:1", "cut")])))
         assert worker.router.doors.faults
-        assert worker.router.met() == (2, [(*PAIR, "cut"), ("http://x", "http://d:1", "cut")])
+        pairs = msgspec.json.decode(worker.router.health()[1])["pairs"]
+        assert (pairs["met"], [pair["prefill"] for pair in pairs["failed"]]) == (2, [PAIR[0], "http://x"])
         worker.apply(told)
         assert not worker.router.doors.faults
 
