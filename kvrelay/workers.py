@@ -39,6 +39,7 @@ __all__ = ["run_workers"]
 
 _START_DEADLINE_S = 60.0
 _STOP_AFTER_DRAIN_S = 15.0
+_LOOK_S = 0.05
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -93,8 +94,7 @@ async def _serve(
 
 async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
     while parent.listening() < config.workers:
-        parent.changed.clear()
-        await parent.changed.wait()
+        await asyncio.sleep(_LOOK_S)
     host = f"[{config.host}]" if ":" in config.host else config.host
     _log.info("%d workers serve http%s://%s:%d", config.workers, "s" if config.ssl_certfile else "", host, port)
 
@@ -149,14 +149,14 @@ class _Worker:
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
             )
-        await self._parent.join(self._index, ours, partial(_kill, process))
+        self._hearing = asyncio.create_task(self._parent.hear(self._index, ours, partial(_kill, process)))
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
         """Wait until it serves, or has ended; it is killed if it does neither in time."""
         while not self._parent.serves_at(self._index):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 0.05)
+                await asyncio.wait_for(process.wait(), _LOOK_S)
                 return self._parent.serves_at(self._index)
             if time.monotonic() - began > _START_DEADLINE_S:
                 _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)

@@ -8,7 +8,7 @@ end is forgotten: whoever has died with others is mostly innocent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import msgspec
 
@@ -40,6 +40,8 @@ class Poison:
     def __init__(self) -> None:
         self._suspects: dict[bytes, Suspect] = {}
         """By fingerprint, in the order of their last deaths."""
+        self.tell: Callable[[bytes, str], None] = lambda _fingerprint, _process: None
+        """Called with each death, and without a process when a request was answered."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -50,12 +52,14 @@ class Poison:
         self._suspects[fingerprint] = Suspect(known.processes | {process}, now + REFUSED_S)
         if len(self._suspects) > _MOST:
             del self._suspects[next(iter(self._suspects))]
+        self.tell(fingerprint, process)
 
     def spared(self, fingerprint: bytes) -> None:
         """Note that the request was answered to its end. If it is refused it stays so."""
         suspect = self._suspects.get(fingerprint)
         if suspect is not None and len(suspect.processes) < DEATHS:
             del self._suspects[fingerprint]
+        self.tell(fingerprint, "")
 
     def suspects(self, now: float) -> Mapping[bytes, Suspect]:
         """Return those that count now, by their fingerprints; forget all others."""

@@ -10,7 +10,7 @@ __all__ = ["shared_port"]
 
 
 def shared_port(host: str, port: int) -> socket.socket:
-    """A socket that holds the port, beside others of the same user that were made here; 0 takes a free one.
+    """Return a socket that holds the port, beside others of the same user that were made here; 0 takes a free one.
 
     Raises ConfigError.
     """

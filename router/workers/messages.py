@@ -73,11 +73,11 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     """Of the snapshot that it has applied."""
     legs: dict[str, int]
     """By address of a node."""
-    deaths: list[tuple[bytes, str]] = []
-    """Since the last report: a request's fingerprint, and which process died of it; none: it was answered."""
+    death: tuple[bytes, str] | None = None
+    """A request's fingerprint, and which process has just died of it; empty: it was answered."""
     seen: WorkerSeen | None = None
     """For the console, once in a while, and so are the metrics."""
-    families: list[Family] | None = None
+    families: list[Family] = []
 
 
 def framed(message: Snapshot | Report) -> bytes:

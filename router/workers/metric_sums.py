@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from router.workers.messages import Family
 
-__all__ = ["ADDED", "LARGEST", "collected", "lasting", "summed", "text_of"]
+__all__ = ["LARGEST", "collected", "lasting", "summed", "text_of"]
 
 LARGEST = frozenset(
     {
@@ -31,19 +31,7 @@ LARGEST = frozenset(
         "process_max_fds",
     }
 )
-"""Gauges of what all workers see, and of what each must have enough of by itself."""
-ADDED = frozenset(
-    {
-        "kvrelay_router_requests_running",
-        "kvrelay_router_queue_waiting",
-        "kvrelay_router_waiting_for_room",
-        "kvrelay_router_prefix_text_bytes",
-        "process_virtual_memory_bytes",
-        "process_resident_memory_bytes",
-    }
-)
-"""Gauges of what each worker has."""
-
+"""Gauges of what all workers see, and of what each must have enough of by itself. All others are summed."""
 _LASTING = ("counter", "histogram", "summary")
 _CREATED = "_created"
 
@@ -51,7 +39,7 @@ _Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def collected(registry: CollectorRegistry) -> list[Family]:
-    """What a registry says now."""
+    """Return what a registry says now."""
     return [
         Family(
             metric.name,
@@ -64,12 +52,12 @@ def collected(registry: CollectorRegistry) -> list[Family]:
 
 
 def lasting(families: Iterable[Family]) -> list[Family]:
-    """What is left of a worker that has ended."""
+    """Return what is left of a worker that has ended."""
     return [family for family in families if family.kind in _LASTING]
 
 
 def summed(of_each: Iterable[Iterable[Family]]) -> list[Family]:
-    """One of all. Each sample stands where it stood first."""
+    """Return one of all. Each sample stands where it stood first."""
     known: dict[str, Family] = {}
     values: dict[str, dict[_Sample, float]] = {}
     for families in of_each:
@@ -105,7 +93,5 @@ class _Told(Collector):
 
 
 def text_of(families: Iterable[Family]) -> bytes:
-    """The exposition format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Told(families))
-    return generate_latest(registry)
+    """Write them in Prometheus's format."""
+    return generate_latest(_Told(families))

@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class _Peer:
     seen: WorkerSeen | None = None
     families: list[Family] = field(default_factory=list)
     deaths: int = 0
-    reading: asyncio.Task[None] | None = None
+    """That it has told of."""
 
 
 def share_of(config: RouterConfig, port: int) -> RouterConfig:
@@ -116,10 +116,8 @@ class Parent(Shared):
         self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
         self._ended: list[Family] = []
-        self._told: Snapshot | None = None
-        self._frame = b""
-        self.changed = asyncio.Event()
-        """Set whenever a worker listens or has ended."""
+        self._told = self._snapshot(0)
+        self._frame = framed(self._told)
         self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
 
     @asynccontextmanager
@@ -142,52 +140,46 @@ class Parent(Shared):
         """Say whether this worker takes connections."""
         return index in self._peers and self._peers[index].report is not None
 
-    async def join(self, index: int, pair: socket.socket, end: Callable[[], None]) -> None:
-        """Take in a worker that was started; `pair` is our end of its pair, and `end` kills it if it hangs."""
+    async def hear(self, index: int, pair: socket.socket, end: Callable[[], None]) -> None:
+        """Lead a worker that was started until it is gone, and keep what it has counted.
+
+        `pair` is our end of its pair, and `end` kills it if it hangs.
+        """
         reader, writer = await asyncio.open_connection(sock=pair)
         peer = self._peers[index] = _Peer(index, end, writer, time.monotonic())
-        peer.reading = asyncio.create_task(self._read(peer, reader))
         self._broadcast()
-
-    async def _read(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 self._heard(peer, await received(reader, Report))
         except LinkBroken as why:
-            _log.info("worker %d is gone: %s", peer.index, why.message)
+            _log.info("worker %d is gone: %s", index, why.message)
         finally:
-            peer.writer.close()
-            self._left(peer)
+            writer.close()
+            if self._peers.get(index) is peer:
+                del self._peers[index]
+            self._ended = summed([self._ended, lasting(peer.families)])
+            self._broadcast()
 
     def _heard(self, peer: _Peer, report: Report) -> None:
         began, peer.report, peer.heard_at = peer.report is None, report, time.monotonic()
-        for fingerprint, process in report.deaths:
+        if report.death is not None:
             peer.deaths += 1
+            fingerprint, process = report.death
             if process:
                 self.poison.died(fingerprint, process, peer.heard_at)
             else:
                 self.poison.spared(fingerprint)
-        if report.seen is not None and report.families is not None:
+        if report.seen is not None:
             peer.seen, peer.families = report.seen, report.families
-        if began:
-            self.changed.set()
-        if began or report.deaths:
+        if began or report.death is not None:
             self._broadcast()
 
-    def _left(self, peer: _Peer) -> None:
-        """Keep what a worker has counted that has ended."""
-        if self._peers.get(peer.index) is peer:
-            del self._peers[peer.index]
-        self._ended = summed([self._ended, lasting(peer.families)])
-        self.changed.set()
-        self._broadcast()
-
-    def _snapshot(self) -> Snapshot:
-        """Say what workers must know now, as version 0."""
+    def _snapshot(self, version: int) -> Snapshot:
+        """Say what workers must know now."""
         router, now = self.router, time.monotonic()
         pool, nodes = router.pool, router.pool.nodes
         return Snapshot(
-            version=0,
+            version=version,
             listening=self.listening(),
             config=share_of(router.config, self._port),
             names={source: list(specs.values()) for source, specs in pool.members.told.items()},
@@ -200,26 +192,26 @@ class Parent(Shared):
         )
 
     def _broadcast(self) -> int:
-        """Send what is new to all who have not got it; the version of what they will have then."""
-        now = self._snapshot()
-        if self._told is None or now != msgspec.structs.replace(self._told, version=0):
-            version = 1 if self._told is None else self._told.version + 1
+        """Send what is new to all who have not got it; return the version of what they will have then."""
+        version = self._told.version
+        now = self._snapshot(version)
+        if now != self._told:
+            version += 1
             self._told = msgspec.structs.replace(now, version=version)
             self._frame = framed(self._told)
-        assert self._told is not None
         for peer in self._peers.values():
-            if peer.sent != self._told.version and peer.writer.transport.get_write_buffer_size() < _BACKLOG_BYTES:
+            if peer.sent != version and peer.writer.transport.get_write_buffer_size() < _BACKLOG_BYTES:
                 peer.writer.write(self._frame)
-                peer.sent = self._told.version
-        return self._told.version
+                peer.sent = version
+        return version
 
     async def settled(self) -> None:
         """Wait until all workers have what was changed here, as far as they read at all."""
-        version = self._broadcast()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_SETTLED_S):
-                while any(peer.report and peer.report.version < version for peer in self._peers.values()):
-                    await asyncio.sleep(0.005)
+        version, until = self._broadcast(), time.monotonic() + _SETTLED_S
+        while any(peer.report and peer.report.version < version for peer in self._peers.values()):
+            if time.monotonic() > until:
+                return
+            await asyncio.sleep(0.005)
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -13,8 +13,9 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
+
 from openai_api.response_store import ResponseStore
-from router.admission.poison import Poison
 from router.nodes.node import NodeNews
 from router.router import Router
 from router.server import make_server
@@ -36,22 +37,6 @@ _RESPONSES = "responses.sqlite"
 _log = logging.getLogger("kvrelay.router")
 
 
-class _ToldPoison(Poison):
-    """A record that its parent learns of, and by it all workers."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def died(self, fingerprint: bytes, process: str, now: float) -> None:
-        super().died(fingerprint, process, now)
-        self._worker.report([(fingerprint, process)])
-
-    def spared(self, fingerprint: bytes) -> None:
-        super().spared(fingerprint)
-        self._worker.report([(fingerprint, "")])
-
-
 class Worker(Shared):
     """A router process that answers requests beside others."""
 
@@ -61,7 +46,7 @@ class Worker(Shared):
 
     def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
         super().__init__()
-        self.poison = _ToldPoison(self)
+        self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
         self.responses = ResponseStore(str(folder / _RESPONSES))
         self.forward = self.forwarding = Forwarding(folder / SOCKET)
         self._index, self._writer = index, writer
@@ -76,14 +61,16 @@ class Worker(Shared):
     def apply(self, told: Snapshot) -> None:
         """Take over what the parent says. What this process has not been told it leaves as it is."""
         router, pool, doors, now = self.router, self.router.pool, self.router.doors, time.monotonic()
-        before, self._known = self._known, told
+        # A process that begins has its configuration, and asks nodes itself what has become of them.
+        before = self._known or msgspec.structs.replace(told, names={}, met=(0, []))
+        self._known = told
         for source, specs in told.names.items():
-            if before is None or before.names[source] != specs:
+            if before.names.get(source) != specs:
                 pool.tell(source, specs, now)
         for url, address in told.addresses.items():
             pool.note_p2p_address(url, address)
-        newest = before.news[-1].number if before is not None and before.news else 0
-        for news in told.news if before is not None else ():
+        newest = before.news[-1].number if before.news else 0
+        for news in told.news:
             if news.number > newest:
                 self._hear(news, now)
         for node in pool.nodes:
@@ -94,14 +81,14 @@ class Worker(Shared):
                 node.generation = meant
                 pool.drain(node, now)
         self.met = told.met
-        apart, known = ({pair[:2] for pair in met[1]} for met in (told.met, (0, []) if before is None else before.met))
+        apart, known = ({pair[:2] for pair in met[1]} for met in (told.met, before.met))
         for pair in apart | known:
             prefill, decode = map(pool.find, pair)
             if prefill is not None and decode is not None:
                 doors.met(prefill, decode, failed=pair in apart, now=now)
         if told.heard.get(self._index, 0) >= self._deaths:  # else the parent has not heard of the last ones
             self.poison.take_over(told.poison)
-        if before is None or before.config != told.config:
+        if before.config != told.config:
             router.take_over(told.config)
 
     def _hear(self, news: NodeNews, now: float) -> None:
@@ -120,15 +107,16 @@ class Worker(Shared):
             case "loaded" | "unloaded":
                 pool.note_adapter(node, news.word, loaded=news.what == "loaded", now=now)
 
-    def report(self, deaths: list[tuple[bytes, str]] | None = None, *, whole: bool = False) -> None:
+    def report(self, death: tuple[bytes, str] | None = None, *, whole: bool = False) -> None:
         """Tell the parent what is seen here; the `whole` of it, or what is needed at once."""
-        self._deaths += len(deaths or ())
-        pool = self.router.pool
-        legs = {node.url: len(node.leases) for node in (*pool.nodes, *pool.leaving) if node.leases}
-        seen = self.router.lookout.seen() if whole else None
-        families = collected(self.router.metrics.registry) if whole else None
-        version = 0 if self._known is None else self._known.version
-        self._writer.write(framed(Report(version, legs, deaths or [], seen, families)))
+        self._deaths += death is not None
+        router = self.router
+        legs = {node.url: len(node.leases) for node in (*router.pool.nodes, *router.pool.leaving) if node.leases}
+        report = Report(0 if self._known is None else self._known.version, legs, death)
+        if whole:
+            seen, families = router.lookout.seen(), collected(router.metrics.registry)
+            report = msgspec.structs.replace(report, seen=seen, families=families)
+        self._writer.write(framed(report))
 
     async def follow(self, reader: asyncio.StreamReader) -> None:
         """Apply each snapshot as it comes. Raises LinkBroken."""

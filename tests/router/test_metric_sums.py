@@ -9,7 +9,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.metrics import Metrics
 from router.nodes.pool import Pool
 from router.workers.messages import Family
-from router.workers.metric_sums import ADDED, LARGEST, collected, lasting, summed, text_of
+from router.workers.metric_sums import LARGEST, collected, lasting, summed, text_of
+
+ADDED = frozenset(
+    {
+        "kvrelay_router_requests_running",
+        "kvrelay_router_queue_waiting",
+        "kvrelay_router_waiting_for_room",
+        "kvrelay_router_prefix_text_bytes",
+        "process_virtual_memory_bytes",
+        "process_resident_memory_bytes",
+    }
+)
+"""Gauges of what each worker has."""
 
 
 def worker(requests: int, seconds: list[float], running: int, up: int) -> list[Family]:

@@ -91,7 +91,7 @@ class Cluster:
         """One more, which takes connections."""
         index = len(self.workers)
         ours, its = socket.socketpair()
-        await self.parent.join(index, ours, lambda: self.killed.append(index))
+        self.tasks.append(asyncio.create_task(self.parent.hear(index, ours, lambda: self.killed.append(index))))
         reader, writer = await asyncio.open_connection(sock=its)
         worker = Worker(index, self.folder, writer)
         begin = await received(reader, Snapshot)
