@@ -18,7 +18,7 @@ from starlette.responses import Response
 from openai_api.json_body import json_response
 from router.console.picture import NodeSeen
 from router.guard import peer_of, read_body
-from router.membership.members import NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
 from router.nodes.node import Node, NodeKind
 from router.roles import BEGUN, ask_role
 from router.router import Router

@@ -12,7 +12,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from router.membership.members import NodeSpec
+from router.nodes.members import NodeSpec
 from wire.config import Role
 from wire.errors import ConfigError, KvrelayError
 from wire.router_config import LIVE, RouterConfig

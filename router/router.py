@@ -39,10 +39,10 @@ from router.guard import caller_of, read_body
 from router.legs.legs import Legs
 from router.membership.heartbeats import hearing
 from router.membership.kubernetes_lists import discovering
-from router.membership.members import Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.health import watching
+from router.nodes.members import Source
 from router.nodes.models import Models
 from router.nodes.node import NodeKind
 from router.nodes.pairs import Meeting, Pairs
@@ -168,7 +168,7 @@ class Router:
         """Go by this configuration for requests that come from now on. Nodes are told to the pool by others."""
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
-        self.models.take_over(config.aliases)
+        self.models.aliases = config.aliases
         self.gate.take_over(config)
         self.placer.take_over(config)
         if self._means is not None:

@@ -1,4 +1,4 @@
-"""Who belongs to the cluster: told at the start, by heartbeats, by Kubernetes or by hand; one list of members for all.
+"""Ways in which the router learns who belongs to the cluster: heartbeats, and the pods of Kubernetes.
 
 Refuses to own: what a member is like and whether it may take a leg (router/nodes/).
 """

@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from router.membership.members import Listener, NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
+from router.nodes.pool import Pool
 from wire.errors import KvrelayError, RequestError
 from wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
 
@@ -29,11 +30,11 @@ _log = logging.getLogger("kvrelay.router")
 
 @dataclass(slots=True)
 class _Heard:
-    beat: Heartbeat
-    spec: NodeSpec
+    sent_at: float
     at: float
     """Monotonic second."""
-    there: bool
+    spec: NodeSpec | None
+    """None while it is not there."""
 
 
 class Announced:
@@ -46,37 +47,36 @@ class Announced:
         """specs() says something else than when this was last set to False."""
 
     def take(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
-        """What a message says; None if it is older than what is known. Raises KvrelayError for one to be refused."""
+        """Return what a message says; None if it is older than what is known. Raises KvrelayError to refuse it."""
         beat = opened(message, self._key, unix_now)
         spec = NodeSpec(beat.url, beat.role, beat.model, beat.generation)
         known = self._heard.get(spec.url)
-        if known is not None and beat.sent_at <= known.beat.sent_at:
+        if known is not None and beat.sent_at <= known.sent_at:
             return None
         if known is None and len(self._heard) >= MAX_NODES:
             raise RequestError(f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many")
-        there = beat.state is not NodeState.LEAVING
-        before = known is not None and known.there
-        self.changed |= there != before or (known is not None and there and known.spec != spec)
-        self._heard[spec.url] = _Heard(beat, spec, now, there)
+        there = None if beat.state is NodeState.LEAVING else spec
+        self.changed |= there != (known.spec if known is not None else None)
+        self._heard[spec.url] = _Heard(beat.sent_at, now, there)
         return beat
 
     def expire(self, now: float) -> None:
-        """Whoever was not heard for long enough is not there any more."""
-        lost = [heard for heard in self._heard.values() if heard.there and now - heard.at > LOST_AFTER_S]
-        for heard in lost:
-            heard.there, self.changed = False, True
-            _log.warning("%s node %s was not heard for %.1f s", heard.spec.role, heard.spec.url, now - heard.at)
+        """Forget whoever was not heard for long enough."""
+        for heard in self._heard.values():
+            if heard.spec is not None and now - heard.at > LOST_AFTER_S:
+                _log.warning("%s node %s was not heard for %.1f s", heard.spec.role, heard.spec.url, now - heard.at)
+                heard.spec, self.changed = None, True
         # Remembered for as long as an old message of it could be played again.
-        for url in [url for url, heard in self._heard.items() if not heard.there and now - heard.at > 2 * MAX_SKEW_S]:
+        for url in [url for url, heard in self._heard.items() if not heard.spec and now - heard.at > 2 * MAX_SKEW_S]:
             del self._heard[url]
 
     def specs(self) -> list[NodeSpec]:
-        """The nodes that are there."""
-        return [heard.spec for heard in self._heard.values() if heard.there]
+        """Return the nodes that are there."""
+        return [heard.spec for heard in self._heard.values() if heard.spec is not None]
 
 
 @contextlib.asynccontextmanager
-async def hearing(pool: Listener, host: str, port: int, key: str) -> AsyncIterator[None]:
+async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[None]:
     """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
@@ -103,7 +103,7 @@ class _Ear(asyncio.DatagramProtocol):
     it has no room for: a flood takes CPU time, but no memory, and from requests no turn.
     """
 
-    def __init__(self, pool: Listener, announced: Announced) -> None:
+    def __init__(self, pool: Pool, announced: Announced) -> None:
         self._pool, self._announced = pool, announced
         self._complain_at = 0.0
 

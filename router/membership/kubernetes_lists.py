@@ -28,7 +28,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from router.membership.kubernetes_pods import ROLE, ListedPods, Pod, Pods, Told
-from router.membership.members import Listener, Source
+from router.nodes.members import Source
+from router.nodes.pool import Pool
 from wire.errors import ConfigError
 
 __all__ = ["Pace", "discovering", "listed_gauge", "server_of"]
@@ -70,7 +71,7 @@ def listed_gauge(registry: CollectorRegistry) -> Gauge:
 
 @asynccontextmanager
 async def discovering(
-    pool: Listener, selector: str, namespace: str, registry: CollectorRegistry, pace: Pace | None = None
+    pool: Pool, selector: str, namespace: str, registry: CollectorRegistry, pace: Pace | None = None
 ) -> AsyncIterator[None]:
     """Follow pods for the length of the block and tell the pool; with an empty selector do nothing.
 
@@ -166,7 +167,7 @@ def server_of(namespace: str) -> tuple[Any, str]:
 class _Follower:
     """What the thread does, and what it knows."""
 
-    def __init__(self, api: _Api, pool: Listener, listed: Gauge) -> None:
+    def __init__(self, api: _Api, pool: Pool, listed: Gauge) -> None:
         self.stopped = threading.Event()
         """Tell nothing from now on."""
         self._api, self._pool, self._listed = api, pool, listed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.membership.members import NodeSpec
+from router.nodes.members import NodeSpec
 from wire.config import Role
 from wire.errors import RequestError
 
@@ -95,7 +95,7 @@ class Pod(_Struct, frozen=True):
     def serves(self) -> bool:
         """Whether it may get new legs: Ready, and nobody has asked for its end."""
         ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions or ())
-        return ready and not self.terminating and not self.ended
+        return ready and not self.terminating
 
     @property
     def terminating(self) -> bool:

@@ -64,7 +64,11 @@ class Doors:
             raise self._pool.no_node(ask.role, ask.model)
         if not self._troubled:
             return nodes
-        self._troubled = {node for node in self._troubled if not self._sound(node, now)}
+        self._troubled = {
+            node
+            for node in self._troubled
+            if any(each.state(now) is not State.CLOSED or each.opens_in(now) for each in node.breakers.values())
+        }
         legs = (Role.PREFILL, Role.DECODE) if computes else (ask.role,)
         breakers = {node: [self.breaker(node, leg) for leg in legs] for node in nodes}
         verdicts = {node: max(each.verdict(now) for each in breakers[node]) for node in nodes}
@@ -79,9 +83,6 @@ class Doors:
             none = NoNode(f"all {ask.role} nodes break now, and the router is trying them; try again")
         none.retry_after_s = soonest_s
         raise none
-
-    def _sound(self, node: Node, now: float) -> bool:
-        return all(each.state(now) is State.CLOSED and not each.opens_in(now) for each in node.breakers.values())
 
     def link_ms(self, now: float) -> Callable[[str, str], float] | None:
         """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""

@@ -22,22 +22,18 @@ class Models:
 
     def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
         self._pool = pool
-        self._aliases = dict(aliases)
+        self.aliases = aliases
         self._created = created
 
-    def take_over(self, aliases: Mapping[str, str]) -> None:
-        """These are the aliases from now on."""
-        self._aliases = dict(aliases)
-
     def named(self, name: str) -> str:
-        """The model or adapter that a request means. Raises NotFound, naming what is served, or NoNode."""
-        meant = self._aliases.get(name, name)
+        """Return the model or adapter that a request means. Raises NotFound, naming what is served, or NoNode."""
+        meant = self.aliases.get(name, name)
         if self._pool.base_of(meant):
             return meant
         served = self.names()
         if not served:
             raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
-        if name in self._aliases:
+        if name in self.aliases:
             raise NoNode(f"{name!r} stands for {meant!r}, and no node has reported it; look at the router's /health")
         raise NotFound(
             f"model {name!r} is not served here; served: {', '.join(map(repr, served))}",
@@ -46,27 +42,27 @@ class Models:
         )
 
     def names(self) -> list[str]:
-        """All of them: models, adapters, then aliases of what is served."""
+        """Return all of them: models, adapters, then aliases of what is served."""
         return [card.id for card in self.cards()]
 
     def cards(self) -> list[ModelCard]:
-        """OpenAI's model objects: models; adapters, each with its model as `parent`; aliases, each with its `root`."""
+        """Return OpenAI's model objects: models; adapters, with their model as `parent`; aliases, with a `root`."""
         known = self._pool.models()
         cards = {name: ModelCard.of(name, self._created, longest) for name, longest in sorted(known.items())}
         for name, parent in sorted(self._pool.adapters().items()):
             if name not in cards:
                 cards[name] = cards[parent].named(name, parent=parent)
-        for alias, meant in sorted(self._aliases.items()):
+        for alias, meant in sorted(self.aliases.items()):
             if meant in cards:
                 cards[alias] = cards[meant].named(alias, root=meant)
         return list(cards.values())
 
     def ready(self) -> dict[str, bool]:
-        """Of each model: whether a request for it could walk through both of its legs now."""
+        """Say of each model whether a request for it could walk through both of its legs now."""
         return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
 
     def alone(self) -> bool:
-        """Whether there is a decode node that would answer requests without any prefill node."""
+        """Say whether there is a decode node that would answer requests without any prefill node."""
         return any(
             node.kv is not None and node.kv.computes_prompts
             for node in self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)

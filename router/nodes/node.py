@@ -218,13 +218,3 @@ class Node:
             return
         self.load = load
         self.state.announced(load)
-
-    def take(self, lease: Lease) -> None:
-        """Count a leg of ours, from now on."""
-        self.leases.add(lease)
-        self.state.take(lease.share)
-
-    def give_back(self, lease: Lease) -> None:
-        """Note that it has ended."""
-        self.leases.discard(lease)
-        self.state.end(lease.share)

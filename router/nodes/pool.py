@@ -15,8 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from router.membership.members import Change, Members, NodeSpec, Source
 from router.node_load import UNKNOWN, Share
+from router.nodes.members import Change, Members, NodeSpec, Source
 from router.nodes.node import NEW, HealthReport, Lease, News, Node, NodeKind, NodeNews
 from router.nodes.pairing import Kinds
 from router.prefix.index import Prefix, PrefixIndex
@@ -38,7 +38,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Pool:
-    """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
+    """A record of all nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         """Begin with these, the static list of nodes. Raises RequestError for an address that is none."""
@@ -272,27 +272,29 @@ class Pool:
         node.turn = self._turns
         lease = Lease(node, tokens, share, cached.get(node.url, 0))
         self.choices[node.role, lease.cached_tokens > 0] += 1
-        node.take(lease)
+        node.leases.add(lease)
+        node.state.take(share)
         if prefix is not None:
             lease.sent = self.prefixes.send(prefix, node.url)
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        """The leg has ended; twice is as once."""
+        """Note that the leg has ended; twice is as once."""
         if lease.sent is not None:
             sent, lease.sent = lease.sent, None
             self.prefixes.end(sent)
-        lease.node.give_back(lease)
+        lease.node.leases.discard(lease)
+        lease.node.state.end(lease.share)
         if not lease.node.wanted:
             self._end_if_idle(lease.node)
 
     def blame(self, node: Node, why: str, now: float) -> None:
-        """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
+        """Take the node down until a health check that started after `now` succeeds."""
         node.blamed_at = now
         self._take_down(node, why, now)
 
     def report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
-        """A health check that was started at `started` succeeded."""
+        """Take over what a health check says that was started at `started`."""
         # A vLLM node whose metrics are not to be had does not say which process it is: none other, for all we know.
         generation = report.generation or node.generation
         if node.generation and generation != node.generation:
@@ -329,7 +331,7 @@ class Pool:
             self._changed()
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
-        """A node whose role has changed while it ran is what it says, any other what it is listed as."""
+        """File a node whose role has changed while it ran under what it says, any other as it is listed."""
         node.flips_to = report.flips_to
         listed = self.members.listed(node.url)
         if report.flips and report.role is not Role.AGGREGATED:
@@ -344,14 +346,14 @@ class Pool:
             self.prefixes.forget(node.url)
 
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
-        """The node has just said that it has loaded or unloaded an adapter."""
+        """Note that the node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
         self._note("loaded" if loaded else "unloaded", node.url, name)
         self._changed()
 
     def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
-        """The node at this address has told of itself, unasked."""
+        """Take over what the node at this address has told of itself, unasked."""
         node = self.find(url)
         if node is not None:
             node.note_load(load)
@@ -359,53 +361,52 @@ class Pool:
                 self.drains(node, now)
 
     def note_p2p_address(self, url: str, address: str) -> None:
-        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        """Note where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
         node = self.find(url)
         if node is not None:
             node.p2p_address = address
 
     def drains(self, node: Node, now: float) -> None:
-        """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        """Note that the node takes no new legs: a health check that was started later may say otherwise."""
         if node.up or node.reason != DRAINS:
             self._note("drains", node.url)
         node.fates.drains(node.generation)
-        node.blamed_at = now
-        self._take_down(node, DRAINS, now)
+        self.blame(node, DRAINS, now)
 
     def drain(self, node: Node, now: float) -> None:
-        """An operator wants it to take no new legs; those that it has go on."""
+        """Send it no new legs, because an operator wants so; those that it has go on."""
         node.drain_asked = True
         self.drains(node, now)
 
     def flips(self, node: Node, role: Role, now: float) -> None:
-        """The node has just said that it changes its role: a health check that was started later says how that went."""
+        """Note that the node changes its role: a health check that was started later says how that went."""
         node.flips_to = role
         self._note("flips", node.url, role)
         self.blame(node, f"it changes its role from {node.role} to {role}", now)
 
     def undrain(self, node: Node, now: float) -> None:
-        """It takes legs again when its next health check says that it does."""
+        """Let it take legs again when its next health check says that it does."""
         node.drain_asked, node.blamed_at = False, now
 
     def unready(self, node: Node, why: str, now: float) -> None:
-        """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
+        """Send no legs to a node that answered its health check, but not with 200: it ends those it has itself."""
         node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
 
     def refuses(self, node: Node, now: float) -> None:
-        """Nobody listens at the node's address. A draining process goes on with its legs, a dead one has lost them."""
+        """Note that nobody listens there. A draining process goes on with its legs, a dead one has lost them."""
         node.fates.died(node.generation)
         self.unready(node, "it refuses connections", now)
 
     def dead(self, node: Node, why: str, now: float) -> None:
-        """The process has ended, or says that its engine has, hangs, or is not there yet: no leg will be answered."""
+        """Note that no leg will be answered: the process has ended, or says that its engine has, or hangs."""
         node.fates.died(node.generation)
         self.blame(node, why, now)
         node.misses, node.flips_to = 0, None
         self._cut(node)
 
     def miss(self, node: Node, why: str, started: float, now: float) -> None:
-        """The node did not answer a health check at all that began at `started`. Checks that overlap count as one."""
+        """Count a health check that was not answered at all, and began at `started`. Those that overlap are one."""
         node.flips_to = None
         if started >= node.missed_at:
             node.misses, node.missed_at = node.misses + 1, now

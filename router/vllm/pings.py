@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from router.membership.members import Listener, NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
+from router.nodes.pool import Pool
 from wire.config import Role
 from wire.errors import RequestError
 from wire.frames import MALFORMED
@@ -88,9 +89,7 @@ class PingBook:
 
 
 @asynccontextmanager
-async def hearing_pings(
-    pool: Listener, host: str, port: int, may_be_node: Callable[[str], bool]
-) -> AsyncIterator[None]:
+async def hearing_pings(pool: Pool, host: str, port: int, may_be_node: Callable[[str], bool]) -> AsyncIterator[None]:
     """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
@@ -120,7 +119,7 @@ async def hearing_pings(
         context.destroy(0)
 
 
-async def _hear(pool: Listener, socket: zmq.asyncio.Socket, book: PingBook) -> None:
+async def _hear(pool: Pool, socket: zmq.asyncio.Socket, book: PingBook) -> None:
     expire_at = complain_at = 0.0
     while True:
         changed = False
@@ -141,7 +140,7 @@ async def _hear(pool: Listener, socket: zmq.asyncio.Socket, book: PingBook) -> N
             _tell(pool, book, now)
 
 
-def _tell(pool: Listener, book: PingBook, now: float) -> None:
+def _tell(pool: Pool, book: PingBook, now: float) -> None:
     members = book.members()
     pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
     for spec, address in members:

@@ -15,7 +15,7 @@ import msgspec
 
 from router.admission.poison import Suspect
 from router.console.picture import WorkerSeen
-from router.membership.members import NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
 from router.nodes.node import NodeNews
 from router.nodes.pairs import Met
 from wire.errors import KvrelayError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kubernetes_double import pod_of
 
 from router.membership.kubernetes_pods import ListedPods, Pod, Pods
-from router.membership.members import NodeSpec
+from router.nodes.members import NodeSpec
 from wire.config import Role
 from wire.errors import RequestError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import leg_on
 
-from router.membership.members import Change, Members, NodeSpec, Source
+from router.nodes.members import Change, Members, NodeSpec, Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
 from wire.config import Role

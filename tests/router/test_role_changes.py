@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
-from router.membership.members import NodeSpec, Source
 from router.node_load import Share
 from router.nodes.doors import Doors
+from router.nodes.members import NodeSpec, Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pairs import Outcome, Pairs
 from router.nodes.pool import Pool

@@ -3,7 +3,7 @@
 import pytest
 from router_doubles import leg_on
 
-from router.membership.members import NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import LOST_AFTER_MISSES, Pool
 from wire.config import Role

@@ -17,7 +17,7 @@ from router_doubles import until
 
 from openai_api.response_store import Stored
 from router.admission.poison import Suspect
-from router.membership.members import NodeSpec, Source
+from router.nodes.members import NodeSpec, Source
 from router.nodes.node import Node, NodeNews
 from router.nodes.pool import DRAINS, Pool
 from router.router import Router

@@ -7,16 +7,14 @@ next one. A node stays for as long as any source names it. Knows nothing of heal
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from wire.config import Role
 from wire.config_checks import MAX_URL_CHARS, is_base_url
 from wire.errors import RequestError
-from wire.outputs import Load
 
-__all__ = ["Change", "Listener", "Members", "NodeSpec", "Source"]
+__all__ = ["Change", "Members", "NodeSpec", "Source"]
 
 
 class Source(enum.StrEnum):
@@ -64,22 +62,6 @@ class Change:
     """Another process stands at the same address now."""
     relisted: tuple[NodeSpec, ...] = ()
     """The same node is named with another role."""
-
-
-class Listener(Protocol):
-    """Whom a source tells: a pool, or all pools of one port (router/workers/parent.py)."""
-
-    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
-        """These are the nodes that it sees now, and no others. `gone`: addresses whose process has ended."""
-        ...
-
-    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
-        """A node has told of itself."""
-        ...
-
-    def note_p2p_address(self, url: str, address: str) -> None:
-        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
-        ...
 
 
 class Members:
