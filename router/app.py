@@ -18,7 +18,7 @@ from openai_api.routes import add_routes
 from openai_api.types import ModelList
 from router.admin import add_admin_routes
 from router.console.routes import add_console_routes
-from router.guard import OPERATED, add_error_answers, answer_any, caller_of, check_key, read_body
+from router.guard import OPERATED, add_error_answers, answer_error, caller_of, check_key, read_body
 from router.on_all_nodes import ADAPTER_PATHS, add_node_routes
 from router.reload import Reread
 from router.router import Router
@@ -62,7 +62,7 @@ class _App(FastAPI):
             if scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST":
                 return await served.complete(Request(scope, receive), as_it_is)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
-            return await answer_any(Request(scope, receive), why)
+            return await answer_error(Request(scope, receive), why)
         return None
 
 

@@ -122,8 +122,7 @@ class Client:
         lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
-        if not self._unsent:
-            _outbox.add(self, self._connection.loop)
+        _outbox.add(self, self._connection.loop)
         self._unsent.append(head)
 
     def write(self, payload: bytes) -> None:

@@ -17,12 +17,9 @@ from router.console.lookout import Lookout
 from router.console.recent import Ended
 from router.flow import Flow
 from router.metrics import Metrics
-from router.relay import CLIENT_GONE
+from router.relay import CLIENT_GONE, AnyWalk
 from router.timeline import Timeline
-from router.vllm.walk import VllmWalk
-from router.walk.handoff import Walk
 from router.walk.job import Job
-from router.walk.joined_walk import JoinedWalk
 from wire.errors import KvrelayError
 from wire.log_lines import Fields
 
@@ -32,17 +29,6 @@ _SHOWN_CHARS = 200
 _OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
 
 _log = logging.getLogger("kvrelay.router")
-
-
-class _Stages(Fields):
-    """Seconds in each stage, as milliseconds; for every request, so made with as little as can be."""
-
-    def __str__(self) -> str:
-        return " ".join([f"{name}_ms={self[name] * 1e3:.2f}" for name in STAGES if name in self])  # type: ignore[operator]
-
-    def named(self) -> Mapping[str, object]:
-        """As JSON has them."""
-        return {f"{name}_ms": self[name] * 1e3 for name in STAGES if name in self}  # type: ignore[operator]
 
 
 class Traced:
@@ -80,7 +66,7 @@ class Endings:
 
     def finished(
         self,
-        walk: Walk | JoinedWalk | VllmWalk,
+        walk: AnyWalk,
         key: str,
         path: str,
         status: int,
@@ -94,14 +80,15 @@ class Endings:
         model = self.flow.ends(walk, now)
         request = self._lookout.ended(walk, path, status, key, failed, stages_s, now)
         self._metrics.finished(model, request)
-        more = Fields(model=request.model, client_gone="yes" if status == CLIENT_GONE else "no")
+        more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
+        more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:
             more["error"] = failed
         more["placed"] = repr(request.placed)
         _log.info(
-            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s",
+            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s",
             request.id,
             path,
             status,
@@ -110,7 +97,6 @@ class Endings:
             request.output_tokens,
             request.prefill,
             request.decode,
-            _Stages(stages_s),
             more,
         )
         if traced.span is not None:

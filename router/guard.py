@@ -32,7 +32,7 @@ __all__ = [
     "OPERATED",
     "PEER_HEADER",
     "add_error_answers",
-    "answer_any",
+    "answer_error",
     "caller_of",
     "check_key",
     "check_operator",
@@ -125,35 +125,23 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
 
 def add_error_answers(app: FastAPI) -> None:
     """Have whatever a route raises answered in the shape of its API."""
-    app.add_exception_handler(KvrelayError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_crash)
+    for kind in (KvrelayError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
 
 
-async def _answer_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
-    return error_response(why, headers, error_shape(request.url.path))
-
-
-async def _answer_http_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    shape = error_shape(request.url.path)
-    if why.status_code == 404:
-        return error_response(NotFound(f"there is no route {request.url.path}"), shape=shape)
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    return error_response(error, why.headers, shape)
-
-
-async def answer_any(request: Request, why: Exception) -> Response:
-    """Return the answer to whatever was raised where FastAPI does not see it."""
+async def answer_error(request: Request, why: Exception) -> Response:
+    """Return the answer to whatever was raised."""
+    path = request.url.path
+    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else {}
     if isinstance(why, KvrelayError):
-        return await _answer_error(request, why)
-    _log.error("%s broke", request.url.path, exc_info=why)
-    return await _answer_crash(request, why)
-
-
-async def _answer_crash(request: Request, why: Exception) -> Response:
-    error = KvrelayError(f"the router broke on {request.url.path}; its log says how")
-    return error_response(error, shape=error_shape(request.url.path))
+        error = why
+    elif isinstance(why, HTTPException):
+        error = RequestError(f"{request.method} {path}: {why.detail}")
+        error.status = why.status_code
+        if why.status_code == 404:
+            error = NotFound(f"there is no route {path}")
+        headers |= why.headers or {}
+    else:
+        _log.error("%s broke", path, exc_info=why)
+        error = KvrelayError(f"the router broke on {path}; its log says how")
+    return error_response(error, headers, error_shape(path))

@@ -21,7 +21,7 @@ from router.walk.handoff import Walk
 from router.walk.joined_walk import JoinedWalk
 from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
-__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
+__all__ = ["CLIENT_GONE", "AnyWalk", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
 """Headers wait this long for the first payload; after them, a comment is sent when nothing came for as long, at most
@@ -33,6 +33,8 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
+AnyWalk = Walk | JoinedWalk | VllmWalk
+"""The walk of a request: over our nodes, one for each of several prompts, or over vLLM's nodes."""
 Finished = Callable[[int, KvrelayError | None], None]
 """Told the status (CLIENT_GONE if the client left; an in-band error's own) and what went wrong."""
 
@@ -44,7 +46,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
     shape: Callable[[int, ErrorBody], bytes] = openai_error,
 ) -> Response:
-    """The answer to an error, its body made by `shape`."""
+    """Return the answer to an error, its body made by `shape`."""
     every = {**(headers or {}), **why.headers}
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
@@ -52,16 +54,14 @@ def error_response(
 
 
 def id_headers(job_id: str) -> dict[str, str]:
-    """How an answer tells its request's id."""
+    """Return how an answer tells its request's id."""
     return {"x-request-id": job_id, "request-id": job_id}  # the second is Anthropic's name of it
 
 
 class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
-    def __init__(
-        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, finished: Finished, dialect: Dialect = AS_IS
-    ) -> None:
+    def __init__(self, walk: AnyWalk, turn: Turn, finished: Finished, dialect: Dialect) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk
@@ -77,7 +77,7 @@ class Relay(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, in the task of its own that every request has; no other is left when it ends."""
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
         self._task, self._client = task, client_of(scope)
         self._client.watch(self._leave)
@@ -86,17 +86,14 @@ class Relay(Response):
         try:
             if self._walk.job.stream:
                 self._walk.reply.pass_on(self._pass, self._client.flow)
-                self._holding = loop.call_later(HOLD_S, self._hold)
+                self._holding = task.get_loop().call_later(HOLD_S, self._hold)
             failure = None if self._left else await self._walked()
             if self._walk.job.stream:
                 self._holding.cancel()
-                await self._end_stream(failure, scope, receive, send)
-            elif not self._left:
-                failure = await self._whole(failure, scope, receive, send)
+            if not self._left:
+                failure = await self._end(failure, scope, receive, send)
         finally:
             self._client.watch(None)
-            if self._walk.job.stream:
-                self._holding.cancel()
             status = CLIENT_GONE if not self._complete else 200 if failure is None else failure.status
             self._finished(status, failure)
             # A long body is given back now, and not when the collector comes to it.
@@ -105,13 +102,13 @@ class Relay(Response):
                 without_frames(failure)
 
     def _leave(self) -> None:
-        """The client went away."""
+        """End the walk of a client that went away."""
         self._left = not self._complete
         if self._walking:
             self._task.cancel()
 
     async def _walked(self) -> KvrelayError | None:
-        """Run the walk; what came of it."""
+        """Run the walk, and return what went wrong."""
         self._walking = True
         try:
             await self._turn.begun()
@@ -132,7 +129,7 @@ class Relay(Response):
         return None
 
     def _pass(self, payload: bytes) -> None:
-        """Events of the walk, to the client."""
+        """Send events of the walk to the client."""
         if self._broken is None:
             try:
                 self._send(self._dialect.events(payload))
@@ -141,10 +138,11 @@ class Relay(Response):
                 self._task.cancel()
 
     def _send(self, events: bytes) -> None:
-        """With the headers, if they were not sent yet."""
+        """Send events, with the headers if they were not sent yet."""
         if not self._begun:
             self._begun = True
-            self._client.begin(200, (*_STREAM_HEADERS, *_raw(self._extra)))
+            extra = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._extra.items()]
+            self._client.begin(200, (*_STREAM_HEADERS, *extra))
             if self._dialect is AS_IS:  # from now on there is nothing to do
                 self._walk.reply.pass_on(self._client.write, self._client.flow, self._client.write_last)
         self._client.write(events)
@@ -156,40 +154,25 @@ class Relay(Response):
         self._pieces = self._client.pieces
         self._holding = self._task.get_loop().call_later(HOLD_S, self._hold)
 
-    async def _end_stream(self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """An honest status while headers are held, an error event if it broke later."""
-        if self._left:
-            return
-        if failure is not None and not self._begun:
-            await self._error(failure, scope, receive, send)
-            return
-        self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
-        self._client.end()
-        self._complete = True
-
-    async def _whole(
+    async def _end(
         self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send
     ) -> KvrelayError | None:
-        """One JSON body; what went wrong."""
-        body = self._walk.reply.kept()
+        """Send the rest, or an error: as an event behind others, or with its honest status. Return what went wrong."""
+        if self._walk.job.stream and (failure is None or self._begun):
+            self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
+            self._client.end()
+            self._complete = True
+            return failure
         if failure is None:
             try:
+                body = self._walk.reply.kept()
                 if not body:
                     raise NodeFailed("a node ended the request without an answer; send it again")
-                body = self._dialect.whole(body)
+                answer = Response(self._dialect.whole(body), 200, self._extra, "application/json")
             except NodeFailed as why:
                 failure = why
         if failure is not None:
-            await self._error(failure, scope, receive, send)
-            return failure
-        await Response(body, 200, self._extra, "application/json")(scope, receive, send)
+            answer = error_response(failure, self._extra, self._dialect.error)
+        await answer(scope, receive, send)
         self._complete = not self._left
-        return None
-
-    async def _error(self, why: KvrelayError, scope: Scope, receive: Receive, send: Send) -> None:
-        await error_response(why, self._extra, self._dialect.error)(scope, receive, send)
-        self._complete = not self._left
-
-
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        return failure

@@ -50,7 +50,7 @@ from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay
+from router.relay import CLIENT_GONE, AnyWalk, Relay
 from router.reload import Reread, changes, static_nodes
 from router.reply import Reply
 from router.roles import RoleChanges
@@ -127,7 +127,7 @@ class Router:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         config, leads = self.config, self.shared.leads
         self.legs = legs = Legs(config, self.chores)
-        self._vllm_legs = VllmLegs(config, self.chores)
+        self._vllm_legs = VllmLegs(self.legs)
         self._means = Means(
             self.pool,
             self.doors,
@@ -160,7 +160,6 @@ class Router:
                 await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
-            await self._vllm_legs.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
 
@@ -199,7 +198,7 @@ class Router:
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
         traced: Traced | None = None
-        walk: Walk | JoinedWalk | VllmWalk | None = None
+        walk: AnyWalk | None = None
         try:
             body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.key_hash, body)
@@ -248,28 +247,13 @@ class Router:
 
         return Relay(walk, turn, finished, dialect)
 
-    def _walk(
-        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
-    ) -> Walk | JoinedWalk | VllmWalk:
+    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths) -> AnyWalk:
         """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means = self._means
         assert means is not None
         kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
-            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return VllmWalk(
-                job,
-                kind,
-                headers,
-                timeline,
-                self.pool,
-                self.placer,
-                self._vllm_legs,
-                self.metrics,
-                deaths,
-                attempts,
-                deadline_s,
-            )
+            return VllmWalk(job, kind, headers, timeline, means, self._vllm_legs, deaths)
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
             return Walk(part, headers, its, means, deaths, reply)
