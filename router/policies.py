@@ -15,14 +15,13 @@ import hashlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from wire.config import Role
 
-__all__ = ["POLICIES", "Ask", "N", "NodeView", "Policy", "least_queue", "most_depth", "prefix", "round_robin", "session"]
+__all__ = ["POLICIES", "Ask", "NodeView", "Policy", "least_queue", "most_depth", "prefix", "round_robin", "session"]
 
 _MOST_OVER_MEAN = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2016: moves little, evens out much
 _SLACK = 2.0  # requests: with short queues chance alone makes larger differences than the factor
@@ -95,9 +94,12 @@ def session(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
     return max(_within_bound(nodes), key=lambda node: (_hash(node.url) * key) & _ALL_BITS)
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"least_queue": least_queue, "prefix": prefix, "round_robin": round_robin, "session": session}
-)
+POLICIES: Mapping[str, Policy] = {
+    "least_queue": least_queue,
+    "prefix": prefix,
+    "round_robin": round_robin,
+    "session": session,
+}
 """By the names that an operator gives them."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed, RequestBroke
-from wire.frames import Frame, FrameKind
+from wire.frames import MALFORMED, Frame, FrameKind
 from wire.outputs import Load
 
-__all__ = ["LOST", "LegFailed", "Refused", "TakeFrame", "ending", "refusal"]
+__all__ = ["LOST", "LegFailed", "Refused", "TakeFrame", "ending", "refusal", "told_error"]
 
 LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
 """Why a leg was cut that the pool has given up."""
@@ -18,6 +20,16 @@ TakeFrame = Callable[[Frame], Awaitable[None] | None]
 """Given one frame after the other. What it answers, if anything, is waited for before it is given more."""
 
 _log = logging.getLogger("kvrelay.router")
+
+
+class _Told(msgspec.Struct):
+    """An error as our nodes and newer versions of vLLM wrap it, and as older ones do not."""
+
+    error: _Told | None = None
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: int | str | None = None
 
 
 class Refused(KvrelayError):
@@ -91,3 +103,15 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
     failed.draining, failed.lost = error.code == Draining.code, error.code == EngineDead.code
     failed.reading = error.code == RequestBroke.code
     return failed
+
+
+def told_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
+    """Return what a node's answer says of an error, and its status: `status`, unless it names one itself."""
+    try:
+        told = msgspec.json.decode(body, type=_Told)
+    except MALFORMED:
+        told = _Told()
+    told = told.error or told
+    own = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else status
+    message = told.message or f"a node answered {status} without a reason"
+    return ErrorBody(message, told.type or NodeFailed.type, told.param, told.code), own

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
 import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, refusal
+from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, refusal, told_error
 from router.legs.leg_stream import LegStreams
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
@@ -26,7 +26,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, Fr
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused", "message_of", "read_rest", "read_short"]
+__all__ = ["LegFailed", "Legs", "Refused", "message_of"]
 
 _DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
@@ -81,10 +81,33 @@ class Legs:
         stream = self._streams.ready(lease.node)
         if stream is not None and len(body) <= _LARGE_BODY_BYTES:
             return await stream.run(lease, path, body, headers, take)
+        async with self.posted(lease, path, body, {"accept": FRAMES_MEDIA_TYPE, **headers}) as answer:
+            if answer.content_type != FRAMES_MEDIA_TYPE:
+                raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
+            return await _read_frames(lease, answer.content, take)
+
+    @asynccontextmanager
+    async def posted(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Run one leg as an HTTP request of its own: a 200 answer. Raises LegFailed, Refused.
+
+        The connection is kept if the block ends well. If it does not, the node aborts the request."""
         try:
             async with asyncio.timeout(None) as scope:
                 lease.cut = lambda: scope.reschedule(0)
-                return await self._exchange(lease, path, body, headers, take)
+                answer = await self._session.post(
+                    lease.node.url + path, data=body, headers={**self._json, **headers}, allow_redirects=False
+                )
+                try:
+                    _note_load_header(lease, answer.headers.get(LOAD_HEADER))
+                    if answer.status != 200:
+                        raise _refusal(answer, await _read_short(answer.content))
+                    yield answer
+                except BaseException:
+                    answer.close()
+                    raise
+                self._chores.spawn(_read_rest(answer))
         except aiohttp.ClientError as why:
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
             detail = f"{name}: {why}"
@@ -102,7 +125,7 @@ class Legs:
         Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         async with self._session.get(f"{node.url}/health", timeout=timeout, allow_redirects=False) as answer:
-            body = await read_short(answer.content)
+            body = await _read_short(answer.content)
         if answer.status == 200 and not body.strip():
             return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
         try:
@@ -123,7 +146,7 @@ class Legs:
         async with self._session.get(
             node.url + path, headers=self._auth, timeout=timeout, allow_redirects=False
         ) as answer:
-            return answer.status, await read_short(answer.content)
+            return answer.status, await _read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
         """Return the answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
@@ -136,7 +159,7 @@ class Legs:
                 allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
-                    raise _refusal(answer, await read_short(answer.content))
+                    raise _refusal(answer, await _read_short(answer.content))
                 return await answer.read()
         except TimeoutError as why:
             raise DeadlineExceeded(f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less") from why
@@ -170,33 +193,9 @@ class Legs:
                 timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
                 allow_redirects=False,
             ) as answer:
-                return answer.status, await read_short(answer.content)
+                return answer.status, await _read_short(answer.content)
         except (aiohttp.ClientError, OSError) as why:
             return 503, f"it could not be reached: {type(why).__name__}"
-
-    async def _exchange(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
-    ) -> FrameKind:
-        answer = await self._session.post(
-            lease.node.url + path,
-            data=body,
-            headers={**self._json, "accept": FRAMES_MEDIA_TYPE, **headers},
-            allow_redirects=False,
-        )
-        ended: FrameKind | None = None
-        try:
-            _note_load_header(lease, answer.headers.get(LOAD_HEADER))
-            if answer.status != 200:
-                raise _refusal(answer, await read_short(answer.content))
-            if answer.content_type != FRAMES_MEDIA_TYPE:
-                raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
-            ended = await _read_frames(lease, answer.content, take)
-            return ended
-        finally:
-            if ended is None:
-                answer.close()
-            else:
-                self._chores.spawn(read_rest(answer))
 
 
 async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFrame) -> FrameKind:
@@ -219,7 +218,8 @@ async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFr
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     """Return what an answer other than 200 means."""
     after = answer.headers.get("retry-after", "")
-    return refusal(answer.status, _error_in(body), int(after) if after.isascii() and after.isdigit() else None)
+    error, _ = told_error(body, answer.status)
+    return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
 
 
 def _error_in(body: bytes) -> ErrorBody | None:
@@ -241,7 +241,7 @@ def message_of(body: bytes) -> str:
         return "no message"
 
 
-async def read_short(content: aiohttp.StreamReader) -> bytes:
+async def _read_short(content: aiohttp.StreamReader) -> bytes:
     """Read a body that ought to be short; cut at _MAX_ERROR_BYTES."""
     body = bytearray()
     while len(body) < _MAX_ERROR_BYTES and (chunk := await content.readany()):
@@ -258,7 +258,7 @@ def _note_load_header(lease: Lease, value: str | None) -> None:
         _log.warning("node %s reports a malformed load: %.80r", lease.node.url, value)
 
 
-async def read_rest(answer: aiohttp.ClientResponse) -> None:
+async def _read_rest(answer: aiohttp.ClientResponse) -> None:
     """Read the few bytes behind the last frame, so that the connection can be used again."""
     try:
         with suppress(aiohttp.ClientError, OSError):

@@ -9,12 +9,14 @@ P2pNcclConnector, the older one, has no such object. Both legs carry a request i
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
 
+from router.legs.leg_endings import LegFailed, told_error
 from router.walk.job import CHAT_PATH, Job
-from wire.errors import ErrorBody, NodeFailed, RequestError
+from wire.errors import ErrorBody, RequestError
 from wire.frames import MALFORMED
 
 __all__ = [
@@ -39,9 +41,8 @@ _ASK_TO_HOLD = {
     "remote_host": None,
     "remote_port": None,
 }
-_EVENT = b"data: "
-# Both forms in which versions begin an error event.
-_ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
+# Both forms in which versions begin an error event. Inside a string of another event its quotes are escaped.
+_ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
 
 
 class _Details(msgspec.Struct):
@@ -63,28 +64,17 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """Of a whole answer what the router reads. Decoding it proves that the rest is JSON."""
+    """A whole answer as far as the router reads it. Decoding it proves that the rest is JSON."""
 
-    choices: list[msgspec.Raw]
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     usage: _Usage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Prompt(msgspec.Struct):
-    """The tokens of a prompt, which a chat's answer tells once and a text's with its choice."""
-
-    choices: list[_Choice]
     prompt_token_ids: _Ids | None = None
+    """If they were asked for: a chat's answer tells them once and a text's with its choice."""
 
 
-class _Told(msgspec.Struct):
-    """An error as newer versions wrap it, and as older ones do not."""
-
-    error: _Told | None = None
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-    code: int | str | None = None
+class _Held(msgspec.Struct):
+    do_remote_prefill: bool
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -138,10 +128,9 @@ def undivided_because(job: Job) -> str | None:
 
 
 def forces_tools(job: Job) -> bool:
-    """Whether the answer must be a call. Some versions fail on one of a single token (vllm#38911)."""
-    return bytes(job.fields.get("tool_choice", b"")).strip()[:1] == b"{" or (
-        bytes(job.fields.get("tool_choice", b"")).strip() == b'"required"'
-    )
+    """Say whether the answer must be a call. Some versions fail on one of a single token (vllm#38911)."""
+    choice = bytes(job.fields.get("tool_choice", b"")).strip()
+    return choice[:1] == b"{" or choice == b'"required"'
 
 
 def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
@@ -182,35 +171,21 @@ def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> st
     return f"___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}"
 
 
-def handover_of(body: bytes, *, with_ids: bool = False) -> Handover:
-    """What the answer of a prefill leg gives away. Raises NodeFailed for one that is no answer."""
+def handover_of(body: bytes) -> Handover:
+    """Return what the answer of a prefill leg gives away. Raises LegFailed for one that is no answer."""
     answer = _decoded(body)
-    params = answer.kv_transfer_params
-    held = bytes(params).strip()[:1] == b"{" and _holds(params)
+    try:
+        held = msgspec.json.decode(answer.kv_transfer_params, type=_Held).do_remote_prefill
+    except MALFORMED:
+        held = False
     usage = answer.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
-    ids = _prompt_ids(body) if with_ids else None
-    return Handover(params if held else None, usage.prompt_tokens, details.cached_tokens, ids)
-
-
-def _prompt_ids(body: bytes) -> list[int] | None:
-    try:
-        told = msgspec.json.decode(body, type=_Prompt)
-    except MALFORMED:
-        return None
-    return told.prompt_token_ids or told.choices[0].prompt_token_ids
-
-
-def _holds(params: msgspec.Raw) -> bool:
-    try:
-        told = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
-    except MALFORMED:
-        return False
-    return bytes(told.get("do_remote_prefill", b"")).strip() == b"true"
+    ids = answer.prompt_token_ids or answer.choices[0].prompt_token_ids
+    return Handover(answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids)
 
 
 def plain_answer(body: bytes) -> Ending:
-    """A decode node's whole answer, without what it says of KV. Raises NodeFailed for one that is no answer."""
+    """Return a decode node's whole answer, without what it says of KV. Raises LegFailed for one that is no answer."""
     answer = _decoded(body)
     if bytes(answer.kv_transfer_params).strip() != b"null":
         # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a client.
@@ -223,34 +198,12 @@ def plain_answer(body: bytes) -> Ending:
 
 def _decoded(body: bytes) -> _Answer:
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        return msgspec.json.decode(body, type=_Answer)
     except MALFORMED as why:
-        raise NodeFailed(f"the node's answer is malformed: {why}") from why
-    if not answer.choices:
-        raise NodeFailed("the node's answer has no choices")
-    return answer
+        raise LegFailed(f"the node's answer is malformed: {why}") from why
 
 
 def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:
-    """Where whole events hold an error: its place in the bytes, what it says, and its status. None if they do not."""
-    for sign in _ERROR_EVENTS:
-        at = 0 if events.startswith(sign) else events.find(b"\n\n" + sign) + 2
-        if at == 1:
-            continue
-        line = events[at + len(_EVENT) :].partition(b"\n")[0]
-        error, status = told_error(line)
-        return at, error, status
-    return None
-
-
-def told_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
-    """What an error of a node says, in either form, and its status; `status` unless it names one itself."""
-    try:
-        told = msgspec.json.decode(body, type=_Told)
-    except MALFORMED:
-        return ErrorBody(f"a node answered {status} without a reason", NodeFailed.type), status
-    told = told.error or told
-    own = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else status
-    return ErrorBody(
-        told.message or "the node gave no reason", told.type or NodeFailed.type, told.param, told.code
-    ), own
+    """Return the place of an error in whole events, what it says, and its status; None if there is none."""
+    found = _ERROR_EVENT.search(events)
+    return None if found is None else (found.start(), *told_error(found[1]))

@@ -47,7 +47,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
         return web.Response(status=status, headers={"location": f"{elsewhere}{request.path}"})
 
     async with serving(listens) as elsewhere, serving(moved) as url:
-        legs, vllm, chores = Legs(CONFIG, Chores()), VllmLegs(CONFIG, Chores()), Chores()
+        legs, chores = Legs(CONFIG, Chores()), Chores()
         node = Node(url, role=Role.PREFILL)
         try:
             assert await legs.health(node) == f"its health check answers {status}"
@@ -60,10 +60,9 @@ async def test_no_redirect_is_followed(status: int) -> None:
             with suppress(KvrelayError):
                 await legs.run(Lease(node, 1), "/leg", b"{}", {}, lambda _: None)
             with suppress(KvrelayError):
-                await vllm.whole(Lease(node, 1), "/whole", b"{}", {})
+                await VllmLegs(legs).whole(Lease(node, 1), "/whole", b"{}", {})
         finally:
             await legs.close()
-            await vllm.close()
             await chores.finish(1.0)
     paths = {"/health", "/empty/health", "/empty/version", "/told", "/kv/release", "/kv/renew", "/asked", "/leg"}
     assert set(asked) == paths | {"/whole"}

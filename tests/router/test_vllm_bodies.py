@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.node import HealthReport, NodeKind
+from router.legs.leg_endings import told_error
 from router.vllm.bodies import (
     decode_body,
     error_in,
@@ -20,7 +21,6 @@ from router.vllm.bodies import (
     p2p_request_id,
     plain_answer,
     prefill_body,
-    told_error,
     undivided_because,
 )
 from router.vllm.report import report_of

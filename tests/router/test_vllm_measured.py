@@ -8,9 +8,10 @@ import pytest
 from aiohttp import web
 
 from router.nodes.node import Node
-from router.vllm.measured import DecodeTimes, prefilled
+from router.reply import Reply
+from router.vllm.measured import prefilled, streamed
 from tests.router.router_doubles import cluster
-from tests.router.vllm_doubles import Call, Store, VllmNode, ok, pair
+from tests.router.vllm_doubles import DONE, Call, Store, VllmNode, ok, pair
 from wire.config import Role
 
 
@@ -22,20 +23,32 @@ def test_prompts_teach_what_a_token_takes_also_behind_a_queue() -> None:
     assert node.state.costs.prompt_token == pytest.approx(0.05, rel=0.1)
 
 
-@pytest.mark.parametrize("held_up", [False, True])
-def test_a_stream_teaches_what_a_step_takes_unless_its_client_was_slow(held_up: bool) -> None:
+def test_a_stream_teaches_what_a_step_takes() -> None:
     node = Node("http://d", Role.DECODE)
     before = node.state.costs
     for _ in range(200):
-        times = DecodeTimes(node)
-        for at in range(10):
-            times.come(1, at * 0.03)
-        times.come(0, 99.0)
-        if held_up:
-            times.held_up()
-        times.streamed(1)
+        streamed(node, 8, 0.27)
     assert node.state.costs.prompt_token == before.prompt_token
-    assert node.state.costs.step == (before.step if held_up else pytest.approx(9 * 30 / 8, rel=0.01))
+    assert node.state.costs.step == pytest.approx(9 * 30 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+async def test_a_stream_that_its_client_held_up_teaches_nothing(held_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def paced(call: Call) -> web.StreamResponse:
+        response = await call.stream()
+        for event in [call.event("x")] * 9 + [DONE]:
+            await response.write(event.encode())
+            await asyncio.sleep(0.005)
+        return response
+
+    if held_up:
+        monkeypatch.setattr(Reply, "room", lambda self: asyncio.sleep(0))
+    p, d = pair()
+    d.script = paced
+    async with cluster(p, d, health_deadline_s=2.0) as c:
+        before = c.node(d).state.costs.step
+        await c.text({"stream": True})
+        assert (c.node(d).state.costs.step == before) == held_up
 
 
 def test_one_outlier_moves_little() -> None:
