@@ -13,18 +13,17 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from router.nodes.members import NodeSpec, Source
 from router.nodes.pool import Pool
 from wire.config import Role
 from wire.errors import RequestError
 from wire.frames import MALFORMED
-
-if TYPE_CHECKING:
-    import zmq.asyncio
 
 __all__ = ["EXPIRY_S", "PingBook", "hearing_pings"]
 
@@ -33,7 +32,7 @@ EXPIRY_S = 10.0
 
 _MAX_NODES = 4096
 _MAX_PING_BYTES = 4096
-_EXPIRE_S = 1.0
+_TELL_S = 1.0
 _COMPLAIN_S = 10.0
 _ROLES = {"P": Role.PREFILL, "D": Role.DECODE}
 
@@ -50,15 +49,15 @@ _decoder = msgspec.msgpack.Decoder(_Ping)
 
 
 class PingBook:
-    """Who has pinged, and when. Pure; times are any one monotonic clock."""
+    """A record of who has pinged, and when. Pure; times are any one monotonic clock."""
 
     def __init__(self, may_be_node: Callable[[str], bool]) -> None:
         """`may_be_node` is RouterConfig's."""
         self._may_be_node = may_be_node
         self._heard: dict[str, tuple[NodeSpec, str, float]] = {}
 
-    def take(self, message: bytes, now: float) -> bool:
-        """Note a ping; whether it changes what is known. Raises RequestError for what is none."""
+    def take(self, message: bytes, now: float) -> None:
+        """Note a ping. Raises RequestError for what is none."""
         try:
             ping = _decoder.decode(message)
             # A colon apart from the port's would be read as an address in a request's id.
@@ -70,21 +69,13 @@ class PingBook:
             raise RequestError(f"it is no ping: {why}") from why
         if not self._may_be_node(spec.url):
             raise RequestError(f"{spec.url} would get the nodes' key; give --node-allow if its host is to be a node")
-        before = self._heard.get(spec.url)
-        if before is None and len(self._heard) >= _MAX_NODES:
+        if spec.url not in self._heard and len(self._heard) >= _MAX_NODES:
             raise RequestError(f"{_MAX_NODES} nodes have named themselves already")
         self._heard[spec.url] = (spec, ping.zmq_address, now)
-        return before is None or before[:2] != (spec, ping.zmq_address)
 
-    def expire(self, now: float) -> bool:
-        """Forget who has been silent for too long; whether anybody was."""
-        silent = [url for url, (_, _, at) in self._heard.items() if now - at > EXPIRY_S]
-        for url in silent:
-            del self._heard[url]
-        return bool(silent)
-
-    def members(self) -> list[tuple[NodeSpec, str]]:
-        """The nodes, each with the address of its ZMQ socket."""
+    def members(self, now: float) -> list[tuple[NodeSpec, str]]:
+        """Return the nodes, each with the address of its ZMQ socket; forget who has been silent for too long."""
+        self._heard = {url: heard for url, heard in self._heard.items() if now - heard[2] <= EXPIRY_S}
         return [(spec, address) for spec, address, _ in self._heard.values()]
 
 
@@ -94,54 +85,40 @@ async def hearing_pings(pool: Pool, host: str, port: int, may_be_node: Callable[
     if not port:
         yield
         return
-    import zmq  # here, because most routers do without
-    import zmq.asyncio
-
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_PING_BYTES)
-    socket.setsockopt(zmq.LINGER, 0)
-    address = "127.0.0.1" if host == "localhost" else host
-    if ":" in address:
-        socket.setsockopt(zmq.IPV6, 1)
-        address = f"[{address}]"
-    try:
-        socket.bind(f"tcp://{address}:{port}")
-    except zmq.ZMQError as why:
-        context.destroy(0)
-        raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
-    task = asyncio.create_task(_hear(pool, socket, PingBook(may_be_node)))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        context.destroy(0)
+    address = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_PING_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            socket.bind(f"tcp://{address}:{port}")
+        except zmq.ZMQError as why:
+            raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
+        task = asyncio.create_task(_hear(pool, socket, PingBook(may_be_node)))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _hear(pool: Pool, socket: zmq.asyncio.Socket, book: PingBook) -> None:
-    expire_at = complain_at = 0.0
+    tell_at = complain_at = 0.0
+    told: list[tuple[NodeSpec, str]] = []
     while True:
-        changed = False
-        if await socket.poll(_EXPIRE_S * 1e3):
-            frames = await socket.recv_multipart()
-            now = time.monotonic()
+        came = await socket.poll(_TELL_S * 1e3)
+        now = time.monotonic()
+        if came:
             try:
-                changed = book.take(frames[-1], now)
+                book.take((await socket.recv_multipart())[-1], now)
             except RequestError as why:
                 if now >= complain_at:  # a stranger must not fill the log
                     complain_at = now + _COMPLAIN_S
                     _log.warning("a ping is refused: %s", why.message)
-        now = time.monotonic()
-        if now >= expire_at:
-            expire_at = now + _EXPIRE_S
-            changed |= book.expire(now)
-        if changed:
-            _tell(pool, book, now)
-
-
-def _tell(pool: Pool, book: PingBook, now: float) -> None:
-    members = book.members()
-    pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
-    for spec, address in members:
-        pool.note_p2p_address(spec.url, address)
+        if now >= tell_at:
+            tell_at = now + _TELL_S
+            if (members := book.members(now)) != told:
+                told = members
+                pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
+                for spec, address in members:
+                    pool.note_p2p_address(spec.url, address)
