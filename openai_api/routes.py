@@ -47,7 +47,7 @@ class Server(Protocol):
         ...
 
     def owner(self, request: Request) -> str:
-        """To whom the responses belong that a request makes: the hash of its key, empty where all are one caller."""
+        """Return whose the responses are that a request makes: the hash of its key, or one word for all callers."""
         ...
 
     async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:

@@ -42,7 +42,7 @@ from router.membership.kubernetes_lists import discovering
 from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.health import watching
-from router.nodes.members import Source
+from router.nodes.members import Source, static_nodes
 from router.nodes.models import Models
 from router.nodes.node import NodeKind
 from router.nodes.pairs import Meeting, Pairs
@@ -51,7 +51,7 @@ from router.nodes.warm_up import warming
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, AnyWalk, Relay
-from router.reload import Reread, changes, static_nodes
+from router.reload import Reread, changes
 from router.reply import Reply
 from router.roles import RoleChanges
 from router.shared import Shared
@@ -183,7 +183,7 @@ class Router:
         config = self._reread()
         changed = changes(self.config, config)
         if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
-            self.pool.tell(Source.STATIC, static_nodes(config), time.monotonic())
+            self.pool.tell(Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic())
         self.take_over(config)
         return changed
 
@@ -201,7 +201,7 @@ class Router:
         walk: AnyWalk | None = None
         try:
             body = await self.body(request)
-            fingerprint = partial(fingerprint_of, caller.key_hash, body)
+            fingerprint = partial(fingerprint_of, caller.sha256, body)
             deaths = Deaths(self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
@@ -219,7 +219,7 @@ class Router:
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
             if self.config.isolate_keys:
-                job = with_salt_of(job, caller.key_hash)
+                job = with_salt_of(job, caller.sha256)
             if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
@@ -281,7 +281,7 @@ class Router:
 
     def owner(self, request: Request) -> str:
         """Return the hash of the caller's key."""
-        return caller_of(request).key_hash
+        return caller_of(request).sha256
 
     def health(self) -> tuple[int, bytes]:
         """Return 200 while requests for any model can be served, else 503; and the state of every model and node."""

@@ -89,7 +89,7 @@ class Gate:
 
     def waiting(self) -> int:
         """Count the requests in all queues."""
-        return sum(len(line.queue) for line in self._lines.values())
+        return sum(self.waiting_by_model().values())
 
     def waiting_by_model(self) -> dict[str, int]:
         """Count the requests in each model's queue."""

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from wire.errors import Forbidden, NotFound, RequestError, Unauthorized
 from wire.key_config import KeyConfig
@@ -22,41 +22,16 @@ _MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """A sender of requests, by its key."""
+class Caller(KeyConfig):
+    """A sender of requests, by its key. What belongs to the key does so by its hash, whatever its name."""
 
-    name: str
-    key_hash: str = ""
-    """Of its key, as a KeyConfig has it: what belongs to the key does so by this, whatever its name. Empty: no key."""
-    requests_per_minute: int = 0
-    """0 is no limit, here and below."""
-    tokens_per_minute: int = 0
-    max_running: int = 0
-    weight: float = 1.0
-    priority: int = 0
     most_important: int = -_MAX_PRIORITY
     """The lowest priority that its requests may ask for."""
-    max_queue: int = 0
-    models: frozenset[str] = frozenset()
-    """Empty: all."""
-    admin: bool = True
 
     @classmethod
     def of(cls, key: KeyConfig) -> Caller:
         """Return the owner of a configured key."""
-        return cls(
-            key.name,
-            key.sha256,
-            key.requests_per_minute,
-            key.tokens_per_minute,
-            key.max_running,
-            key.weight,
-            key.priority,
-            key.priority,
-            key.max_queue,
-            frozenset(key.models),
-            key.admin,
-        )
+        return cls(**asdict(key), most_important=key.priority)
 
     def may(self, model: str) -> bool:
         """Say whether it may ask for a model, adapter or alias."""
@@ -93,8 +68,8 @@ class Caller:
         return asked
 
 
-ANYONE = Caller("anyone")
-"""Where no key is wanted."""
+ANYONE = Caller("anyone", "0" * 64, admin=True)
+"""Where no key is wanted. No key has this hash."""
 
 
 class Keyring:
@@ -105,7 +80,7 @@ class Keyring:
 
     def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
         """Know these keys from now on."""
-        in_clear = [Caller("api-key", hash_of(api_key))] if api_key else []
+        in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
         self.callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
 
     def caller(self, given: str) -> Caller:
@@ -115,7 +90,7 @@ class Keyring:
         digest = hash_of(given)
         found: Caller | None = None
         for caller in self.callers:  # all of them, whichever it is
-            if hmac.compare_digest(caller.key_hash, digest):
+            if hmac.compare_digest(caller.sha256, digest):
                 found = caller
         if found is None:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")

@@ -83,5 +83,5 @@ class Poison:
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
-    """Hash what a request is known by; `key` is the hash of its API key, empty without one."""
+    """Hash what a request is known by; `key` is the hash of its API key."""
     return hashlib.blake2b(body, digest_size=16, key=hashlib.sha256(key.encode()).digest()).digest()

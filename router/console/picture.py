@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.console.recent import SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
+from router.console.recent import KEPT_REQUESTS, SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
 from router.nodes.breaker import BreakerSeen
 from wire.config import Role
 from wire.outputs import Load
@@ -37,7 +37,6 @@ __all__ = [
 _EDGE_SLOTS = 12
 _RATE_SLOTS = 2
 _MOST_EDGES = 200
-_MOST_REQUESTS = 200
 _SHARES = (0.5, 0.9, 0.99)
 _WORST = {"closed": 0, "half_open": 1, "open": 2}
 
@@ -265,7 +264,7 @@ def picture_of(
         edges=sorted(edges, key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES],
         failed_pairs=own.failed_pairs,
         counts=counts,
-        requests=sorted(requests, key=lambda each: -each.ended)[:_MOST_REQUESTS],
+        requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
         roles=own.roles,
     )
 

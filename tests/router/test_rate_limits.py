@@ -13,7 +13,7 @@ from router.admission.rate_limits import KeyLimits, Refusal, shown_s
 
 
 def quota(**limits: int) -> Caller:
-    return Caller("k", **limits)  # type: ignore[arg-type]
+    return Caller("k", "0" * 64, **limits)  # type: ignore[arg-type]
 
 
 BOTH = quota(requests_per_minute=6, tokens_per_minute=600)
