@@ -34,8 +34,6 @@ _log = logging.getLogger("kvrelay.router")
 class Traced:
     """The trace that a request is part of: the client's, or a new one if there is tracing here, or none."""
 
-    __slots__ = ("headers", "span")
-
     def __init__(self, tracing: Tracing | None, path: str, header: Callable[[str], str | None], arrived: float) -> None:
         """`arrived`: monotonic seconds."""
         self.headers = sane_trace(header)
@@ -54,7 +52,7 @@ class Endings:
         self.flow = Flow(metrics, lookout.recent.flowed)
 
     def refused(
-        self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None = None
+        self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None
     ) -> None:
         """Note a request that was refused before it began; `job`: what was understood of it."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)

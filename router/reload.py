@@ -12,12 +12,10 @@ import logging
 import signal
 from collections.abc import Callable
 
-from router.nodes.members import NodeSpec
-from wire.config import Role
 from wire.errors import ConfigError, KvrelayError
 from wire.router_config import LIVE, RouterConfig
 
-__all__ = ["Reread", "changes", "reload_on_hangup", "static_nodes"]
+__all__ = ["Reread", "changes", "reload_on_hangup"]
 
 Reread = Callable[[], RouterConfig]
 """Reads the configuration again, as the process was started: flags over file over defaults. Raises ConfigError."""
@@ -45,21 +43,15 @@ def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
     return differ
 
 
-def static_nodes(config: RouterConfig) -> list[NodeSpec]:
-    """Return the nodes that a configuration lists."""
-    lists = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
-    return [NodeSpec(url, role) for role, urls in lists for url in urls]
-
-
 def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
     """Have SIGHUP reload from now on, and the log say what came of it. Called on the event loop."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reloaded, reload)
 
+    def hung_up() -> None:
+        try:
+            changed = reload()
+        except KvrelayError as why:
+            _log.error("the configuration is not reloaded: %s", why.message)
+        else:
+            _log.info("the configuration is reloaded: %s", f"new {', '.join(changed)}" if changed else "nothing is new")
 
-def _reloaded(reload: Callable[[], list[str]]) -> None:
-    try:
-        changed = reload()
-    except KvrelayError as why:
-        _log.error("the configuration is not reloaded: %s", why.message)
-    else:
-        _log.info("the configuration is reloaded: %s", f"new {', '.join(changed)}" if changed else "nothing is new")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)

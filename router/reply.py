@@ -13,7 +13,7 @@ __all__ = ["Flow", "Reply"]
 
 
 class Flow(Protocol):
-    """Whether a client reads."""
+    """A client that reads, or not."""
 
     write_paused: bool
 
@@ -23,7 +23,7 @@ class Flow(Protocol):
 
 
 class Reply:
-    """Not for threads."""
+    """A reply to one client. Not for threads."""
 
     def __init__(self) -> None:
         self._kept: list[bytes] = []
@@ -37,24 +37,23 @@ class Reply:
     def pass_on(
         self, put: Callable[[bytes], None], flow: Flow, put_last: Callable[[bytes], None] | None = None
     ) -> None:
-        """From now on each payload goes to `put`, the last one to `put_last`; who asks for room is told of `flow`."""
+        """Give each payload to `put` from now on, the last one to `put_last`; who asks for room is told of `flow`."""
         self.put, self.put_last, self.flow = put, put_last or put, flow
 
     def pass_on_no_more(self) -> None:
-        """The client has all that it gets."""
+        """Keep what still comes: the client has all that it gets."""
         self.put = self.put_last = self._kept.append
         self.flow = None
 
     def kept(self) -> bytes:
-        """All that was put and not passed on."""
+        """Return all that was put and not passed on."""
         return b"".join(self._kept)
 
     @property
     def full(self) -> bool:
-        """Whether there is something to wait for before more is put. What is kept until it is whole never is."""
+        """Say whether there is something to wait for before more is put. Never for what is kept until it is whole."""
         return self.flow is not None and self.flow.write_paused
 
     def room(self) -> Awaitable[None] | None:
-        """What to wait for before more is put, if anything."""
-        flow = self.flow
-        return flow.drain() if flow is not None and flow.write_paused else None
+        """Return what to wait for before more is put, if anything."""
+        return self.flow.drain() if self.flow is not None and self.flow.write_paused else None

@@ -14,7 +14,7 @@ from wire.config import Role
 from wire.config_checks import MAX_URL_CHARS, is_base_url
 from wire.errors import RequestError
 
-__all__ = ["Change", "Members", "NodeSpec", "Source"]
+__all__ = ["Change", "Members", "NodeSpec", "Source", "static_nodes"]
 
 
 class Source(enum.StrEnum):
@@ -50,6 +50,11 @@ class NodeSpec:
         object.__setattr__(self, "url", self.url.rstrip("/"))
         if self.role not in (Role.PREFILL, Role.DECODE):
             raise RequestError(f"role must be prefill or decode, got {self.role}", param="role")
+
+
+def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec]:
+    """Return the nodes that a configuration lists. Raises RequestError."""
+    return [*(NodeSpec(url, Role.PREFILL) for url in prefill), *(NodeSpec(url, Role.DECODE) for url in decode)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A node takes legs only while it is up. A blamed failure takes it down until a he
 succeeds. Three health checks missed in a row, a dead engine, or a new generation also cut the legs that still wait for
 it: a process that is stopped never closes its connections, and one whose engine hangs keeps them.
 
-Nodes come and go at run time (router/membership/members.py says which are to be there). One that no source names any
+Nodes come and go at run time (router/nodes/members.py says which are to be there). One that no source names any
 more takes no new legs and is watched until its last one has ended.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from router.node_load import UNKNOWN, Share
-from router.nodes.members import Change, Members, NodeSpec, Source
+from router.nodes.members import Change, Members, NodeSpec, Source, static_nodes
 from router.nodes.node import NEW, HealthReport, Lease, News, Node, NodeKind, NodeNews
 from router.nodes.pairing import Kinds
 from router.prefix.index import Prefix, PrefixIndex
@@ -61,8 +61,7 @@ class Pool:
         """What has happened to nodes, the last at the end."""
         self.kinds = Kinds()
         self._typical: dict[str, StepCosts] = {}
-        lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
-        self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
+        self.tell(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
     def follow(self, joined: Callable[[Node], None], left: Callable[[Node], None]) -> Callable[[], None]:
         """Call `joined` for every node that is there or will be, `left` when one is gone with its last leg.
