@@ -32,7 +32,7 @@ def opened(prefill: Breaker, decode: Breaker, tokens: int) -> Breaker:
     """The breaker that opens when legs break after so many tokens."""
     for _ in range(FAILURES_IN_A_ROW):
         leg(prefill, decode, tokens=tokens).failed("it broke", NOW)
-    (found,) = [each for each in (prefill, decode) if each.state(NOW) is State.OPEN]
+    (found,) = {each for each in (prefill, decode) if each.state(NOW) is State.OPEN}
     return found
 
 
@@ -54,6 +54,13 @@ def test_of_decoding_the_second_token_speaks_and_the_first_does_not(prefill: Bre
         assert decode.state(now) is State.HALF_OPEN
         assert decode.verdict(now) is Verdict.TAKES
     leg(prefill, decode, now, tokens=2).close()
+    assert decode.state(now) is State.CLOSED
+
+
+def test_a_node_that_breaks_every_stream_is_found_out(decode: Breaker) -> None:
+    assert opened(decode, decode, tokens=3) is decode
+    now = NOW + decode.opens_in(NOW)
+    leg(decode, decode, now, tokens=3).ended(now)
     assert decode.state(now) is State.CLOSED
 
 
