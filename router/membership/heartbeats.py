@@ -38,7 +38,7 @@ class _Heard:
 
 
 class Announced:
-    """Who has announced itself. Knows no socket and no clock."""
+    """A record of who has announced itself. Knows no socket and no clock."""
 
     def __init__(self, key: str) -> None:
         self._key = key

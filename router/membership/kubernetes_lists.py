@@ -48,7 +48,7 @@ _log = logging.getLogger("kvrelay.router")
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often and how long, in seconds.
+    """A pace: how often and how long, in seconds.
 
     A pod that is gone is named for relist_s and as long as two lists take: below 5 s with lists of up to 2 s.
     """
@@ -93,7 +93,7 @@ async def discovering(
 
 
 class _Api:
-    """Pods of one namespace, through the official client: its configuration, credentials, TLS and connections."""
+    """A way to the pods of a namespace by the official client: its configuration, credentials, TLS and connections."""
 
     def __init__(self, selector: str, namespace: str, pace: Pace) -> None:
         """Raises ConfigError if there is no client, or nothing says where the API server is."""
@@ -137,7 +137,7 @@ class _Api:
 
 
 def server_of(namespace: str) -> tuple[Any, str]:
-    """The client's settings, and the namespace; an empty one is our own. Raises ConfigError; asks nobody."""
+    """Return the client's settings, and the namespace; an empty one is our own. Raises ConfigError; asks nobody."""
     try:
         import kubernetes.client
         import kubernetes.config
@@ -165,7 +165,7 @@ def server_of(namespace: str) -> tuple[Any, str]:
 
 
 class _Follower:
-    """What the thread does, and what it knows."""
+    """A thread's work, and what it knows."""
 
     def __init__(self, api: _Api, pool: Pool, listed: Gauge) -> None:
         self.stopped = threading.Event()

@@ -26,11 +26,11 @@ PORT_NAME = "http"
 
 
 class _Struct(msgspec.Struct, frozen=True, rename="camel"):
-    """What is read of an object; the rest is skipped. Null and missing are the same: Go writes either."""
+    """A part of an object that is read; the rest is skipped. Null and missing are the same: Go writes either."""
 
 
 class ObjectMeta(_Struct, frozen=True):
-    """metadata of a pod."""
+    """A pod's metadata."""
 
     name: str = ""
     uid: str = ""
@@ -63,20 +63,20 @@ class ContainerStatus(_Struct, frozen=True):
 
 
 class PodCondition(_Struct, frozen=True):
-    """Ready is one of them."""
+    """A condition of a pod; Ready is one of them."""
 
     type: str
     status: str
 
 
 class PodSpec(_Struct, frozen=True):
-    """spec of a pod."""
+    """A pod as it is wanted."""
 
     containers: list[Container] | None = None
 
 
 class PodStatus(_Struct, frozen=True):
-    """status of a pod."""
+    """A pod as it is."""
 
     phase: str | None = None
     pod_ip: str | None = msgspec.field(default=None, name="podIP")
@@ -85,7 +85,7 @@ class PodStatus(_Struct, frozen=True):
 
 
 class Pod(_Struct, frozen=True):
-    """One pod."""
+    """A pod."""
 
     metadata: ObjectMeta
     spec: PodSpec = PodSpec()
@@ -93,18 +93,18 @@ class Pod(_Struct, frozen=True):
 
     @property
     def serves(self) -> bool:
-        """Whether it may get new legs: Ready, and nobody has asked for its end."""
+        """Say whether it may get new legs: it is Ready, and nobody has asked for its end."""
         ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions or ())
         return ready and not self.terminating
 
     @property
     def terminating(self) -> bool:
-        """Its end was asked for; its process may still be there."""
+        """Say whether its end was asked for; its process may still be there."""
         return self.metadata.deletion_timestamp is not None
 
     @property
     def ended(self) -> bool:
-        """Its process is not there any more (or not yet)."""
+        """Say whether its process is not there any more (or not yet)."""
         if self.status.phase in ("Succeeded", "Failed"):
             return True
         named = self._named_port
@@ -116,7 +116,7 @@ class Pod(_Struct, frozen=True):
         return bool(states) and all(state.get("running") is None for state in states)
 
     def node(self) -> NodeSpec:
-        """The node that it is, whether it serves or not. Raises RequestError if it cannot be one."""
+        """Return the node that it is, whether it serves or not. Raises RequestError if it cannot be one."""
         metadata, address = self.metadata, self.status.pod_ip or ""
         labels, annotations = metadata.labels or {}, metadata.annotations or {}
         role = labels.get(ROLE, "")
@@ -139,7 +139,7 @@ class Pod(_Struct, frozen=True):
 
     @property
     def _named_port(self) -> tuple[str, int] | None:
-        """The container that has the port of this name, and the port."""
+        """Return the container that has the port of this name, and the port."""
         return next(
             (
                 (container.name, port.container_port)
@@ -152,7 +152,7 @@ class Pod(_Struct, frozen=True):
 
 
 class ListMeta(_Struct, frozen=True):
-    """metadata of a list. `more` asks for the next page."""
+    """A list's metadata. `more` asks for the next page."""
 
     resource_version: str = ""
     more: str | None = msgspec.field(default=None, name="continue")
@@ -167,7 +167,7 @@ class ListedPods(_Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What follows from all pods that are known."""
+    """A summary of what follows from all pods that are known."""
 
     nodes: tuple[NodeSpec, ...] = ()
     gone: frozenset[str] = frozenset()
@@ -177,7 +177,7 @@ class Told:
 
 
 class Pods:
-    """All pods that the selector matches, as they were listed last.
+    """A record of all pods that the selector matches, as they were listed last.
 
     That a pod is not there any more proves its process's end only if it was terminating or ended before: one that has
     lost its label runs on. `gone` is told once, because others may have the address by then.

@@ -26,7 +26,7 @@ FORGET_S = 60.0
 
 
 class State(enum.StrEnum):
-    """CLOSED lets legs through, OPEN none, HALF_OPEN one at a time."""
+    """A breaker's state: CLOSED lets legs through, OPEN none, HALF_OPEN one at a time."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -34,7 +34,7 @@ class State(enum.StrEnum):
 
 
 class Verdict(enum.IntEnum):
-    """Whether a leg may go to a node, the best first. LAST: if there is no other node; RESTS: not for a while."""
+    """A word on whether a leg may go to a node, the best first. LAST: if there is no other; RESTS: not for a while."""
 
     TAKES = 0
     RESTS = 1

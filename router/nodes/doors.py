@@ -38,7 +38,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Doors:
-    """What lets legs to the nodes of a pool, or does not."""
+    """A judge of which nodes of a pool may take legs."""
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
         self.faults = FailedPairs()

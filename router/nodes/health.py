@@ -49,8 +49,8 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents | None, interval_s: 
 
 
 async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> None:
-    """One check after the other. A node that is down is asked each interval, whether or not the last check was
-    answered: what was sent into a cut network comes late or never when it is whole again, a new question at once."""
+    """Check a node again and again. One that is down is asked each interval, whether or not it has answered the last
+    time: what was sent into a cut network comes late or never when it is whole again, a new question at once."""
     checks: set[asyncio.Task[None]] = set()
     try:
         while True:

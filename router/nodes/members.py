@@ -18,7 +18,7 @@ __all__ = ["Change", "Members", "NodeSpec", "Source", "static_nodes"]
 
 
 class Source(enum.StrEnum):
-    """Who says which nodes there are. Where two disagree about a node's role, the first of these is believed."""
+    """A voice that says which nodes there are. Where two disagree about a role, the first of these is believed."""
 
     ADMIN = "admin"
     STATIC = "static"
@@ -59,7 +59,7 @@ def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What follows from what a source has said."""
+    """A change that follows from what a source has said."""
 
     joined: tuple[NodeSpec, ...] = ()
     left: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ __all__ = ["Models"]
 
 
 class Models:
-    """What the nodes of a pool serve, and the aliases for it. `created` is the Unix second that cards tell."""
+    """A list of what the nodes of a pool serve, and of aliases for it. `created` is the Unix second that cards tell."""
 
     def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
         self._pool = pool

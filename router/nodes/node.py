@@ -33,7 +33,7 @@ NEW = "not checked yet"
 
 
 class NodeKind(enum.StrEnum):
-    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
+    """A make of node, and the contract by which it hands over: only nodes of one kind can be a pair."""
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
@@ -44,7 +44,7 @@ News = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
 
 
 class NodeNews(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a node, or that it or an operator has said: for other processes of this router."""
+    """An event of a node, or a word of it or of an operator: for other processes of this router."""
 
     number: int
     what: News
@@ -54,7 +54,7 @@ class NodeNews(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
+    """A node's 200 answer to GET /health, or what was found out of one that answers with less."""
 
     role: Role
     model: str
@@ -90,17 +90,17 @@ class HealthReport(msgspec.Struct, frozen=True):
 
     @property
     def leg_versions(self) -> Versions | None:
-        """Those of the leg stream that it speaks."""
+        """Return those of the leg stream that it speaks."""
         return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest)) if self.leg_stream else None
 
     @property
     def leg_version(self) -> int | None:
-        """The one that it and this router speak with each other; None: it speaks no leg stream, or none of ours."""
+        """Return the one that it and this router speak with each other. None: it speaks none, or none of ours."""
         return None if self.leg_versions is None else LEGS.common(self.leg_versions)
 
     @property
     def unspoken(self) -> str | None:
-        """Why no leg can go there, of a node whose leg streams are all of other versions than ours."""
+        """Return why no leg can go there, of a node whose leg streams are all of other versions than ours."""
         if self.leg_versions is None or self.leg_version is not None:
             return None
         older = "router" if self.leg_versions.oldest > LEGS.newest else "node"
@@ -111,13 +111,13 @@ class HealthReport(msgspec.Struct, frozen=True):
 
     @property
     def draining(self) -> bool:
-        """It takes nothing new and ends what it has: a 503 with a report."""
+        """Say whether it takes nothing new and ends what it has: a 503 with a report."""
         return self.status == DRAINING
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One leg's place on a node."""
+    """A leg's place on a node."""
 
     node: Node
     tokens: int = 0
@@ -149,7 +149,7 @@ class Lease:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One node as the router knows it."""
+    """A node as the router knows it."""
 
     url: str
     role: Role
@@ -200,16 +200,16 @@ class Node:
 
     @property
     def depth(self) -> float:
-        """Its queue, in requests; prompts that wait count by their length."""
+        """Return its queue, in requests; prompts that wait count by their length."""
         return self.state.depth
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether a decode node computes prompts if asked; another project's does."""
+        """Say whether a decode node computes prompts if asked; another project's does."""
         return self.kv is None or self.kv.computes_prompts
 
     def serves(self, base: str, name: str) -> bool:
-        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
+        """Say whether requests for `name`, the model `base` or an adapter of it, can run here."""
         return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:

@@ -23,7 +23,7 @@ AVOID_S, AVOID_CAP_S = 5.0, 120.0
 
 @functools.lru_cache(4096)
 def unlike(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
-    """None if the decode node can take the prefill node's KV, else one clause naming both values."""
+    """Return None if the decode node can take the prefill node's KV, else one clause naming both values."""
     if prefill is None or decode is None:
         return None
     difference = prefill.fingerprint.difference(decode.fingerprint)
@@ -51,14 +51,14 @@ def _is_loopback(address: str) -> bool:
 
 
 class Kinds:
-    """All that nodes have said of their KV. As long as any two of a model can talk, no choice needs to look."""
+    """A record of what nodes have said of their KV. As long as any two of a model can talk, no choice needs to look."""
 
     def __init__(self) -> None:
         self.mixed = False
         self._met: dict[str, set[KvFacts]] = {}
 
     def meet(self, model: str, facts: KvFacts | None) -> None:
-        """A node that serves this model says this of itself."""
+        """Note what a node that serves this model says of itself."""
         met = self._met.setdefault(model, set())
         if facts is None or facts in met:
             return
@@ -67,7 +67,7 @@ class Kinds:
 
 
 class Links:
-    """How long the KV of a request is under way behind its prefill, by pair: bounded means of what was seen."""
+    """A record of how long KV is under way behind its prefill, by pair: bounded means of what was seen."""
 
     def __init__(self) -> None:
         self._ms: dict[tuple[str, str], float] = {}
@@ -102,7 +102,7 @@ class FailedPairs:
         return bool(self._faults)
 
     def failed(self, prefill: str, decode: str, cause: str, now: float, first_s: float = AVOID_S) -> None:
-        """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL.
+        """Note that the KV of the prefill node did not come. Nodes are named by generation or URL.
 
         `first_s`: avoided for so long the first time."""
         if cause == "LeaseLost":  # a lease that ran out does not say that the way between the two is bad
@@ -113,10 +113,10 @@ class FailedPairs:
             self._faults = {pair: fault for pair, fault in self._faults.items() if fault[1] > now}
 
     def worked(self, prefill: str, decode: str) -> None:
-        """KV came."""
+        """Note that KV came."""
         self._faults.pop((prefill, decode), None)
 
     def avoided(self, prefill: str, decode: str, now: float) -> bool:
-        """Whether another decode node is to be preferred for this prefill node's KV."""
+        """Say whether another decode node is to be preferred for this prefill node's KV."""
         fault = self._faults.get((prefill, decode))
         return fault is not None and now < fault[1]

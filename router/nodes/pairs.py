@@ -29,7 +29,7 @@ _Side = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a meeting went, and why not well. `busy`: soon again. `never`: they cannot be asked."""
+    """An end of a meeting, and why it went wrong. `busy`: soon again. `never`: they cannot be asked."""
 
     how: Literal["met", "failed", "busy", "never"]
     why: str = ""
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(eq=False, slots=True)
 class Meeting:
-    """One of two nodes, as they were when it began."""
+    """A meeting of two nodes."""
 
     prefill: Node
     decode: Node
@@ -47,7 +47,7 @@ class Meeting:
 
 
 class Pairs:
-    """All pairs that meet or have met. Nodes without a generation are none: nobody knows when they begin anew."""
+    """A record of pairs that meet or have met. Nodes without a generation are none: who knows when they begin anew?"""
 
     def __init__(self) -> None:
         self._meetings: dict[tuple[_Side, _Side], Meeting] = {}
