@@ -47,7 +47,7 @@ from router.nodes.models import Models
 from router.nodes.node import NodeKind
 from router.nodes.pairs import Meeting, Pairs
 from router.nodes.pool import Pool
-from router.nodes.warm_up import warming
+from router.nodes.warm_up import meet_for_ever
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, AnyWalk, Relay
@@ -148,7 +148,7 @@ class Router:
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                warming(self.pool, self.pairs, legs, self._met) if leads else nullcontext(),
+                meanwhile(meet_for_ever(self.pool, self.pairs, legs, self._met)) if leads else nullcontext(),
                 meanwhile(self.endings.flow.look_for_ever()),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port, lambda url: self.config.may_be_node(url)),
                 meanwhile(roles.look_for_ever()) if leads else nullcontext(),

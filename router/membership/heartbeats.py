@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from router.chores import meanwhile
 from router.nodes.members import NodeSpec, Source
 from router.nodes.pool import Pool
 from wire.errors import KvrelayError, RequestError
@@ -87,13 +88,9 @@ async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[N
         transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: ear, local_addr=address)
     except OSError as why:
         raise RequestError(f"cannot listen for heartbeats on {host}:{port}: {why}; give another port") from why
-    task = asyncio.create_task(ear.expire_for_ever())
-    try:
-        yield
-    finally:
-        transport.close()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    with contextlib.closing(transport):
+        async with meanwhile(ear.expire_for_ever()):
+            yield
 
 
 class _Ear(asyncio.DatagramProtocol):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
+from router.chores import ended
 from router.legs.legs import Legs
 from router.nodes.node import HealthReport, Node, NodeKind
 from router.nodes.pool import Pool
@@ -43,9 +44,7 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents | None, interval_s: 
         yield
     finally:
         unfollow()
-        for task in watches.values():
-            task.cancel()
-        await asyncio.gather(*watches.values(), return_exceptions=True)
+        await ended(watches.values())
 
 
 async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> None:

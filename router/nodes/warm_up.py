@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import msgspec
 
@@ -24,7 +23,7 @@ from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import KvrelayError
 from wire.frames import MALFORMED
 
-__all__ = ["warming"]
+__all__ = ["meet_for_ever"]
 
 _AT_ONCE = 4
 """Meetings under way, of all nodes; a node has one at a time."""
@@ -37,19 +36,14 @@ _fetched: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decod
 _log = logging.getLogger("kvrelay.router")
 
 
-@asynccontextmanager
-async def warming(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> AsyncIterator[None]:
-    """Arrange meetings for the length of the block. `count` is told how each went: met, failed, busy or never."""
-    tasks = [asyncio.create_task(_arrange(pool, pairs, legs, count)) for _ in range(_AT_ONCE)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def meet_for_ever(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
+    """Arrange meetings. `count` is told how each went: met, failed, busy or never."""
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_AT_ONCE):
+            group.create_task(_meet(pool, pairs, legs, count))
 
 
-async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
+async def _meet(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
     """Have one meeting after the other."""
     while True:
         prefill, decode = (pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE))
