@@ -22,15 +22,11 @@ __all__ = ["Fetch", "report_of", "vllm_report"]
 Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 """Status and body of a GET of this path on the node."""
 
-# The cache's usage has an older name, too.
-_SAMPLE = re.compile(
-    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc"
-    rb"|process_start_time_seconds)(?:\{[^\n]*\})? ([-+.0-9eE]+)\r?$",
-    re.MULTILINE,
-)
-_RUNNING = re.compile(rb"^vllm:num_requests_running(?:\{[^\n]*\})? ", re.MULTILINE)
-_CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
-_BLOCKS, _BLOCK_TOKENS = re.compile(rb'\bnum_gpu_blocks="(\d+)"'), re.compile(rb'\bblock_size="(\d+)"')
+# Of thousands of lines.
+_READ = (b"vllm:num_requests_", b"vllm:kv_cache_", b"vllm:gpu_cache_", b"vllm:cache_config_info", b"process_start_")
+_CACHE = rb"^vllm:cache_config_info\{[^\n]*"
+_BLOCKS = re.compile(_CACHE + rb'\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+_BLOCK_TOKENS = re.compile(_CACHE + rb'\bblock_size="(\d+)"', re.MULTILINE)
 
 
 class _Card(msgspec.Struct):
@@ -44,7 +40,7 @@ class _Cards(msgspec.Struct):
 
 
 async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
-    """What a node is found to be whose /health is empty, or why it takes no work. Raises what `fetch` raises."""
+    """Return what a node is found to be whose /health is empty, or why it takes no work. Raises what `fetch` raises."""
     if node.kind is NodeKind.KVRELAY:  # not known yet
         status, body = await fetch("/version")
         if status != 200 or b'"version"' not in body:
@@ -56,7 +52,7 @@ async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
 
 
 def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> HealthReport | str:
-    """The report that these two answers amount to, or what is wrong with them. Pure.
+    """Return the report that these two answers amount to, or what is wrong with them. Pure.
 
     `role` is what the node is listed as: a vLLM node does not say. Without metrics its load is not known, and only the
     router's own requests count.
@@ -68,43 +64,38 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
         return "its /v1/models names no model"
-    load, started = _load_of(role, metrics)
+    metrics = b"\n".join(line for line in metrics.splitlines() if line.startswith(_READ))
+    running = _told(metrics, b"vllm:num_requests_running")
+    load = _load_of(role, int(sum(running)), metrics)
     return HealthReport(
         role=role,
         model=base.id,
         max_model_len=base.max_model_len or 0,
-        generation=started,
+        # When its process began tells restarts.
+        generation=next(map(str, _told(metrics, b"process_start_time_seconds")), ""),
         load=load,
         # Other names of the model, and its LoRA adapters.
         adapters=[card.id for card in cards if card.id != base.id],
         kind=NodeKind.VLLM_P2P_NCCL if p2p_address else NodeKind.VLLM,
         aliases=[card.id for card in cards if card.id != base.id and card.parent is None],
-        engines=max(1, len(_RUNNING.findall(metrics))),
+        engines=max(1, len(running)),
     )
 
 
-def _load_of(role: Role, metrics: bytes) -> tuple[Load, str]:
-    """Return the load of all engines of a node, and when its process began, as it writes that (it tells restarts)."""
-    sums: dict[bytes, list[float]] = {}
-    started = ""
-    for name, value in _SAMPLE.findall(metrics):
-        if name == b"process_start_time_seconds":
-            started = value.decode()
-            continue
-        try:
-            sums.setdefault(name.rpartition(b"_cache_")[2], []).append(float(value))
-        except ValueError:
-            continue
-    caches = _CACHE.findall(metrics)
-    total = sum(int(blocks) for cache in caches for blocks in _BLOCKS.findall(cache))
-    block_size = max((int(tokens) for cache in caches for tokens in _BLOCK_TOKENS.findall(cache)), default=0)
-    used = sums.get(b"usage_perc", [0.0])
-    free = round(total * (1 - min(1.0, max(0.0, sum(used) / len(used)))))
-    running, waiting = (
-        max(0, int(sum(sums.get(name, ())))) for name in (b"vllm:num_requests_running", b"vllm:num_requests_waiting")
-    )
+def _load_of(role: Role, running: int, metrics: bytes) -> Load:
+    """Return the load of all engines of a node."""
+    waiting = int(sum(_told(metrics, b"vllm:num_requests_waiting")))
     if role is Role.PREFILL:
         running, waiting = 0, running + waiting  # each is a prompt that is not computed yet
-    if not total:
-        block_size = 0  # room of no known size is not no room
-    return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size), started
+    total = sum(map(int, _BLOCKS.findall(metrics)))
+    # Room of no known size is not no room.
+    block_size = max(map(int, _BLOCK_TOKENS.findall(metrics)), default=0) if total else 0
+    used = _told(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [0.0]  # the second is its older name
+    free = round(total * (1 - min(1.0, sum(used) / len(used))))
+    return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size)
+
+
+def _told(metrics: bytes, name: bytes) -> list[float]:
+    """Return the numbers of a metric, of each engine one."""
+    line = rb"^" + name + rb"(?:\{[^\n]*\})? (\d+(?:\.\d+)?(?:e[-+]?\d\d?)?)$"
+    return [float(number) for number in re.findall(line, metrics, re.MULTILINE)]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.nodes.node import HealthReport, NodeKind
 from router.legs.leg_endings import told_error
+from router.nodes.node import HealthReport, NodeKind
 from router.vllm.bodies import (
     decode_body,
     error_in,
@@ -136,7 +136,7 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
         role=Role.DECODE,
         model="m",
         max_model_len=64,
-        generation="1.7952345678e+09",
+        generation="1795234567.8",
         load=Load(3, 2, free_blocks=150, total_blocks=200, block_size=16),
         adapters=["alias", "x"],
         aliases=["alias"],
