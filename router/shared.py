@@ -29,6 +29,8 @@ class Shared:
     """It answers requests, so that it wants to know what nodes have in their caches."""
     met: Met = (0, [])
     """Which pairs of nodes have met, if another process has them meet."""
+    index = 0
+    """Its number among those that serve."""
     forward: Callable[[Request, bytes], Awaitable[Response]] | None = None
     """Asks the process that leads what operators and scrapers want to know or to change."""
 

@@ -67,8 +67,7 @@ def failed_pairs(met: Met) -> list[FailedPair]:
 def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
     """Say whether requests for any model can be served now, and for which."""
     by_model = models.ready()
-    ready = any(by_model.values())
-    return Health.OK if ready else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+    return Health.OK if any(by_model.values()) else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
 
 
 def health_of(pool: Pool, models: Models, met: Met, requests: int, now: float) -> tuple[bool, dict[str, Any]]:

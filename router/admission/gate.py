@@ -19,6 +19,7 @@ from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
 from router.admission.rate_limits import KeyLimits, Refusal
+from router.chores import ended
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from router.placement import Refuse, Wait
@@ -171,8 +172,7 @@ class Gate:
     async def close(self) -> None:
         """Look no more."""
         if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait((self._looking,))
+            await ended([self._looking])
 
     def _look(self, turn: Turn) -> Found | Wait | Refuse | None:
         """Say where a request would be placed now; None: its walk chooses its nodes by itself."""

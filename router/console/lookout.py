@@ -91,10 +91,9 @@ class Lookout:
     def seen(self) -> WorkerSeen:
         """Return what this process sees."""
         now = time.monotonic()
-        workers = self._shared.workers()
         roles = {} if self.roles is None else self.roles.models
         return WorkerSeen(
-            0 if workers is None else workers.get("index", 0),
+            self._shared.index,
             now - self._began,
             int(sum(self._metrics.running.read().values())),
             self._gate.waiting(),
@@ -116,11 +115,10 @@ class Lookout:
     def picture(self, since: float) -> Picture:
         """Return what all workers see."""
         workers, own = self._shared.workers(), self.seen()
-        others = self._shared.seen_elsewhere()
         health, models = of_models(self._models)
         return picture_of(
             own,
-            others or [own],
+            self._shared.seen_elsewhere() or [own],
             since,
             wanted=1 if workers is None else workers["wanted"],
             health=health,

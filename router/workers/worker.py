@@ -49,14 +49,14 @@ class Worker(Shared):
         self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
         self.responses = ResponseStore(str(folder / _RESPONSES))
         self.forward = self.forwarding = Forwarding(folder / SOCKET)
-        self._index, self._writer = index, writer
+        self.index, self._writer = index, writer
         self._known: Snapshot | None = None
         self._deaths = 0
 
     def workers(self) -> dict[str, int] | None:
         """Say which worker this is, and count all."""
         assert self._known is not None
-        return {"index": self._index, "listening": self._known.listening, "wanted": self.router.config.workers}
+        return {"index": self.index, "listening": self._known.listening, "wanted": self.router.config.workers}
 
     def apply(self, told: Snapshot) -> None:
         """Take over what the parent says. What this process has not been told it leaves as it is."""
@@ -86,7 +86,7 @@ class Worker(Shared):
             prefill, decode = map(pool.find, pair)
             if prefill is not None and decode is not None:
                 doors.met(prefill, decode, failed=pair in apart, now=now)
-        if told.heard.get(self._index, 0) >= self._deaths:  # else the parent has not heard of the last ones
+        if told.heard.get(self.index, 0) >= self._deaths:  # else the parent has not heard of the last ones
             self.poison.take_over(told.poison)
         if before.config != told.config:
             router.take_over(told.config)
