@@ -32,7 +32,7 @@ Path = list[tuple["Edge", int]]
 
 
 class Edge:
-    """A run of chunks. `sent` are marks; `under_way` counts legs that have not ended, by mark; `going` are its marks."""
+    """A run of chunks. `sent` are marks; `under_way` counts legs under way, by mark, and `going` has these marks."""
 
     __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
