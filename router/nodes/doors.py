@@ -76,13 +76,7 @@ class Doors:
         if best in (Verdict.TAKES, Verdict.LAST):
             return [node for node in nodes if verdicts[node] is best]
         soonest_s = max(1, math.ceil(min(max(one.opens_in(now) for one in each) for each in breakers.values())))
-        none: NoNode | Overloaded
-        if best is Verdict.RESTS:
-            none = Overloaded(f"no {ask.role} node has room now; try again in {soonest_s} s")
-        else:
-            none = NoNode(f"all {ask.role} nodes break now, and the router is trying them; try again")
-        none.retry_after_s = soonest_s
-        raise none
+        raise _nobody(ask.role, soonest_s, rest=best is Verdict.RESTS)  # kept in no local variable: a circle
 
     def link_ms(self, now: float) -> Callable[[str, str], float] | None:
         """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
@@ -140,6 +134,16 @@ class Doors:
             self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
         else:
             self.kv_came(peer, node)
+
+
+def _nobody(role: Role, soonest_s: int, *, rest: bool) -> NoNode | Overloaded:
+    none: NoNode | Overloaded
+    if rest:
+        none = Overloaded(f"no {role} node has room now; try again in {soonest_s} s")
+    else:
+        none = NoNode(f"all {role} nodes break now, and the router is trying them; try again")
+    none.retry_after_s = soonest_s
+    return none
 
 
 def _name(node: Node) -> str:
