@@ -223,11 +223,9 @@ def test_the_router_discovers_nodes_and_nobody_else(overlay: str) -> None:
     (router,) = pods(overlay, "router")
     (flag,) = [arg for arg in router.main["args"] if arg.startswith("--kubernetes-selector=")]
     key, _, value = flag.removeprefix("--kubernetes-selector=").partition("=")
-    found = Pods()
     for pod in pods(overlay):
         if pod.labels.get(key) == value and "kvrelay/role" in pod.labels:
-            found.listed([msgspec.convert(ready(pod), Pod)])
-            (node,) = found.told().nodes
+            (node,) = Pods().listed([msgspec.convert(ready(pod), Pod)]).nodes
             assert (node.url, pod.component) == (f"http://10.0.0.7:{pod.ports['http']}", "node")
             assert node.role == pod.main["args"][0]
         else:
