@@ -119,7 +119,7 @@ class Router:
         """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
-        self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
+        self.lookout = Lookout(self.pool, self.models, self.pairs, self.metrics, self.shared)
         self.endings = Endings(self.metrics, self.lookout)
 
     @asynccontextmanager

@@ -80,7 +80,7 @@ class Gate:
         self._metrics = metrics
         self._lines: dict[str, Line] = {}
         self._looking: asyncio.Task[None] | None = None
-        metrics.waiting.read = self.waiting_by_model
+        metrics.waiting.read = self.waiting
 
     def take_over(self, config: RouterConfig) -> None:
         """Have its limits and targets hold for those who come from now on."""
@@ -88,11 +88,7 @@ class Gate:
         for line in self._lines.values():
             line.max_queue = config.max_queue
 
-    def waiting(self) -> int:
-        """Count the requests in all queues."""
-        return sum(self.waiting_by_model().values())
-
-    def waiting_by_model(self) -> dict[str, int]:
+    def waiting(self) -> dict[str, int]:
         """Count the requests in each model's queue."""
         return {model: len(line.queue) for model, line in self._lines.items() if line.queue}
 

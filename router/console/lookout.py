@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 
 from openai_api.routes import version
 from openai_api.stages import MOVED
-from router.admission.gate import Gate
 from router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
 from router.console.recent import Edge, Ended, Recent
 from router.metrics import Metrics
@@ -32,8 +31,8 @@ __all__ = ["Lookout"]
 class Lookout:
     """A view of one process, and of what other workers have told it."""
 
-    def __init__(self, pool: Pool, models: Models, pairs: Pairs, gate: Gate, metrics: Metrics, shared: Shared) -> None:
-        self._pool, self._models, self._pairs, self._gate = pool, models, pairs, gate
+    def __init__(self, pool: Pool, models: Models, pairs: Pairs, metrics: Metrics, shared: Shared) -> None:
+        self._pool, self._models, self._pairs = pool, models, pairs
         self._metrics, self._shared = metrics, shared
         self.recent = Recent()
         self._began = time.monotonic()
@@ -96,7 +95,7 @@ class Lookout:
             self._shared.index,
             now - self._began,
             int(sum(self._metrics.running.read().values())),
-            self._gate.waiting(),
+            int(sum(self._metrics.admission.waiting.read().values())),
             int(sum(self._metrics.waiting_for_room.read().values())),
             nodes_of(self._pool, now),
             self.recent.slots(now),
