@@ -67,10 +67,8 @@ from router.walk.job import (
     COMPLETIONS_PATH,
     SESSION_HEADER,
     Job,
-    for_model,
     parse_job,
     parts_of,
-    with_priority,
     with_salt_of,
 )
 from router.walk.joined_walk import JoinedWalk
@@ -216,8 +214,8 @@ class Router:
                 request.state.job_id = self._new_id(job.asked_id)
                 job = msgspec.structs.replace(job, id=request.state.job_id)
             caller.check_model(job.model)
-            job = for_model(job, self.models.named(job.model))
-            job = with_priority(job, caller.check_priority(job.asked_priority))
+            job = job.having("model", self.models.named(job.model))
+            job = job.having("priority", caller.check_priority(job.asked_priority))
             if self.config.isolate_keys:
                 job = with_salt_of(job, caller.sha256)
             if job.id in (header("x-request-id"), job.asked_id):

@@ -35,7 +35,7 @@ def packed(token_ids: Iterable[int]) -> bytes:
     return ids.tobytes()
 
 
-class ChoiceSoFar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One choice of an answer that another node goes on with.
 
     `generated` are its output tokens so far: after the prefill node the first one, after a fail-over all that the

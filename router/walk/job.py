@@ -23,12 +23,10 @@ __all__ = [
     "Job",
     "Targets",
     "decode_body",
-    "for_model",
     "parse_job",
     "parts_of",
     "prefill_body",
     "prefix_of",
-    "with_priority",
     "with_salt_of",
 ]
 
@@ -132,6 +130,8 @@ class Job(msgspec.Struct, frozen=True):
     """One prompt of several: its answer is joined with theirs (router/walk/joined_walk.py)."""
     first_index: int = 0
     priority: int = 0
+    asked_priority: int | None = None
+    """What the client gave."""
     cache_salt: str = ""
     """What keeps its KV apart from that of other requests; empty if nothing does."""
     session: str = ""
@@ -148,23 +148,25 @@ class Job(msgspec.Struct, frozen=True):
         return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
-    def asked_priority(self) -> int | None:
-        """What the client gave; None: nothing."""
-        return None if bytes(self.fields.get("priority", b"null")).strip() == b"null" else self.priority
-
-    @property
     def prompt_field(self) -> str:
         """The field that holds the prompt."""
-        return "messages" if self.path == CHAT_PATH else "prompt"
+        return _prompt_field(self.path)
 
     @property
     def response_id(self) -> str:
         """The `id` of the answer, as the nodes form it."""
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
+    def having(self, field: str, value: str | int) -> Job:
+        """Return the job with another value of a field, for the nodes too."""
+        if getattr(self, field) == value:
+            return self
+        fields = {**self.fields, field: msgspec.Raw(msgspec.json.encode(value))}
+        return msgspec.structs.replace(self, fields=fields, **{field: value})
+
 
 def parts_of(job: Job) -> list[Job]:
-    """A job for each prompt; the job itself if it has one. Raises RequestError if they ask for too much."""
+    """Return a job for each prompt; the job itself if it has one. Raises RequestError if they ask for too much."""
     raw = bytes(job.fields.get("prompt", b"")).strip()
     if job.path != COMPLETIONS_PATH or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
         return [job]
@@ -197,15 +199,6 @@ def parts_of(job: Job) -> list[Job]:
     return parts
 
 
-def for_model(job: Job, model: str) -> Job:
-    """The job under the name by which its nodes know the model or adapter."""
-    if model == job.model:
-        return job
-    return msgspec.structs.replace(
-        job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))}
-    )
-
-
 def parse_job(
     body: bytes,
     path: str,
@@ -233,10 +226,9 @@ def parse_job(
             f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET /v1/models lists names",
             param="model",
         )
-    limit_field = "max_tokens"
+    limit_field, limit = "max_tokens", asked.max_tokens
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
-        limit_field = "max_completion_tokens"
-    limit = getattr(asked, limit_field)
+        limit_field, limit = "max_completion_tokens", asked.max_completion_tokens
     prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
     default = None if path == CHAT_PATH or asked.fit_max_tokens else _DEFAULT_COMPLETION_TOKENS
     _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
@@ -244,7 +236,7 @@ def parse_job(
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
     # Before admission reckons with them: what no node would take must not move its key's clock.
     check_choices(1, max(asked.n or 1, asked.best_of or 1))
-    prompt_tokens, counted = _length(bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")))
+    prompt_tokens, counted = _length(bytes(fields.get(_prompt_field(path), b"")))
     return Job(
         id=job_id,
         path=path,
@@ -265,6 +257,7 @@ def parse_job(
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
         priority=asked.priority or 0,
+        asked_priority=asked.priority,
         cache_salt=asked.cache_salt or "",
         session=(session or asked.session_id or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
         targets=targets,
@@ -272,41 +265,29 @@ def parse_job(
     )
 
 
-def with_priority(job: Job, priority: int) -> Job:
-    """The job with the priority that it gets, for the nodes too."""
-    if priority == job.priority:
-        return job
-    return msgspec.structs.replace(
-        job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())}
-    )
-
-
 def with_salt_of(job: Job, key_hash: str) -> Job:
-    """The job, its KV for requests of this API key alone, and of these only for those with the same salt of their own.
+    """Keep the job's KV for requests of this API key alone, and of these only for those with the same salt.
 
     The hash of the key is the secret of the salt, so no client can ask for the salt of another key, a salt does not
     lead back to a key, and all routers and workers make the same one.
     """
     salt = hmac.digest(bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + job.cache_salt.encode(), "sha256").hex()
-    return msgspec.structs.replace(
-        job, cache_salt=salt, fields={**job.fields, "cache_salt": msgspec.Raw(msgspec.json.encode(salt))}
-    )
+    return job.having("cache_salt", salt)
 
 
 def prefix_of(job: Job) -> Prefix:
-    """By what the prefix index knows the prompt of this job."""
+    """Return by what the prefix index knows the prompt of this job."""
     fields = job.fields
     context = hash((job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields]))
     return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")), job.prompt_tokens if job.counted else 0)
 
 
 def prefill_body(job: Job, version: int = 1) -> bytes:
-    """The body of the prefill leg: one token, and the client's own limits beside it. `version` of the leg."""
+    """Return the body of the prefill leg: one token, and the client's own limits beside it. `version` of the leg."""
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
-    fields.pop("min_tokens", None)
     if job.min_tokens is not None:
         # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
         fields["min_tokens"] = min(job.min_tokens, 1)
@@ -330,7 +311,7 @@ def prefill_body(job: Job, version: int = 1) -> bytes:
 
 
 def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
-    """The body of a decode leg. The prompt's text stays at home where its token ids go along. `version` of the leg."""
+    """Return the body of a decode leg of this version. The prompt stays at home where its token ids go along."""
     fields: dict[str, Any] = dict(job.fields)
     if params.prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
@@ -339,8 +320,12 @@ def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def _prompt_field(path: str) -> str:
+    return "messages" if path == CHAT_PATH else "prompt"
+
+
 def _length(prompt: bytes) -> tuple[int, bool]:
-    """Tokens of a prompt in JSON, and whether they were counted, as those of a prompt of token ids are."""
+    """Count the tokens of a prompt in JSON; False: they are estimated, as those of anything but token ids."""
     raw = prompt.strip()
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True
@@ -361,7 +346,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
 
 
 def _check_limits(asked: _Asked, limit_field: str, limit: int | None) -> None:
-    """What the prefill leg would hide from the nodes, because it changes these fields."""
+    """Check what the prefill leg would hide from the nodes, because it changes these fields."""
     if limit is not None and not 1 <= limit <= _MAX_INT:
         raise RequestError(f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field)
     if asked.min_tokens is not None and asked.min_tokens < 0:

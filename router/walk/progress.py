@@ -14,7 +14,6 @@ import msgspec
 
 from router.walk.job import Job
 from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, TokenLogprobs
 from wire.transfer import ChoiceSoFar, KvTransferParams
 
 __all__ = ["Diverged", "Place", "Progress"]
@@ -36,7 +35,6 @@ _CLAIM = (
     "adapter_digest",
 )
 """What of a hand-over leads to the KV."""
-_NO_CLAIM: dict[str, Any] = {name: getattr(KvTransferParams(), name) for name in _CLAIM}
 
 
 class Diverged(Exception):
@@ -45,7 +43,7 @@ class Diverged(Exception):
 
 @dataclass(slots=True)
 class Place:
-    """How far one leg is: tokens of each choice up to its next frame."""
+    """A record of how far one leg is: tokens of each choice up to its next frame."""
 
     at: dict[int, int] = field(default_factory=dict)
     decoding: bool = False
@@ -54,27 +52,9 @@ class Place:
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> Place:
-        """Of a decode leg that is told these."""
+        """Return that of a decode leg that is told these."""
         known = params.so_far(1 + len(params.other_choices))
         return cls({choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True)
-
-
-@dataclass(slots=True)
-class _Choice:
-    """What is known of one choice."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    sent_text: int | None = None
-    finish: Finish | None = None
-
-    def so_far(self) -> ChoiceSoFar:
-        return ChoiceSoFar(
-            generated=list(self.token_ids),
-            logprobs=list(self.logprobs),
-            sent_text=self.sent_text,
-            finish=self.finish,
-        )
 
 
 class Progress:
@@ -93,11 +73,11 @@ class Progress:
         self.ended = False
         self.output_tokens = 0
         """Of all choices."""
-        self._choices: dict[int, _Choice] = {0: _Choice()}
+        self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
         self._diverged = False
 
     def take(self, frame: Frame, place: Place) -> bool:
-        """Count a frame of the leg at `place`; whether its payload is news to the client.
+        """Count a frame of the leg at `place`, and return whether its payload is news to the client.
 
         Raises Diverged if a decode leg tells of other tokens than those that are known.
         """
@@ -122,9 +102,9 @@ class Progress:
             self.settled, self.claim = True, None
         choice = self._choices.get(frame.choice)
         if choice is None:
-            choice = self._choices[frame.choice] = _Choice()
+            choice = self._choices[frame.choice] = ChoiceSoFar()
         says = bool(ids) or frame.finish is not None
-        if begin < len(choice.token_ids) or (says and choice.finish is not None):
+        if begin < len(choice.generated) or (says and choice.finish is not None):
             # In 16 bits a prompt that is computed twice may have two first tokens. The client's counts.
             if place.decoding and (over or not _is_known(frame, begin, choice)):
                 self._diverged = True
@@ -132,7 +112,7 @@ class Progress:
                     f"token {begin} of choice {frame.choice} of the answer is another one than the client has"
                 )
             return False
-        choice.token_ids += ids
+        choice.generated += ids
         self.output_tokens += len(ids)
         if frame.logprobs:
             choice.logprobs += frame.logprobs
@@ -153,25 +133,25 @@ class Progress:
                 params, prompt_token_ids=told_there.prompt_token_ids, packed_prompt=told_there.packed_prompt
             )
         first, told = self._choices[0], params.so_far(1)[0]
-        known = first.token_ids[: len(told.generated)]
+        known = first.generated[: len(told.generated)]
         if known and known != told.generated[: len(known)]:
             self._diverged = True  # a decode leg has told of another first token, and the client may have it
             return
         self.handover = params
         # A decode leg that has begun with the ticket may be further already.
-        if len(first.token_ids) <= len(told.generated):
-            self.output_tokens += len(told.generated) - len(first.token_ids)
-            self._choices[0] = _Choice(list(told.generated), list(told.logprobs), told.sent_text, told.finish)
+        if len(first.generated) <= len(told.generated):
+            self.output_tokens += len(told.generated) - len(first.generated)
+            self._choices[0] = _copied(told)
 
     def start_over(self) -> bool:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self._choices, self.handover, self.ticket, self.output_tokens = {0: _Choice()}, None, None, 0
+        self._choices, self.handover, self.ticket, self.output_tokens = {0: ChoiceSoFar()}, None, None, 0
         return True
 
     def compute_again(self) -> None:
-        """A prefill node computes the prompt once more, for a decode leg that goes on from all tokens so far."""
+        """Have a prefill node compute the prompt once more, for a decode leg that goes on from all tokens so far."""
         self.settled, self.claim = False, None
 
     @property
@@ -185,19 +165,19 @@ class Progress:
         return self.claim or self.told
 
     def decode_params(self) -> KvTransferParams:
-        """What the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
+        """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
         first, claim = self._choices[0], self.claim
         if claim is not None and claim.remote_engine_id is not None:
-            return msgspec.structs.replace(self.without_kv(), **{name: getattr(claim, name) for name in _CLAIM})
-        if not any(choice.token_ids for at, choice in self._choices.items() if at):
-            if self.handover is not None and len(first.token_ids) == len(self.handover.generated):
+            return msgspec.structs.replace(self.without_kv(), **_claim_of(claim))
+        if not any(choice.generated for at, choice in self._choices.items() if at):
+            if self.handover is not None and len(first.generated) == len(self.handover.generated):
                 return self.handover
-            if self.handover is None and self.ticket is not None and not self._diverged and len(first.token_ids) <= 1:
+            if self.handover is None and self.ticket is not None and not self._diverged and len(first.generated) <= 1:
                 return self.ticket  # it will tell of the first token again
         return self.without_kv()
 
     def without_kv(self) -> KvTransferParams:
-        """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
+        """Return what a decode leg starts from that computes the prompt, and all tokens so far, itself."""
         base = self.told or KvTransferParams(
             do_remote_prefill=True,
             client_max_tokens=self._job.max_tokens,
@@ -206,8 +186,7 @@ class Progress:
             part=self._job.part,
             first_index=self._job.first_index,
         )
-        first, nothing = self._choices[0].so_far(), _Choice()
-        others = range(1, max(self._choices) + 1)
+        first, *others = (_copied(self._choices.get(at, ChoiceSoFar())) for at in range(max(self._choices) + 1))
         return msgspec.structs.replace(
             base,
             **_NO_CLAIM,
@@ -215,13 +194,24 @@ class Progress:
             generated_logprobs=first.logprobs,
             sent_text=first.sent_text,
             finish=first.finish,
-            other_choices=[self._choices.get(choice, nothing).so_far() for choice in others],
+            other_choices=others,
         )
 
 
-def _is_known(frame: Frame, begin: int, choice: _Choice) -> bool:
-    """Whether a frame that begins at token `begin` tells what is known already."""
+def _claim_of(params: KvTransferParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in _CLAIM}
+
+
+_NO_CLAIM = _claim_of(KvTransferParams())
+
+
+def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:
+    return msgspec.structs.replace(choice, generated=[*choice.generated], logprobs=[*choice.logprobs])
+
+
+def _is_known(frame: Frame, begin: int, choice: ChoiceSoFar) -> bool:
+    """Return whether a frame that begins at token `begin` tells what is known already."""
     end = begin + len(frame.token_ids)
-    if frame.finish is not None and (frame.finish is not choice.finish or end != len(choice.token_ids)):
+    if frame.finish is not None and (frame.finish is not choice.finish or end != len(choice.generated)):
         return False
-    return choice.token_ids[begin:end] == frame.token_ids
+    return choice.generated[begin:end] == frame.token_ids

@@ -42,12 +42,12 @@ def tokens(*ids: int, sent: int, payload: bytes = b"x", **more: Any) -> Frame:
 
 
 def known(state: Progress) -> list[int]:
-    return state.decode_params().generated or state._choices[0].token_ids
+    return state.decode_params().generated or state._choices[0].generated
 
 
 def take(state: Progress, frame: Frame) -> bool:
     """A frame of the leg that goes on where the answer stands."""
-    at = {choice: len(each.token_ids) for choice, each in state._choices.items()}
+    at = {choice: len(each.generated) for choice, each in state._choices.items()}
     return state.take(frame, Place(at, decoding=state.handover is not None))
 
 
