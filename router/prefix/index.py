@@ -81,9 +81,9 @@ class Prefix(msgspec.Struct, frozen=True):
 class PrefixIndex:
     """A record of all nodes, by URL; those it has not heard of have nothing."""
 
-    def __init__(self, texts: TextTree | None = None, blocks: HeldBlocks | None = None) -> None:
-        self.texts = texts or TextTree()
-        self.blocks = blocks or HeldBlocks()
+    def __init__(self) -> None:
+        self.texts = TextTree()
+        self.blocks = HeldBlocks()
         self.contents: dict[str, BlockContents] = {}
         """Of the nodes whose blocks are called by it, by URL."""
         self._marks: dict[str, int] = {}
@@ -117,7 +117,7 @@ class PrefixIndex:
             (sent, CHUNK_BYTES * per_byte, self._unsure),
             (going, CHUNK_BYTES * per_byte, self._trusted),
         ):
-            deeper = 0
+            deeper = 0  # whoever is deep in the text has its beginning, too
             for depth, marks in reversed(steps):
                 if here := marks & counts & ~deeper:
                     has = min(tokens, int(depth * unit))

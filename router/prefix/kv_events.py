@@ -177,7 +177,8 @@ class _Source:
         """Ask whether batches are missing at the end, if none come: the node does not say which number is next."""
         self._read()
         quiet, self._expected = self._stream.next_number == self._expected, self._stream.next_number
-        if quiet and self._replays and time.monotonic() >= self._look_at:
+        asks = self._replays or not self._index.trusts(self._url)
+        if asks and quiet and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_AGAIN_S
             self._catch_up(missing=False)
 

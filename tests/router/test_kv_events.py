@@ -545,3 +545,26 @@ def test_a_node_of_vllm_is_listened_to() -> None:
                 assert held == {5: True, 6: False, 7: True}
 
     run(test)
+
+
+def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
+    listen, tries = _Source._listen, 0
+
+    def fails_once(self: _Source) -> zmq.Socket[bytes]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise zmq.ZMQError(zmq.EMFILE)
+        return listen(self)
+
+    async def test() -> None:
+        monkeypatch.setattr(_Source, "_listen", fails_once)
+        async with listening() as router:
+            with zmq.asyncio.Context.instance().socket(zmq.PUB) as pub:
+                router.events._vllm_ports = {"": (pub.bind_to_random_port("tcp://127.0.0.1"), 0)}
+                await until(lambda: router.events.heard_vllm(URL, "", 1, []) or router.index.trusts(URL), "trusted")
+                assert tries == 2
+
+    run(test)
