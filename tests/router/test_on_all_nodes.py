@@ -68,9 +68,9 @@ async def test_a_router_expects_nothing_of_a_cache_that_was_reset() -> None:
         assert sorted(calls) == [0, 4]
         known = nodes[calls.index(4)]
         index = c.router.pool.prefixes
-        assert known.url in index._numbers
+        assert known.url in index._marks
         assert (await said(c, "POST", "/reset_prefix_cache"))[0] == 200
-        assert known.url not in index._numbers
+        assert known.url not in index._marks
 
 
 async def test_questions_are_asked_of_all_nodes() -> None:

@@ -260,8 +260,8 @@ async def test_a_client_that_leaves_a_response_stops_its_nodes() -> None:
         asked = {"model": MODEL, "stream": True, "input": "hi"}
         async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
             await answer.content.readany()
-        async with asyncio.timeout(5):
-            await d.aborted.wait()
+            await asyncio.wait_for(d.called.wait(), 5)
+        await asyncio.wait_for(d.aborted.wait(), 5)
 
 
 async def test_tokenization_is_any_nodes_work() -> None:
