@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import sys
 import time
 from collections import Counter
@@ -556,7 +557,7 @@ def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(monkeypa
         nonlocal tries
         tries += 1
         if tries == 1:
-            raise zmq.ZMQError(zmq.EMFILE)
+            raise zmq.ZMQError(errno.EMFILE)
         return listen(self)
 
     async def test() -> None:
