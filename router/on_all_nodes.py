@@ -21,7 +21,8 @@ from openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
 from openai_api.json_body import json_response
 from openai_api.server_info import server_info
 from router.guard import caller_of, peer_of
-from router.legs.legs import Legs, message_of
+from router.legs.leg_endings import message_of
+from router.legs.legs import Legs
 from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.router import Router

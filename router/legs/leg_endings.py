@@ -11,7 +11,7 @@ from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayErr
 from wire.frames import MALFORMED, Frame, FrameKind
 from wire.outputs import Load
 
-__all__ = ["LOST", "LegFailed", "Refused", "TakeFrame", "ending", "refusal", "told_error"]
+__all__ = ["LOST", "LegFailed", "Refused", "TakeFrame", "ending", "message_of", "refusal", "told_error"]
 
 LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
 """Why a leg was cut that the pool has given up."""
@@ -105,13 +105,22 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
     return failed
 
 
-def told_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
-    """Return what a node's answer says of an error, and its status: `status`, unless it names one itself."""
+def message_of(body: bytes) -> str:
+    """Return what an answer says, whether it is an error or not."""
+    return _told(body).message or "no message"
+
+
+def _told(body: bytes) -> _Told:
     try:
         told = msgspec.json.decode(body, type=_Told)
     except MALFORMED:
-        told = _Told()
-    told = told.error or told
+        return _Told()
+    return told.error or told
+
+
+def told_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
+    """Return what a node's answer says of an error, and its status: `status`, unless it names one itself."""
+    told = _told(body)
     own = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else status
     message = told.message or f"a node answered {status} without a reason"
     return ErrorBody(message, told.type or NodeFailed.type, told.param, told.code), own

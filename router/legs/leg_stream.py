@@ -56,14 +56,15 @@ _log = logging.getLogger("kvrelay.router")
 class _Leg:
     """One leg on a stream. `ended` is its last frame's kind, or what went wrong."""
 
-    def __init__(self, number: int, lease: Lease, take: TakeFrame, give_back: Callable[[int, int], None]) -> None:
+    def __init__(self, number: int, lease: Lease, take: TakeFrame, say: Callable[[bytes], None]) -> None:
+        """`say` tells the node."""
         self.number = number
         self.ended: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
         self.over = False
         """The node will say nothing more."""
         self.lease = lease
         self._take = take
-        self._give_back = give_back
+        self._say = say
         self._taken = 0
         self._behind: deque[tuple[Frame, int]] | None = None
         """Frames that wait for the client to read; None while it does."""
@@ -120,7 +121,7 @@ class _Leg:
     def _count(self, size: int) -> None:
         self._taken += size
         if self._taken >= _CREDIT_BYTES and not self.over:
-            self._give_back(self.number, self._taken)
+            self._say(credit(self.number, self._taken))
             self._taken = 0
 
 
@@ -145,7 +146,7 @@ class LegStream(asyncio.Protocol):
     async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
         """As Legs.run."""
         self._numbers += 1
-        leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._give_back)
+        leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._say)
         self._say(message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body))))
         lease.cut = lambda: leg.fail(LegFailed(LOST, lost=True))
         try:
@@ -154,7 +155,7 @@ class LegStream(asyncio.Protocol):
             lease.cut = None
             leg.leave()
             del self._legs[leg.number]
-            if not leg.over and not self.broken:
+            if not leg.over:
                 self._say(message(Kind.CANCEL, leg.number))
 
     def ping(self, now: float, deadline_s: float) -> None:
@@ -252,12 +253,8 @@ class LegStream(asyncio.Protocol):
             leg.over = True
             leg.fail(LegFailed("the answer was cut before its end"))
 
-    def _give_back(self, number: int, size: int) -> None:
-        if not self.broken:
-            self._say(credit(number, size))
-
     def _say(self, said: bytes) -> None:
-        """What is said in one turn of the event loop goes out in one send."""
+        """Send what is said in one turn of the event loop at once, if the stream still stands."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(said)

@@ -16,17 +16,17 @@ import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, refusal, told_error
+from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, message_of, refusal, told_error
 from router.legs.leg_stream import LegStreams
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
-from wire.errors import DeadlineExceeded, EngineDead, ErrorBody, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, EngineDead, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused", "message_of"]
+__all__ = ["LegFailed", "Legs", "Refused"]
 
 _DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
@@ -39,14 +39,6 @@ _KEEP_CONNECTION_S = 2.0
 _LARGE_BODY_BYTES = 256 << 10
 
 _log = logging.getLogger("kvrelay.router")
-
-
-class _ErrorAnswer(msgspec.Struct, frozen=True):
-    error: ErrorBody
-
-
-class _Told(msgspec.Struct, frozen=True):
-    message: str
 
 
 class Legs:
@@ -137,8 +129,8 @@ class Legs:
             if answer.status == 200 or report.draining:
                 await self._streams.heard(node, report)
                 return report
-        error = _error_in(body)
-        if error is not None and error.code == EngineDead.code:
+        error, _ = told_error(body)
+        if error.code == EngineDead.code:
             raise EngineDead(error.message)
         return f"its health check answers {answer.status}"
 
@@ -220,25 +212,6 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     after = answer.headers.get("retry-after", "")
     error, _ = told_error(body, answer.status)
     return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
-
-
-def _error_in(body: bytes) -> ErrorBody | None:
-    """Return the error of an OpenAI-shaped answer; None if it has none."""
-    try:
-        return msgspec.json.decode(body, type=_ErrorAnswer).error
-    except MALFORMED:
-        return None
-
-
-def message_of(body: bytes) -> str:
-    """Return what an answer says, whether it is an error or not."""
-    error = _error_in(body)
-    if error is not None:
-        return error.message
-    try:
-        return msgspec.json.decode(body, type=_Told).message
-    except MALFORMED:
-        return "no message"
 
 
 async def _read_short(content: aiohttp.StreamReader) -> bytes:
