@@ -56,7 +56,7 @@ def add_console_routes(app: FastAPI, picture: Callable[[float], Picture], root_p
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     # No path of a request ever names a file of the system.
-    for file in _FOLDER.iterdir():
+    for file in (each for each in _FOLDER.iterdir() if each.suffix in _TYPES):
         app.add_route(f"{CONSOLE_PATH}/{file.name}", _serving(file))
     app.add_route(CONSOLE_PATH, _serving(_FOLDER / "index.html"))
 
