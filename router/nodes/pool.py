@@ -266,10 +266,11 @@ class Pool:
         return costs
 
     def hold(self, node: Node, share: Share, tokens: int, prefix: Prefix | None, cached: Mapping[str, int]) -> Lease:
-        """Take a place on a node for a leg that computes so many tokens there, until it is given back."""
+        """Take a place on a node for a leg that computes so many tokens, less those cached, until it is given back."""
         self._turns += 1
         node.turn = self._turns
-        lease = Lease(node, tokens, share, cached.get(node.url, 0))
+        has = cached.get(node.url, 0)
+        lease = Lease(node, max(0, tokens - has), share, has)
         self.choices[node.role, lease.cached_tokens > 0] += 1
         node.leases.add(lease)
         node.state.take(share)

@@ -272,9 +272,9 @@ class Walk:
         A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that fails, the decode node
         does it.
         """
-        fetches = self.progress.decode_params().remote_engine_id is not None and not self._kv_failed
-        peer = self.prefill_node if fetches else None
-        alone = not (anew and self._may_rebuild())
+        params = self.progress.decode_params()
+        peer = None if params.remote_engine_id is None or self._kv_failed else self.prefill_node
+        alone = not (anew and self._may_rebuild(params))
         try:
             placed = self.placed = await self._place(Tries(self._means, Role.PREFILL), tries, peer, alone=alone)
         except (NoNode, Overloaded):
@@ -303,13 +303,12 @@ class Walk:
             self._pool.give_back(lease)
             claimed.set()
 
-    def _may_rebuild(self) -> bool:
+    def _may_rebuild(self, params: KvTransferParams) -> bool:
         """Return whether the next decode leg would have to compute a prompt of which nothing but its KV is wanted."""
         if self._is_prefilling:
             return False
         if self._kv_left or (self.progress.held is not None and not self.progress.settled):
             return False  # it is still there, under this request's id
-        params = self.progress.decode_params()
         return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
 
     async def _place(

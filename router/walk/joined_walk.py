@@ -19,7 +19,7 @@ __all__ = ["JoinedWalk"]
 
 
 class JoinedWalk:
-    """`run` once. The first walk that fails ends the others, and each gives back what it took."""
+    """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back what it took."""
 
     def __init__(
         self,
@@ -33,56 +33,45 @@ class JoinedWalk:
         self.job, self._first_token = job, first_token
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
-        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        self.parts = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        """The walks of the prompts."""
+        self.placed: Placed | None = None
+        """Where the first was placed, if its turn has come with a place."""
 
     def wanted(self) -> Wanted:
         """Say what its first part wants; the others are placed when it begins."""
-        return self._walks[0].wanted()
-
-    @property
-    def placed(self) -> Placed | None:
-        """See Walk."""
-        return self._walks[0].placed
-
-    @placed.setter
-    def placed(self, placed: Placed | None) -> None:
-        self._walks[0].placed = placed
-
-    @property
-    def parts(self) -> list[Walk]:
-        """The walks of the prompts."""
-        return self._walks
+        return self.parts[0].wanted()
 
     @property
     def timeline(self) -> Timeline:
         """That of the walk which ended last, or is not over."""
-        return max((walk.timeline for walk in self._walks), key=lambda each: each.last_token or each.arrived)
+        return max((walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived)
 
     @property
     def prompt_tokens(self) -> int | None:
         """Of all prompts; None until all are known."""
-        counts = [walk.prompt_tokens for walk in self._walks]
+        counts = [walk.prompt_tokens for walk in self.parts]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def output_tokens(self) -> int:
         """So far, of all prompts."""
-        return sum(walk.output_tokens for walk in self._walks)
+        return sum(walk.output_tokens for walk in self.parts)
 
     @property
     def answers(self) -> int:
         """How many come beside each other."""
-        return sum(walk.answers for walk in self._walks)
+        return sum(walk.answers for walk in self.parts)
 
     @property
     def placement(self) -> str:
         """Of all walks."""
-        return "; ".join(walk.placement for walk in self._walks)
+        return "; ".join(walk.placement for walk in self.parts)
 
     @property
     def nodes(self) -> tuple[str, str]:
         """Of all walks."""
-        prefill, decode = ({walk.nodes[leg] for walk in self._walks} for leg in (0, 1))
+        prefill, decode = ({walk.nodes[leg] for walk in self.parts} for leg in (0, 1))
         return ",".join(sorted(prefill)), ",".join(sorted(decode))
 
     async def run(self) -> None:
@@ -91,12 +80,13 @@ class JoinedWalk:
         Until a node has told a token no more than DEATHS prompts are under way: a request that ends its nodes ends no
         more of them by having many prompts.
         """
-        tasks = [asyncio.create_task(walk.run()) for walk in self._walks[:DEATHS]]
+        self.parts[0].placed = self.placed
+        tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:DEATHS]]
         told = asyncio.create_task(self._first_token.wait())
         try:
             await asyncio.wait([told, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if not any(task.done() and task.exception() for task in tasks):
-                tasks += [asyncio.create_task(walk.run()) for walk in self._walks[DEATHS:]]
+                tasks += [asyncio.create_task(walk.run()) for walk in self.parts[DEATHS:]]
             await asyncio.gather(*tasks)
         finally:
             await ended([told, *tasks])
@@ -105,12 +95,12 @@ class JoinedWalk:
     def _end(self) -> bytes:
         if self.job.stream:
             end = joined_end(
-                [walk.counts for walk in self._walks],
+                [walk.counts for walk in self.parts],
                 include_usage=self.job.include_usage,
                 response_id=self.job.response_id,
                 created=self.job.created,
                 model=self.job.model,
             )
         else:
-            end = joined_body([walk.reply.kept() for walk in self._walks])
+            end = joined_body([walk.reply.kept() for walk in self.parts])
         return self.timeline.stamped(end, time.monotonic()) if self.job.wants_stages else end

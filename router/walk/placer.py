@@ -193,14 +193,13 @@ class Placer:
 
     def take(self, found: Found) -> Placed:
         """Take what a placement takes, until its leases are given back."""
-        wanted, source, target = found.wanted, found.prefill, found.decode
-        tokens, cached = wanted.request.tokens, wanted.request.cached
-        share, row = shares_of(wanted.request, found.placement, source.state, target.state)
-        left = {node: tokens - min(tokens, cached.get(node.url, 0)) for node in (source, target)}
+        wanted, request, source, target = found.wanted, found.wanted.request, found.prefill, found.decode
+        share, row = shares_of(request, found.placement, source.state, target.state)
         prefill = None
         if share is not None and wanted.peer is None:
-            prefill = self._pool.hold(source, share, left[source], wanted.prefix, cached)
-        decode = self._pool.hold(target, row, left[target] if share is None else 0, wanted.prefix, cached)
+            prefill = self._pool.hold(source, share, request.tokens, wanted.prefix, request.cached)
+        computes = request.tokens if share is None else 0
+        decode = self._pool.hold(target, row, computes, wanted.prefix, request.cached)
         return Placed(wanted, found.placement, prefill, decode)
 
     def hold_alone(self, role: Role, wanted: Wanted, tried: Collection[Node], kind: NodeKind, tokens: int) -> Lease:
@@ -217,11 +216,10 @@ class Placer:
             assert isinstance(placed, Placement)
             name = placed.decode
         node = self._named(name)
-        cached = request.cached.get(name, 0)
-        share = Share(prompt_ms=node.state.prompt_ms(tokens, cached) if tokens else 0.0)
+        share = Share(prompt_ms=node.state.prompt_ms(tokens, request.cached.get(name, 0)) if tokens else 0.0)
         if role is Role.DECODE:
             share.context, share.output = request.tokens + request.output / 2, request.output
-        return self._pool.hold(node, share, max(0, tokens - cached), wanted.prefix, request.cached)
+        return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
 
     def give_back(self, placed: Placed) -> None:
         """Give back all places; twice is as once."""
