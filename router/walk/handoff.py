@@ -167,7 +167,7 @@ class Walk:
     async def _walk(self) -> None:
         """Run both legs, the second beside the first as soon as there is a ticket."""
         if self.placed is None:
-            self.placed = await self._place(Tries(self._means, Role.PREFILL), Tries(self._means, Role.DECODE))
+            self.placed = await self._place(None, None)
         if self.placed.prefill is None:
             self._local(self.placed)
             await self._decode()
@@ -224,7 +224,7 @@ class Walk:
                 tries.require_another(failure)
             self._means.placer.give_back(self.placed)
             try:
-                self.placed = await self._place(tries, Tries(self._means, Role.DECODE), patient=False)
+                self.placed = await self._place(tries, None, patient=False)
             except (NoNode, Overloaded):
                 raise tries.failure(failure) from None
         self._local(self.placed)
@@ -276,7 +276,7 @@ class Walk:
         peer = None if params.remote_engine_id is None or self._kv_failed else self.prefill_node
         alone = not (anew and self._may_rebuild(params))
         try:
-            placed = self.placed = await self._place(Tries(self._means, Role.PREFILL), tries, peer, alone=alone)
+            placed = self.placed = await self._place(None, tries, peer, alone=alone)
         except (NoNode, Overloaded):
             if failure is None:
                 raise
@@ -312,7 +312,13 @@ class Walk:
         return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
 
     async def _place(
-        self, prefill: Tries, decode: Tries, peer: Node | None = None, *, alone: bool = False, patient: bool = True
+        self,
+        prefill: Tries | None,
+        decode: Tries | None,
+        peer: Node | None = None,
+        *,
+        alone: bool = False,
+        patient: bool = True,
     ) -> Placed:
         """Wait for a place for what is left of the answer, with its KV on `peer` kept meanwhile.
 
@@ -326,13 +332,11 @@ class Walk:
             while True:
                 prompt, output, found = self.prompt_tokens, self.progress.output_tokens, None
                 wanted = placer.wanted(self.job, self._prefix, prompt + output if prompt else 0, peer)
-                begun = output > 0
+                begun, tried = output > 0, [() if tries is None else tries.nodes() for tries in (prefill, decode)]
                 try:
-                    found = placer.find(
-                        wanted, prefill.nodes(), decode.nodes(), anyway=begun, spills=self._spills, alone=alone
-                    )
+                    found = placer.find(wanted, *tried, anyway=begun, spills=self._spills, alone=alone)
                 except NoNode:
-                    if not begun or any(node.up for node in decode.nodes()):
+                    if not begun or any(node.up for node in tried[1]):
                         raise
                 except Overloaded:
                     if not patient:
@@ -350,9 +354,8 @@ class Walk:
 
     def _renew(self, peer: Node) -> float:
         """Have a prefill node keep the KV that is fetched from it, and return how many seconds later to ask again."""
-        held = self.progress.held
-        if held is not None and held.remote_request_id is not None:
-            self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held.remote_request_id))
+        if (held := self.progress.held) is not None:
+            self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held))
         lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
         return lease_s / _RENEWALS if lease_s else _RENEW_S
 
@@ -500,11 +503,9 @@ class Walk:
         """Release what is held on a prefill node and will not be fetched by a decode leg.
 
         Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
-        node, held = self.prefill_node, self.progress.held
-        if node is None or (self.progress.settled and not self._kv_left):
-            return
-        if held is not None and held.remote_request_id is not None:
-            self._means.chores.spawn(self._means.release(node, held.remote_request_id))
+        node, held, left = self.prefill_node, self.progress.held, self._kv_left or not self.progress.settled
+        if node is not None and held is not None and left:
+            self._means.chores.spawn(self._means.release(node, held))
 
 
 def _late() -> Overloaded:

@@ -56,9 +56,9 @@ class Wanted:
 
     model: str
     request: PlacementRequest
-    session: str = ""
-    prefix: Prefix | None = None
-    peer: Node | None = None
+    session: str
+    prefix: Prefix | None
+    peer: Node | None
     """A prefill node that has its KV: only a decode node is wanted."""
 
 
@@ -233,7 +233,8 @@ class Placer:
         return node
 
     def _found(self, wanted: Wanted, placed: Placement) -> Found:
-        return Found(wanted, placed, self._named(placed.prefill), self._named(placed.decode))
+        # A node that nobody names any more may still have its KV.
+        return Found(wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode))
 
     def _takers(
         self, role: Role, wanted: Wanted, tried: Collection[Node], now: float, *, computes: bool = False

@@ -160,9 +160,10 @@ class Progress:
         return self.handover or self.ticket
 
     @property
-    def held(self) -> KvTransferParams | None:
-        """What a prefill node holds for this answer, or has held."""
-        return self.claim or self.told
+    def held(self) -> str | None:
+        """Under which id a prefill node holds KV for this answer, or has held it."""
+        told = self.claim or self.told
+        return None if told is None else told.remote_request_id
 
     def decode_params(self) -> KvTransferParams:
         """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""

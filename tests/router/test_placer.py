@@ -13,6 +13,7 @@ import pytest
 from router_doubles import KV, NO_PROMPTS
 
 from router.nodes.doors import Doors
+from router.nodes.members import Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
 from router.placement import LINK_MS, Placement, Refuse, Wait
@@ -229,6 +230,28 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
         rig.says(name, kv=msgspec.structs.replace(OTHER_KV, computes_prompts=False))
     with pytest.raises(KvNotLoaded, match="kv_dtype"):
         rig.placer.find(wanted)
+
+
+def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None:
+    rig = Rig(1, 1)
+    peer = rig.pool.nodes[0]
+    rig.pool.remove(peer.url, [Source.STATIC], 2.0)
+    found = rig.placer.find(rig.placer.wanted(job(), None, 1_000, peer))
+    assert isinstance(found, Found)
+    assert (found.prefill, found.decode.url) == (peer, "http://d0")
+
+
+def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_its_kv() -> None:
+    rig = Rig(8, 8)
+    for at in range(8):
+        for role in "pd":
+            like = KV if at % 2 else OTHER_KV
+            rig.says(f"{role}{at}", kv=msgspec.structs.replace(like, planes=("nixl",), host=f"{role}{at}"))
+    rig.pool.blame(rig.pool.nodes[1], "gone", 2.0)
+    for at in range(40):
+        prefill, decode = rig.found(job(user=str(at)), spills=False)
+        assert prefill != "p1"
+        assert int(prefill[1:]) % 2 == int(decode[1:]) % 2
 
 
 def test_a_pair_that_failed_lately_is_a_long_way() -> None:
