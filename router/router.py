@@ -74,7 +74,6 @@ from router.walk.job import (
 from router.walk.joined_walk import JoinedWalk
 from router.walk.means import Means
 from router.walk.placer import Placer
-from router.walk.retries import RetryBudget
 from wire.errors import KvrelayError, RequestError
 from wire.router_config import RouterConfig
 
@@ -126,16 +125,7 @@ class Router:
         config, leads = self.config, self.shared.leads
         self.legs = legs = Legs(config, self.chores)
         self._vllm_legs = VllmLegs(self.legs)
-        self._means = Means(
-            self.pool,
-            self.doors,
-            self.placer,
-            legs,
-            self.chores,
-            self.metrics,
-            RetryBudget(),
-            config,
-        )
+        self._means = Means(self.pool, self.doors, self.placer, legs, self.chores, self.metrics, config)
         events = None
         if self.shared.serves:
             events = KvEvents(self.pool.prefixes, self.metrics.prefix, config.vllm_event_ports)

@@ -349,7 +349,7 @@ class LegStreams:
                 await stream.ready
             if self._links.get(node) is link:
                 link.stream, link.failures = stream, 0
-        except (OSError, TimeoutError) as why:
+        except OSError as why:
             link.failures += 1
             link.next_try = time.monotonic() + min(_LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10))
             _log.warning("node %s has no leg stream, its legs go over HTTP: %s", node.url, why or type(why).__name__)

@@ -10,40 +10,68 @@ from types import TracebackType
 from router.nodes.node import Lease
 from router.nodes.passage import Passage
 
-__all__ = ["LegWatch"]
+__all__ = ["LegWatch", "LegWatches"]
+
+_LOOK_S = 1.0
+
+
+class LegWatches:
+    """A set of all legs of a router. It is looked at once a second: nothing is done for each frame."""
+
+    def __init__(self) -> None:
+        self._all: set[LegWatch] = set()
+        self._looking = False
+
+    def add(self, watch: LegWatch) -> None:
+        """Look after this one, too."""
+        self._all.add(watch)
+        if not self._looking:
+            self._look_later()
+
+    def drop(self, watch: LegWatch) -> None:
+        """Look after it no more."""
+        self._all.discard(watch)
+
+    def _look_later(self) -> None:
+        self._looking = True
+        asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        now = time.monotonic()
+        for watch in list(self._all):
+            watch.look(now)
+        if self._all:
+            self._look_later()
 
 
 class LegWatch:
-    """A context around one leg, with a timer: nothing is done for each frame."""
+    """A context around one leg."""
 
-    def __init__(self, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]) -> None:
+    def __init__(
+        self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
+    ) -> None:
         """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
-        self.patience_s = patience_s
         self.silent = False
         """It was cut for its silence."""
-        self._lease, self._passage, self._may_cut = lease, passage, may_cut
+        self._among, self._lease, self._passage = among, lease, passage
+        self._patience_s, self._may_cut = patience_s, may_cut
         self._since = time.monotonic()
 
     def __enter__(self) -> LegWatch:
         """Look from now on."""
-        self._look_in(self.patience_s)
+        self._among.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
         """Look no more."""
-        self._timer.cancel()
+        self._among.drop(self)
 
-    def _look_in(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
+    def look(self, now: float) -> None:
         """Cut the leg if its node has said nothing for too long."""
-        now = time.monotonic()
-        left_s = max(self._since, self._passage.heard_at) + self.patience_s - now
-        if left_s <= 0:
-            if self._lease.cut is not None and self._may_cut():
-                self.silent = True
-                self._lease.cut()
-                return
-            self._since, left_s = now, self.patience_s
-        self._look_in(left_s)
+        if max(self._since, self._passage.heard_at) + self._patience_s > now or self._lease.cut is None or self.silent:
+            return
+        self._since = now
+        self.silent = self._may_cut()
+        if self.silent:
+            self._lease.cut()

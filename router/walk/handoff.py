@@ -430,7 +430,7 @@ class Walk:
             return flow.drain()
 
         patience_s = self._doors.patience_s(lease.tokens)
-        watch = LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding))
+        watch = LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding))
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.chores import Chores
+from router.legs.leg_watch import LegWatches
 from router.legs.legs import LegFailed, Legs, Refused
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -33,8 +34,9 @@ class Means:
     legs: Legs
     chores: Chores
     metrics: Metrics
-    retries: RetryBudget
     config: RouterConfig
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    watches: LegWatches = field(default_factory=LegWatches)
 
     async def release(self, node: Node, request_id: str) -> None:
         """Tell a prefill node that nobody will fetch this KV."""

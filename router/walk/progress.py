@@ -134,7 +134,7 @@ class Progress:
             )
         first, told = self._choices[0], params.so_far(1)[0]
         known = first.generated[: len(told.generated)]
-        if known and known != told.generated[: len(known)]:
+        if known != told.generated[: len(known)]:
             self._diverged = True  # a decode leg has told of another first token, and the client may have it
             return
         self.handover = params

@@ -42,6 +42,7 @@ from router_doubles import (
     until,
 )
 
+import router.legs.leg_watch
 import router.nodes.doors
 from wire.config import Role
 from wire.errors import KvNotLoaded
@@ -445,6 +446,7 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
 
 async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(router.legs.leg_watch, "_LOOK_S", 0.02)
     hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
         assert await c.text({"stream": True}) == STREAMED
@@ -459,6 +461,7 @@ async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_comput
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(router.legs.leg_watch, "_LOOK_S", 0.02)
 
     async def slow_prompt(call: Call) -> None:
         early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
