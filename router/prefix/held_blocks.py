@@ -8,6 +8,7 @@ old bit is cleared bit by bit later, while other events are taken in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 __all__ = ["HeldBlocks"]
 
@@ -31,14 +32,13 @@ class HeldBlocks:
         return len(self._holders)
 
     def stored(self, mark: int, keys: Iterable[int]) -> None:
-        """Note that a node holds these blocks now. In a full table there is room again when others are removed."""
+        """Note that a node holds these blocks now. A full table forgets the eighth of blocks that came first."""
         holders = self._holders
         for key in keys:
-            before = holders.get(key)
-            if before is not None:
-                holders[key] = before | mark
-            elif len(holders) < self._limit:
-                holders[key] = mark
+            holders[key] = holders.get(key, 0) | mark
+        while len(holders) > self._limit:
+            for key in list(islice(holders, self._limit // 8)):
+                del holders[key]
         self.sweep()
 
     def removed(self, mark: int, keys: Iterable[int]) -> None:

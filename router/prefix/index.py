@@ -136,7 +136,7 @@ class PrefixIndex:
 
     def learn(self, prefix: Prefix) -> None:
         """Take over what a node has said of a prompt (Prefix.known)."""
-        if prefix.keys is None or not prefix.tokens or not prefix.text_bytes:
+        if prefix.keys is None or not (prefix.tokens and prefix.block_size and prefix.text_bytes):
             return
         self._block_size[prefix.by_content] = prefix.block_size
         looked_at = min(prefix.text_bytes, MAX_TEXT_BYTES) * prefix.tokens // prefix.text_bytes

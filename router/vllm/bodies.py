@@ -60,7 +60,7 @@ _Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 
 class _Choice(msgspec.Struct):
-    prompt_token_ids: _Ids | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Answer(msgspec.Struct):
@@ -69,7 +69,7 @@ class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     usage: _Usage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    prompt_token_ids: _Ids | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
     """If they were asked for: a chat's answer tells them once and a text's with its choice."""
 
 
@@ -180,8 +180,15 @@ def handover_of(body: bytes) -> Handover:
         held = False
     usage = answer.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
-    ids = answer.prompt_token_ids or answer.choices[0].prompt_token_ids
+    ids = _ids_in(answer.prompt_token_ids) or _ids_in(answer.choices[0].prompt_token_ids)
     return Handover(answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids)
+
+
+def _ids_in(told: msgspec.Raw) -> list[int] | None:
+    try:
+        return msgspec.json.decode(told, type=_Ids | None)
+    except MALFORMED:
+        return None
 
 
 def plain_answer(body: bytes) -> Ending:

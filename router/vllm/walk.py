@@ -111,6 +111,7 @@ class VllmWalk:
         try:
             async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
                 self._deaths.check()
+                self._means.retries.asked(time.monotonic())
                 while not await self._hand_over():
                     self._round += 1
         except TimeoutError as why:
@@ -267,7 +268,8 @@ class VllmWalk:
                 "the decode node broke in the middle of the answer, which a vLLM node's answer cannot be continued "
                 f"after; send the request again ({why.message})"
             ) from why
-        if not held_up and leg.tokens is not None:  # else it is the client's doing when events come
+        one = max(self.job.choices, self.job.best_of) == 1
+        if one and not held_up and leg.tokens is not None:  # else it is the client's doing when events come
             no_tokens = (self.job.path == CHAT_PATH) + self.job.include_usage
             streamed(lease.node, self.output_tokens - no_tokens - 1, newest - leg.tokens)
 

@@ -198,7 +198,7 @@ class Walk:
         """Run prefill legs until one hands over; False if one has ended the answer.
 
         True too if one broke after token 1 had been sent on, or the prompt is computed on a decode node now."""
-        tries = Tries(self._means, Role.PREFILL)
+        tries, until = Tries(self._means, Role.PREFILL), time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
@@ -211,7 +211,7 @@ class Walk:
                 failure = without_frames(why)
                 tries.failed(lease.node, failure)
             except Refused as why:
-                if not self._means.is_full(lease, why):
+                if not self._means.is_full(lease, why) or time.monotonic() > until:
                     raise
                 failure = without_frames(why)
             finally:

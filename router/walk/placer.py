@@ -162,7 +162,9 @@ class Placer:
             request = replace(request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf)
         decode = self._takers(Role.DECODE, wanted, tried_decode, now)
         able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
-        groups = [] if alone else self._groups(self._sources(wanted, tried_prefill, now), decode)
+        groups = (
+            [] if alone and wanted.peer is None else self._groups(self._sources(wanted, tried_prefill, now), decode)
+        )
         if not groups:
             if not able:
                 return self._nowhere(wanted, tried_prefill, now)

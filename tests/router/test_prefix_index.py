@@ -173,15 +173,17 @@ def test_forgotten_marks_are_swept_while_other_events_come() -> None:
     assert len(blocks) == 1_000
 
 
-def test_a_full_table_takes_no_more_until_blocks_are_removed() -> None:
-    blocks = HeldBlocks(limit=100)
-    blocks.stored(1, range(150))
-    blocks.stored(2, range(150))
-    assert blocks.steps(range(150), 0b11) == [(100, 0b11)]
-    blocks.removed(0b11, range(50, 60))
-    blocks.stored(1, range(200, 220))
-    assert len(blocks) == 100
-    assert blocks.steps(range(200, 220), 1) == [(10, 1)]
+def test_a_full_table_forgets_what_came_first() -> None:
+    blocks = HeldBlocks(limit=80)
+    blocks.stored(1, range(80))
+    blocks.stored(2, [79])
+    blocks.stored(1, [80])
+    assert len(blocks) == 71
+    assert blocks.steps([0], 1) == []
+    assert blocks.steps([79, 80], 0b11) == [(1, 0b11), (2, 1)]
+    blocks.stored(1, range(100, 300))
+    assert len(blocks) <= 80
+    assert blocks.steps([299], 1) == [(1, 1)]
 
 
 def blocks_of(token_ids: list[int]) -> PromptBlocks:

@@ -453,3 +453,19 @@ async def test_a_draining_node_and_one_that_is_no_vllm_node_are_kept_out() -> No
         stranger.say_version = not_there  # type: ignore[method-assign]
     async with cluster(p, stranger, ready=False) as c:
         await until(lambda: "neither" in c.node(stranger).reason)
+
+
+async def test_retries_are_counted_against_all_requests() -> None:
+    """Ten within ten seconds are free; beyond, a fifth of the requests."""
+    store = Store()
+    bad, good, d = VllmNode("prefill", ok, store), VllmNode("prefill", ok, store), VllmNode("decode", ok, store)
+    async with cluster(bad, good, d) as c:
+        for _ in range(40):
+            assert await said(c, {"stream": True})
+        bad.script = refuse(500)
+        for _ in range(15):
+            await until(lambda: c.node(bad).up)
+            c.node(good).state.backlog_ms = 1e6  # so that the other one is asked first
+            c.node(good).state._settle()
+            assert await said(c, {"stream": True}) == "abc"
+        assert len(bad.calls) >= 12

@@ -303,6 +303,34 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
         assert p.released == []
 
 
+@pytest.mark.parametrize("status", [429, 500])
+async def test_what_a_decode_node_does_not_take_goes_to_one_that_can_fetch_it_too(status: int) -> None:
+    """Where decode nodes compute no prompts, and where one of them could not take the KV."""
+    for other in (None, decode(load=Load(running=2), kv=other_kind())):
+        p, bad = prefill(kv=KV), decode(refuse(status), kv=NO_PROMPTS)
+        good = decode(load=Load(running=9), kv=NO_PROMPTS)
+        nodes = [p, bad, good, *([] if other is None else [other])]
+        async with cluster(*nodes) as c:
+            assert await c.text({"stream": True}) == STREAMED
+            assert [len(node.calls) for node in nodes] == [1, 1, 1, 0][: len(nodes)]
+            assert good.calls[0].params["remote_engine_id"] is not None
+
+
+async def test_full_prefill_nodes_that_are_slow_to_say_so_do_not_hold_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.walk.handoff.ROOM_DEADLINE_S", 2.0)
+
+    async def slowly(call: Call) -> object:
+        await asyncio.sleep(1.1)  # longer than it rests
+        return await refuse(429, "full", {"retry-after": "1"})(call)
+
+    one, other = prefill(slowly), prefill(slowly)  # type: ignore[arg-type]
+    async with cluster(one, other, decode()) as c, c.post() as answer:
+        assert answer.status == 429
+        assert len(one.calls) + len(other.calls) <= 5
+
+
 async def test_a_full_prefill_node_is_passed_over_and_rests() -> None:
     busy, free = prefill(full()), prefill(load=Load(waiting=5, waiting_tokens=5000))
     async with cluster(busy, free, decode()) as c:
