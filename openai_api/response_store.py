@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -36,12 +37,11 @@ CREATE TABLE IF NOT EXISTS kept (
     owner TEXT, id TEXT, size INTEGER, used INTEGER, body BLOB, input BLOB, turns BLOB, items INTEGER,
     PRIMARY KEY (owner, id)
 );
-CREATE INDEX IF NOT EXISTS by_owner ON kept (owner, size, used);
+CREATE INDEX IF NOT EXISTS by_owner ON kept (owner, used, size);
 CREATE INDEX IF NOT EXISTS by_use ON kept (used);
 """
 _NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM kept)"
-_OLDEST = "DELETE FROM kept WHERE rowid = (SELECT rowid FROM kept WHERE owner = ? ORDER BY used LIMIT 1)"
-_MOST = "SELECT owner FROM kept GROUP BY owner ORDER BY {} DESC, MAX(used) LIMIT 1"
+_OLDEST = "SELECT rowid, size FROM kept WHERE owner = ? ORDER BY used LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ class ResponseStore:
     ) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._lock = threading.Lock()
+        if path != IN_MEMORY:
+            Path(path).touch(mode=0o600)
         self._db = sqlite3.connect(path, timeout=_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False)
         self._db.executescript(_TABLE)
 
@@ -97,12 +99,22 @@ class ResponseStore:
         row = (owner, response_id, stored.size, stored.body, stored.input, turns, stored.items)
         with self._using() as db:
             db.execute(f"INSERT OR REPLACE INTO kept VALUES (?, ?, ?, {_NEXT}, ?, ?, ?, ?)", row)
-            while True:
-                number, size = db.execute("SELECT COUNT(*), SUM(size) FROM kept").fetchone()
-                if number <= self._max_responses and size <= self._max_bytes:
-                    break
-                most = "COUNT(*)" if number > self._max_responses else "SUM(size)"
-                db.execute(_OLDEST, db.execute(_MOST.format(most)).fetchone())
+            number, size = db.execute("SELECT COUNT(*), SUM(size) FROM kept").fetchone()
+            if number > self._max_responses or size > self._max_bytes:
+                self._make_room(db, number, size)
+
+    def _make_room(self, db: sqlite3.Connection, number: int, size: int) -> None:
+        """Have those who keep most of it lose what is over the limits, their oldest first."""
+        asked = "SELECT owner, COUNT(*), SUM(size) FROM kept GROUP BY owner ORDER BY MAX(used)"
+        held = {owner: [count, kept] for owner, count, kept in db.execute(asked)}
+        while number > self._max_responses or size > self._max_bytes:
+            of = 0 if number > self._max_responses else 1
+            owner = max(held, key=lambda each: held[each][of])
+            row, gone = db.execute(_OLDEST, (owner,)).fetchone()
+            db.execute("DELETE FROM kept WHERE rowid = ?", (row,))
+            number, size = number - 1, size - gone
+            held[owner][0] -= 1
+            held[owner][1] -= gone
 
     def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """Return a kept response. Raises NotFound, with `param` as the field that named it."""

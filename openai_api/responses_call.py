@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -63,7 +64,8 @@ class Recalled:
             return 0  # speak_responses() says what is wrong
         if wanted is None:
             return 0
-        self._found = self._responses.get(self._owner, wanted, _NAMED)
+        # On a thread: several processes may use its file, and one waits for the other.
+        self._found = await asyncio.to_thread(self._responses.get, self._owner, wanted, _NAMED)
         earlier = self._found.turn_bytes
         _check_bytes(len(body) + earlier, max_bytes)
         return earlier

@@ -16,13 +16,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from openai_api.json_body import json_response
-from router.console.picture import NodeSeen
+from router.console.picture import NodeSeen, joined_nodes
 from router.guard import peer_of, read_body
 from router.nodes.members import NodeSpec, Source
 from router.nodes.node import Node, NodeKind
 from router.roles import BEGUN, ask_role
 from router.router import Router
-from router.state import node_of, nodes_of
+from router.state import node_of
 from wire.config import Role
 from wire.errors import ConfigError, Conflict, Forbidden, KvrelayError, NotFound, RequestError, Unavailable
 from wire.frames import MALFORMED
@@ -73,11 +73,13 @@ class _Desk:
         self._router, self._pool = router, router.pool
 
     async def nodes(self) -> Response:
-        """Tell of all nodes, with the legs of all workers."""
-        elsewhere = self._router.shared.legs_elsewhere()
-        rows = nodes_of(self._pool, time.monotonic())
-        told = [msgspec.structs.replace(row, legs=row.legs + elsewhere.get(row.url, 0)) for row in rows]
-        return json_response({"nodes": told})
+        """Tell of all nodes, as all workers see them."""
+        router = self._router
+        own, workers = router.lookout.seen(), router.shared.seen_elsewhere()
+        rows = joined_nodes(own, workers or [own])
+        if (legs := router.shared.legs_elsewhere()) is not None:  # newer than what they see
+            rows = [msgspec.structs.replace(row, legs=legs.get(row.url, 0)) for row in rows]
+        return json_response({"nodes": rows})
 
     async def add(self, request: Request) -> Response:
         asked, peer = await _decoded(request, _Add), peer_of(request)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from router.admin import add_admin_routes
 from router.console.routes import add_console_routes
 from router.guard import OPERATED, add_error_answers, answer_error, caller_of, check_key, read_body
 from router.on_all_nodes import ADAPTER_PATHS, add_node_routes
+from router.relay import CLIENT_GONE
 from router.reload import Reread
 from router.router import Router
 from router.shared import Shared
@@ -59,7 +61,7 @@ class _App(FastAPI):
         served = self._served
         try:
             check_key(scope, served.keyring, served.metrics, served.config.admin_key)
-            if scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST":
+            if served.shared.serves and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST":
                 return await served.complete(Request(scope, receive), as_it_is)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(Request(scope, receive), why)
@@ -77,17 +79,25 @@ def create_app(
     app = _App(router)
     add_error_answers(app)
 
-    async def complete(request: Request) -> Response:
-        return await router.complete(request, as_it_is)
-
-    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
-        app.post(path, response_model=None)(complete)
-    add_routes(app, router, router.shared.responses, root_path=config.root_path)
     if router.shared.forward is None:
         _add_operators_routes(app, router)
     else:
         _forward_operators(app, router, router.shared.forward)
     add_console_routes(app, router.lookout.picture, config.root_path)
+    if router.shared.serves:
+        _add_clients_routes(app, router)
+    return app
+
+
+def _add_clients_routes(app: FastAPI, router: Router) -> None:
+    """Add what clients ask."""
+
+    async def complete(request: Request) -> Response:
+        return await router.complete(request, as_it_is)
+
+    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
+        app.post(path, response_model=None)(complete)
+    add_routes(app, router, router.shared.responses, root_path=router.config.root_path)
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
@@ -103,8 +113,6 @@ def create_app(
     async def health() -> Response:
         status, body = router.health()
         return Response(body, status, media_type="application/json")
-
-    return app
 
 
 def _add_operators_routes(app: FastAPI, router: Router) -> None:
@@ -127,12 +135,23 @@ def _add_operators_routes(app: FastAPI, router: Router) -> None:
         return response
 
 
-def _forward_operators(app: FastAPI, router: Router, forward: Callable[[Request, bytes], Awaitable[Response]]) -> None:
+def _forward_operators(
+    app: FastAPI, router: Router, forward: Callable[[Request, bytes, float], Awaitable[Response]]
+) -> None:
     """Add the same routes for a process that another one answers them for."""
 
-    async def route(request: Request) -> Response:
-        return await forward(request, await read_body(request, router.config.max_body_bytes, _READ_S))
+    async def ask(request: Request) -> Response:
+        return await forward(request, b"", 0.0)
 
-    for path in (*OPERATED, *ADAPTER_PATHS, "/metrics"):
-        for each in (path, path + "/{rest:path}"):
-            app.add_route(each, route, methods=["GET", "POST", "DELETE"])
+    async def order(request: Request) -> Response:
+        loads = request.url.path in ADAPTER_PATHS
+        try:
+            body = await read_body(request, router.config.max_body_bytes, _READ_S)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        return await forward(request, body, router.config.request_deadline_s + _READ_S if loads else 0.0)
+
+    app.add_route("/metrics", ask, methods=["GET"])
+    for path in (*OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
+        app.add_route(path, ask, methods=["GET"])
+        app.add_route(path, order, methods=["POST", "DELETE"])

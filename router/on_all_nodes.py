@@ -43,7 +43,7 @@ class _Done(msgspec.Struct):
     """An answer of 200; some of vLLM's releases say there that nothing was done."""
 
     success: bool = True
-    message: str = ""
+    message: Any = ""
 
 
 class _Adapter(UnloadAdapterRequest, frozen=True):
@@ -133,7 +133,7 @@ async def _tell(
             why = "it did not succeed: some of its blocks are in use; try again"
             return NodeSaid(node.url, node.role, 409, why)
         done(node)
-        return NodeSaid(node.url, node.role, 200, answer.message)
+        return NodeSaid(node.url, node.role, 200, str(answer.message or ""))
 
     return await asyncio.gather(*map(one, nodes))
 

@@ -31,16 +31,16 @@ class Shared:
     """Which pairs of nodes have met, if another process has them meet."""
     index = 0
     """Its number among those that serve."""
-    forward: Callable[[Request, bytes], Awaitable[Response]] | None = None
+    forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the process that leads what operators and scrapers want to know or to change."""
 
     def __init__(self) -> None:
         self.poison = Poison()
         self.responses = ResponseStore()
 
-    def legs_elsewhere(self) -> Mapping[str, int]:
-        """Count the legs of other processes, by the addresses of their nodes."""
-        return {}
+    def legs_elsewhere(self) -> Mapping[str, int] | None:
+        """Count the legs by the addresses of their nodes, if other processes have them."""
+        return None
 
     def seen_elsewhere(self) -> Sequence[WorkerSeen]:
         """Return what the other processes see, as far as they answer requests."""

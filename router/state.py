@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from router.console.picture import FailedPair, Health, NodeSeen
 from router.node_load import UNKNOWN
 from router.nodes.models import Models
@@ -50,7 +52,7 @@ def node_of(node: Node, pool: Pool, now: float) -> NodeSeen:
         leg_version=node.leg_version,
         kv_events=pool.prefixes.trusts(node.url),
         costs=None if state.costs is UNKNOWN else state.costs,
-        load=load,
+        load=msgspec.structs.asdict(load),
     )
 
 
@@ -61,7 +63,7 @@ def nodes_of(pool: Pool, now: float) -> list[NodeSeen]:
 
 def failed_pairs(met: Met) -> list[FailedPair]:
     """Return the first of the pairs of nodes that could not meet."""
-    return [FailedPair(*pair) for pair in met[1][:_MOST_SHOWN]]
+    return [FailedPair(*pair[:3]) for pair in met[1][:_MOST_SHOWN]]
 
 
 def of_models(models: Models) -> tuple[Health, dict[str, bool]]:

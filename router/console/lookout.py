@@ -100,6 +100,7 @@ class Lookout:
             nodes_of(self._pool, now),
             self.recent.slots(now),
             list(self.recent.requests),
+            self.recent.edges(now),
             {
                 "requests": _by(self._metrics.requests, "status"),
                 "disaggregated": _by(self._metrics.disaggregated, ""),

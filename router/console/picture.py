@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.console.recent import KEPT_REQUESTS, SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
+from router.console.recent import EDGE_SLOTS, KEPT_REQUESTS, SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
 from router.nodes.breaker import BreakerSeen
 from wire.config import Role
-from wire.outputs import Load
 from wire.step_costs import StepCosts
 
 __all__ = [
@@ -31,10 +30,10 @@ __all__ = [
     "Series",
     "WorkerRow",
     "WorkerSeen",
+    "joined_nodes",
     "picture_of",
 ]
 
-_EDGE_SLOTS = 12
 _RATE_SLOTS = 2
 _MOST_EDGES = 200
 _SHARES = (0.5, 0.9, 0.99)
@@ -81,7 +80,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
     kv_events: bool = False
     """It is known what it holds."""
     costs: StepCosts | None = None
-    load: Load = Load()
+    load: dict[str, float] = {}
 
 
 class FailedPair(msgspec.Struct, frozen=True):
@@ -126,6 +125,8 @@ class WorkerSeen(msgspec.Struct, frozen=True):
     nodes: list[NodeSeen]
     slots: list[Slot]
     requests: list[Ended]
+    edges: list[Edge]
+    """Of the last EDGE_SLOTS; the slots have none."""
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
     roles: list[RolesSeen] = []
@@ -227,7 +228,9 @@ def picture_of(
     ]
     whole, lately = summed(slots), summed(slots[-1 - _RATE_SLOTS :])
     lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
-    edges = summed(slots[-_EDGE_SLOTS:]).edges.values()
+    edges: dict[tuple[str, str], Edge] = {}
+    for edge in (edge for each in seen for edge in each.edges):
+        edges.setdefault((edge.prefill, edge.decode), Edge(edge.prefill, edge.decode)).add(edge)
     counts: dict[str, dict[str, float]] = {}
     for each in seen:
         for what, by_label in each.counts.items():
@@ -259,9 +262,9 @@ def picture_of(
             [quantile(slot.ttft, 0.5) for slot in slots],
             [quantile(slot.inter_token, 0.5) for slot in slots],
         ),
-        nodes=_nodes(own, seen),
-        edge_window_s=SLOT_S * _EDGE_SLOTS,
-        edges=sorted(edges, key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES],
+        nodes=joined_nodes(own, seen),
+        edge_window_s=SLOT_S * EDGE_SLOTS,
+        edges=sorted(edges.values(), key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES],
         failed_pairs=own.failed_pairs,
         counts=counts,
         requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
@@ -273,7 +276,7 @@ def _percentiles(spread: Mapping[int, int]) -> Percentiles:
     return Percentiles(sum(spread.values()), *(quantile(spread, share) for share in _SHARES))
 
 
-def _nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
+def joined_nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
     rows = {node.url: node for node in own.nodes}
     up_in: Counter[str] = Counter()
     for each in workers:
@@ -286,5 +289,10 @@ def _nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSeen]:
             for leg, breaker in node.breakers.items():
                 if leg not in breakers or _WORST.get(breaker.state, 0) > _WORST.get(breakers[leg].state, 0):
                     breakers[leg] = breaker
-            rows[node.url] = msgspec.structs.replace(known, legs=known.legs + node.legs, breakers=breakers)
+            rows[node.url] = msgspec.structs.replace(
+                known,
+                legs=known.legs + node.legs,
+                breakers=breakers,
+                kv_events=known.kv_events or node.kv_events,
+            )
     return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]

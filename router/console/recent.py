@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 __all__ = [
+    "EDGE_SLOTS",
     "KEPT_REQUESTS",
     "MAX_EDGES",
     "SLOTS",
@@ -32,6 +33,8 @@ __all__ = [
 SLOT_S = 5.0
 SLOTS = 60
 """How many are kept: five minutes."""
+EDGE_SLOTS = 12
+"""Within these what went between nodes is shown."""
 KEPT_REQUESTS = 200
 MAX_EDGES = 1000
 """Pairs of nodes that are counted apart within a slot."""
@@ -193,9 +196,14 @@ class Recent:
         return slots[-1]
 
     def slots(self, now: float) -> list[Slot]:
-        """Return those of the last SLOTS in which anything happened, the newest last."""
+        """Return those of the last SLOTS in which anything happened, the newest last, without edges."""
         first = int(now // SLOT_S) - SLOTS
-        return [slot for slot in self._slots if slot.number > first]
+        return [msgspec.structs.replace(slot, edges={}) for slot in self._slots if slot.number > first]
+
+    def edges(self, now: float) -> list[Edge]:
+        """Return what went between nodes within the last EDGE_SLOTS."""
+        first = int(now // SLOT_S) - EDGE_SLOTS
+        return list(summed(slot for slot in self._slots if slot.number > first).edges.values())
 
 
 def _count(spread: dict[int, int], seconds: float) -> None:

@@ -185,6 +185,7 @@ class _Follower:
         while not self.stopped.wait(wait_s):
             try:
                 pods, self._version = self._api.listed(self._version)
+                told = self._pods.listed(pods)
             except Exception as why:  # noqa: BLE001 - the edge of this thread: it must go on, whatever it was
                 wait_s = self._failed(why)
                 continue
@@ -192,7 +193,7 @@ class _Follower:
                 _log.info("the Kubernetes API server tells of its pods again")
             self._failures, self._complained_at = 0, float("-inf")
             self._listed.set_to_current_time()
-            self._tell(self._pods.listed(pods))
+            self._tell(told)
             wait_s = self._api.pace.relist_s
 
     def _tell(self, told: Told) -> None:

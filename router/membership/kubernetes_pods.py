@@ -130,7 +130,7 @@ class Pod(_Struct, frozen=True):
 
     def _port(self, annotations: Mapping[str, str]) -> int:
         if (said := annotations.get(PORT)) is not None:
-            if not (said.isascii() and said.isdigit() and 0 < int(said[:6]) < 65536):
+            if not (said.isascii() and said.isdigit() and len(said) <= 5 and 0 < int(said) < 65536):
                 raise RequestError(f"its annotation {PORT} must be a port, got {said!r}")
             return int(said)
         if self._named_port is None:

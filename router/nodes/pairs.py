@@ -22,8 +22,8 @@ PARTNERS = 32
 
 _AGAIN_S = {"failed": 60.0, "busy": 1.0}
 
-Met = tuple[int, list[tuple[str, str, str]]]
-"""How many pairs have met, and those that could not, with their addresses and why."""
+Met = tuple[int, list[tuple[str, str, str, float]]]
+"""How many pairs have met, and those that could not: their addresses, why, and when they are asked again."""
 _Side = tuple[str, str]
 
 
@@ -91,7 +91,9 @@ class Pairs:
     def met(self) -> Met:
         """Say who has met; those that were busy or cannot be asked are on neither side."""
         over = [(each, each.outcome) for each in self._meetings.values() if each.outcome is not None]
-        apart = [(each.prefill.url, each.decode.url, end.why) for each, end in over if end.how == "failed"]
+        apart = [
+            (each.prefill.url, each.decode.url, end.why, each.again_at) for each, end in over if end.how == "failed"
+        ]
         return sum(end.how == "met" for _, end in over), apart
 
 

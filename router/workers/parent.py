@@ -31,7 +31,7 @@ from router.workers.messages import Family, LinkBroken, Report, Snapshot, framed
 from router.workers.metric_sums import collected, lasting, summed, text_of
 from wire.router_config import RouterConfig
 
-__all__ = ["HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "share_of"]
+__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "share_of"]
 
 SOCKET = "parent"
 """The name of the parent's socket in the folder that it shares with its workers."""
@@ -39,8 +39,8 @@ HANGS_S = 15.0
 """A worker that reports nothing for so long is stopped, or in a loop without end: it is replaced."""
 _TICK_S = 0.1
 _SETTLED_S = 1.0
-_BACKLOG_BYTES = 1 << 20
-"""Who has so much before it gets no further snapshot until it has read on; then the newest."""
+BACKLOG_BYTES = 1 << 20
+"""Who has so much before it is told nothing further until it has read on; then the newest."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -116,6 +116,8 @@ class Parent(Shared):
         self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
         self._ended: list[Family] = []
+        self._due = False
+        """A broadcast is about to be made."""
         self._told = self._snapshot(0)
         self._frame = framed(self._told)
         self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
@@ -171,8 +173,9 @@ class Parent(Shared):
                 self.poison.spared(fingerprint)
         if report.seen is not None:
             peer.seen, peer.families = report.seen, report.families
-        if began or report.death is not None:
-            self._broadcast()
+        if began or (report.death is not None and not self._due):  # a node that dies has many requests: one snapshot
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._broadcast)
 
     def _snapshot(self, version: int) -> Snapshot:
         """Say what workers must know now."""
@@ -193,14 +196,19 @@ class Parent(Shared):
 
     def _broadcast(self) -> int:
         """Send what is new to all who have not got it; return the version of what they will have then."""
-        version = self._told.version
+        version, self._due = self._told.version, False
         now = self._snapshot(version)
         if now != self._told:
             version += 1
             self._told = msgspec.structs.replace(now, version=version)
             self._frame = framed(self._told)
         for peer in self._peers.values():
-            if peer.sent != version and peer.writer.transport.get_write_buffer_size() < _BACKLOG_BYTES:
+            transport = peer.writer.transport
+            if (
+                peer.sent != version
+                and not transport.is_closing()
+                and transport.get_write_buffer_size() < BACKLOG_BYTES
+            ):
                 peer.writer.write(self._frame)
                 peer.sent = version
         return version
@@ -214,15 +222,27 @@ class Parent(Shared):
             await asyncio.sleep(0.005)
 
     async def _tick_for_ever(self) -> None:
+        looked_at = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
-            self._broadcast()
-            for peer in self._peers.values():
-                if peer.report is not None and time.monotonic() - peer.heard_at > HANGS_S:
-                    _log.error("worker %d hangs and is killed: it has reported nothing for %g s", peer.index, HANGS_S)
-                    self.metrics.hung.inc()
-                    peer.heard_at = math.inf
-                    peer.end()
+            # While this process was stopped or busy, it was not the workers that were silent.
+            now, before = time.monotonic(), looked_at
+            looked_at, late_s = now, max(0.0, now - before - _TICK_S)
+            try:
+                self._look(now, late_s)
+            except Exception:  # noqa: BLE001 - a mistake of ours must not end what workers live by
+                _log.exception("the look after the workers failed")
+
+    def _look(self, now: float, late_s: float) -> None:
+        """Tell the workers what is new, and end those that hang."""
+        self._broadcast()
+        for peer in self._peers.values():
+            peer.heard_at += late_s
+            if peer.report is not None and now - peer.heard_at > HANGS_S:
+                _log.error("worker %d hangs and is killed: it has reported nothing for %g s", peer.index, HANGS_S)
+                self.metrics.hung.inc()
+                peer.heard_at = math.inf
+                peer.end()
 
     def legs_elsewhere(self) -> Mapping[str, int]:
         """Count the legs of all workers, by the addresses of their nodes."""

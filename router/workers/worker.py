@@ -24,7 +24,7 @@ from router.workers.forwarding import Forwarding
 from router.workers.listening import shared_port
 from router.workers.messages import LinkBroken, Report, Snapshot, framed, received
 from router.workers.metric_sums import collected
-from router.workers.parent import SOCKET
+from router.workers.parent import BACKLOG_BYTES, SOCKET
 from wire.config import Role
 
 __all__ = ["Worker", "serve_worker"]
@@ -81,11 +81,12 @@ class Worker(Shared):
                 node.generation = meant
                 pool.drain(node, now)
         self.met = told.met
-        apart, known = ({pair[:2] for pair in met[1]} for met in (told.met, before.met))
-        for pair in apart | known:
-            prefill, decode = map(pool.find, pair)
+        for pair in set(told.met[1]) - set(
+            before.met[1]
+        ):  # each failure once; that they have met, their legs will show
+            prefill, decode = map(pool.find, pair[:2])
             if prefill is not None and decode is not None:
-                doors.met(prefill, decode, failed=pair in apart, now=now)
+                doors.met(prefill, decode, failed=True, now=now)
         if told.heard.get(self.index, 0) >= self._deaths:  # else the parent has not heard of the last ones
             self.poison.take_over(told.poison)
         if before.config != told.config:
@@ -113,7 +114,7 @@ class Worker(Shared):
         router = self.router
         legs = {node.url: len(node.leases) for node in (*router.pool.nodes, *router.pool.leaving) if node.leases}
         report = Report(0 if self._known is None else self._known.version, legs, death)
-        if whole:
+        if whole and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
             seen, families = router.lookout.seen(), collected(router.metrics.registry)
             report = msgspec.structs.replace(report, seen=seen, families=families)
         self._writer.write(framed(report))

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from kvrelay import workers
 from kvrelay.drawn_keys import stored_key
@@ -214,15 +215,28 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             ("DELETE", "/admin/nodes", b"", 400),
             ("PUT", "/admin/nodes", b"", 405),
             ("GET", "/admin/x", b"", 404),
+            ("GET", "/admin/../health", b"", 404),
+            ("POST", "/admin/%2e%2e/v1/chat/completions", b"{}", 404),
             ("POST", "/v1/load_lora_adapter", b"{}", 400),
         ):
             for key, expected in ((stored_key("admin", r.url), status), ("wrong", 401)):
                 with_key = {"authorization": f"Bearer {'b' if path.startswith('/v1') and key != 'wrong' else key}"}
                 async with (
                     aiohttp.ClientSession(r.url) as http,  # not one that is known to reach a worker: it may be closed
-                    http.request(method, path, data=body, headers=with_key) as answer,
+                    http.request(method, URL(r.url + path, encoded=True), data=body, headers=with_key) as answer,
                 ):
                     assert answer.status == expected, (path, await answer.text())
+        # What wants no key is one page, and nothing is read of a body for it.
+        async with aiohttp.ClientSession() as http:
+            for method, path, status in (
+                ("POST", "/metrics", 405),
+                ("GET", "/metrics/../health", 404),
+                ("POST", "/metrics/../v1/chat/completions", 404),
+                ("GET", "/metrics/x", 404),
+            ):
+                asked = http.request(method, URL(r.url + path, encoded=True), json=BODY, headers=BOB)
+                async with asked as answer:
+                    assert answer.status == status, path
 
         # An operator's order to all nodes reaches each once, and the load counts what every worker answers.
         told = await r.json(1, "/reset_prefix_cache", {})

@@ -327,3 +327,12 @@ def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(monkeypatch: pyt
     events = b"".join(chunk({"tool_calls": [each]}) for each in [*begun, *more])
     told = events_of(speak(stream=True).events(ROLE + events + chunk({}, "tool_calls") + DONE))
     assert [item["arguments"] for item in told[-1]["response"]["output"]] == ["{}"] * 3
+
+
+def test_room_for_a_large_response_is_made_by_few_looks_at_all() -> None:
+    store, looks = ResponseStore(max_bytes=40_000), []
+    for at in range(400):
+        store.put("me", f"r{at}", Stored(b"x" * 100, b"", ()))
+    store._db.set_trace_callback(lambda said: looks.append(said) if "GROUP BY" in said else None)
+    store.put("me", "large", Stored(b"x" * 30_000, b"", ()))
+    assert (store.held(), len(looks)) == ((101, 40_000), 1)

@@ -22,7 +22,18 @@ from router.console.picture import (
     WorkerSeen,
     picture_of,
 )
-from router.console.recent import KEPT_REQUESTS, MAX_EDGES, SLOT_S, SLOTS, Edge, Ended, Recent, bucket_of, quantile
+from router.console.recent import (
+    EDGE_SLOTS,
+    KEPT_REQUESTS,
+    MAX_EDGES,
+    SLOT_S,
+    SLOTS,
+    Edge,
+    Ended,
+    Recent,
+    bucket_of,
+    quantile,
+)
 from router.nodes.breaker import BreakerSeen
 from router.workers.messages import Report, framed, received
 from wire.config import Role
@@ -98,6 +109,7 @@ def worker(index: int = 0, recent: Recent | None = None, now: float = 1000.0, **
         "nodes": [node()],
         "slots": recent.slots(now),
         "requests": list(recent.requests),
+        "edges": recent.edges(now),
         "counts": {"requests": {"200": 1.0}},
         "failed_pairs": [],
     }
@@ -134,9 +146,11 @@ def test_pairs_of_nodes_are_counted_apart_up_to_a_bound() -> None:
     for at in range(MAX_EDGES + 50):
         recent.moved(0.0, Edge(f"p{at}", D, 1))
     recent.moved(0.0, Edge("p0", D, 0, 1, 5, 0.5, 0.25))
-    edges = recent.slots(0.0)[0].edges
+    edges = recent.edges(0.0)
     assert len(edges) == MAX_EDGES
-    assert edges["p0", D] == Edge("p0", D, 1, 1, 5, 0.5, 0.25)
+    assert edges[0] == Edge("p0", D, 1, 1, 5, 0.5, 0.25)
+    assert not recent.slots(0.0)[0].edges
+    assert not recent.edges(EDGE_SLOTS * SLOT_S)
 
 
 @given(st.lists(st.floats(2e-4, 1000.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99]))

@@ -71,6 +71,7 @@ def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) ->
         ({"spec|containers": None}, "container port named http"),
         ({"metadata|annotations": {"kvrelay/port": "x"}}, "kvrelay/port must be a port, got 'x'"),
         ({"metadata|annotations": {"kvrelay/port": "70000"}}, "kvrelay/port must be a port"),
+        ({"metadata|annotations": {"kvrelay/port": "000001" + "0" * 5000}}, "kvrelay/port must be a port"),
         ({"status|podIP": None}, "no address"),
         ({"status|podIP": "not an address"}, "node address"),
     ],

@@ -104,7 +104,9 @@ def test_what_failed_is_tried_again_in_its_time(outcome: Outcome, not_before: fl
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
     (meeting,) = begun(pairs, prefill, decode)
     pairs.ended(meeting, outcome, 0.0)
-    assert pairs.met()[1] == ([("http://prefill0", "http://decode0", "differs")] if outcome.how == "failed" else [])
+    assert pairs.met()[1] == (
+        [("http://prefill0", "http://decode0", "differs", 60.0)] if outcome.how == "failed" else []
+    )
     assert pairs.begin(prefill, decode, not_before) is None
     if again_at is not None:
         assert len(begun(pairs, prefill, decode, again_at)) == 1

@@ -46,8 +46,9 @@ async def test_an_order_that_a_node_refuses_or_does_not_know_is_an_error_with_al
         assert (await said(c, "POST", "/start_profile"))[0] == 404
 
 
-async def test_a_vllm_node_that_keeps_blocks_has_not_done_it() -> None:
-    busy = prefill(posts={"/reset_prefix_cache": answering([], {"success": False})})
+@pytest.mark.parametrize("said_too", [{}, {"message": None}, {"message": [1]}])
+async def test_a_vllm_node_that_keeps_blocks_has_not_done_it(said_too: dict[str, Any]) -> None:
+    busy = prefill(posts={"/reset_prefix_cache": answering([], {"success": False} | said_too)})
     async with cluster(busy, decode(posts={"/reset_prefix_cache": answering([], {"success": True})})) as c:
         status, told = await said(c, "POST", "/reset_prefix_cache")
         assert status == 502

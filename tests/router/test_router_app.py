@@ -143,6 +143,7 @@ async def test_health_tells_the_state_of_every_node_and_follows_it() -> None:
 
         status, body = await health()
         assert (status, body["status"], body["prefill"]) == (200, "ok", {"up": 1, "listed": 1})
+        assert {node["load"]["running"] for node in body["nodes"]} == {0}
         d.health_status = 503
         await until(lambda: not c.node(d).up)
         status, body = await health()
