@@ -216,7 +216,7 @@ def _node(
     if share:
         engine = sharing_memory(engine, share.sharers)
     elif cores and not engine.threads:
-        engine = replace(engine, threads=max(1, cores_of(role, config.cluster, cores) // engine.tensor_parallel_size))
+        engine = replace(engine, threads=max(1, cores_of(config.cluster, cores) // engine.tensor_parallel_size))
     # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
     transfer = replace(config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)

@@ -92,7 +92,7 @@ def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
 def test_cores_are_shared_out_on_cpus() -> None:
     made = services(cores=8, prefill=2, decode=2)
     assert "--threads=2" in made["prefill-1"]["command"]
-    assert "--threads=4" in made["decode-1"]["command"]
+    assert "--threads=2" in made["decode-1"]["command"]
     assert not any("--threads" in word for word in services(prefill=2)["prefill-0"]["command"])
 
 

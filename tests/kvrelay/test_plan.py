@@ -57,15 +57,12 @@ def test_all_nodes_are_told_how_their_model_writes() -> None:
         ClusterConfig(EngineConfig("m"), reasoning_parser="x")
 
 
-@pytest.mark.parametrize(
-    ("cores", "given", "threads"), [(8, 0, (4, 8)), (2, 0, (1, 2)), (1, 0, (1, 1)), (8, 3, (3, 3))]
-)
-def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads: tuple[int, int]) -> None:
-    """A prefill node has its share; a decode node may also use those of a prefill node that rests."""
+@pytest.mark.parametrize(("cores", "given", "threads"), [(8, 0, 4), (2, 0, 1), (1, 0, 1), (8, 3, 3)])
+def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads: int) -> None:
     specs = planned(ClusterConfig(EngineConfig("m", threads=given)), cores=cores)[:2]
-    for spec, count in zip(specs, threads, strict=True):
-        assert f"--threads={count}" in spec.command
-        assert spec.env["OMP_NUM_THREADS"] == str(count)
+    for spec in specs:
+        assert f"--threads={threads}" in spec.command
+        assert spec.env["OMP_NUM_THREADS"] == str(threads)
         assert spec.env["GOMP_SPINCOUNT"] == "3000"
 
 
@@ -95,7 +92,7 @@ def test_roles_may_have_different_numbers_of_ranks() -> None:
     on = [[node.name for node in wave] for wave in waves(specs, Machine(8, ("0", "1", "2"), (), {}))]
     assert on == [["prefill-0", "decode-0"], ["decode-1"]]
     cpu = planned(ClusterConfig(EngineConfig("m"), prefill_tensor_parallel_size=2), cores=8)
-    assert ["--threads=2" in cpu[0].command, "--threads=8" in cpu[1].command] == [True, True]
+    assert ["--threads=2" in cpu[0].command, "--threads=4" in cpu[1].command] == [True, True]
     with pytest.raises(ConfigError, match="decode_tensor_parallel_size must not be negative, got -1"):
         ClusterConfig(EngineConfig("m"), decode_tensor_parallel_size=-1)
 
