@@ -113,8 +113,8 @@ async def test_a_hand_over_is_counted_and_shown_as_one() -> None:
     async with cluster(p, d) as c:
         await c.text({"max_tokens": 9})
         await until(lambda: c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1)
-        (slot,) = c.router.lookout.seen().slots
-        assert [(pair, edge.handovers) for pair, edge in slot.edges.items()] == [((p.url, d.url), 1)]
+        (edge,) = c.router.lookout.seen().edges
+        assert (edge.prefill, edge.decode, edge.handovers) == (p.url, d.url, 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
