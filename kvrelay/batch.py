@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvrelay.chat import Endpoint, open_session
 from openai_api.anthropic_answer import speak_anthropic
 from openai_api.dialect import Speak, as_it_is
-from openai_api.response_store import ResponseStore
 from openai_api.responses_call import Recalled, speak_responses
 from wire.config import NodeConfig
 from wire.errors import ConfigError, KvrelayError
@@ -247,7 +246,7 @@ async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
 def _speak(url: str, request_id: str) -> Speak:
     """Nothing is kept: a batch has no later requests."""
     if url == "/v1/responses":
-        return lambda body: speak_responses(body, Recalled(ResponseStore(), ""), f"resp_{request_id}", int(time.time()))
+        return lambda body: speak_responses(body, Recalled(), f"resp_{request_id}", int(time.time()))
     if url == "/v1/messages":
         return lambda body: speak_anthropic(body, f"msg_{request_id}")
     return as_it_is

@@ -50,7 +50,8 @@ class Shelf(Protocol):
 class Recalled:
     """The Shelf of one call, for its owner: `recall` what its body goes on from first."""
 
-    def __init__(self, responses: ResponseStore, owner: str) -> None:
+    def __init__(self, responses: ResponseStore | None = None, owner: str = "") -> None:
+        """Without `responses` nothing is kept, and nothing can be recalled."""
         self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
@@ -62,7 +63,7 @@ class Recalled:
             wanted = (await beside(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
             return 0  # speak_responses() says what is wrong
-        if wanted is None:
+        if wanted is None or self._responses is None:
             return 0
         # On a thread: several processes may use its file, and one waits for the other.
         self._found = await asyncio.to_thread(self._responses.get, self._owner, wanted, _NAMED)
@@ -78,7 +79,8 @@ class Recalled:
 
     def put(self, response_id: str, stored: Stored) -> None:
         """Keep its own."""
-        self._responses.put(self._owner, response_id, stored)
+        if self._responses is not None:
+            self._responses.put(self._owner, response_id, stored)
 
 
 async def translated(body: bytes, speak: Speak, learn: Learn | None, max_bytes: int) -> tuple[bytes, Dialect]:

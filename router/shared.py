@@ -12,7 +12,7 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
-from openai_api.response_store import ResponseStore
+from openai_api.response_store import IN_MEMORY, ResponseStore
 from router.admission.poison import Poison
 from router.console.picture import WorkerSeen
 from router.nodes.pairs import Met
@@ -34,9 +34,10 @@ class Shared:
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
     """Asks the process that leads what operators and scrapers want to know or to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, responses: str = IN_MEMORY) -> None:
+        """`responses`: the path of their file."""
         self.poison = Poison()
-        self.responses = ResponseStore()
+        self.responses = ResponseStore(responses)
 
     def legs_elsewhere(self) -> Mapping[str, int] | None:
         """Count the legs by the addresses of their nodes, if other processes have them."""

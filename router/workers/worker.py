@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from openai_api.response_store import ResponseStore
 from router.nodes.node import NodeNews
 from router.router import Router
 from router.server import make_server
@@ -45,9 +44,8 @@ class Worker(Shared):
     """Set before the first snapshot is applied."""
 
     def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
-        super().__init__()
+        super().__init__(str(folder / _RESPONSES))
         self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
-        self.responses = ResponseStore(str(folder / _RESPONSES))
         self.forward = self.forwarding = Forwarding(folder / SOCKET)
         self.index, self._writer = index, writer
         self._known: Snapshot | None = None
