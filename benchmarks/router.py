@@ -1,4 +1,4 @@
-"""What a router costs, over nodes that cost next to nothing.
+"""The cost of a router, over nodes that cost next to nothing.
 
     python -m benchmarks.router [--workers N] [--rounds 3] [-- FLAGS OF THE ROUTER]
 

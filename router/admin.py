@@ -67,7 +67,7 @@ def add_admin_routes(app: FastAPI, router: Router) -> None:
 
 
 class _Desk:
-    """What the routes do. All raise KvrelayError."""
+    """A desk for operators, which does what the routes say. All methods raise KvrelayError."""
 
     def __init__(self, router: Router) -> None:
         self._router, self._pool = router, router.pool

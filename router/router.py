@@ -293,7 +293,7 @@ class Router:
         return True
 
     def _new_id(self, wanted: str) -> str:
-        """Return the client's own id if it is sane and not in use (nodes go by it), else a fresh one."""
+        """Return the client's own id if it is sane and not in use, else a fresh one; nodes go by it."""
         return wanted if sane_id(wanted) and wanted not in self.live else f"{_ids.getrandbits(128):032x}"
 
     async def body(self, request: Request) -> bytes:

@@ -159,9 +159,9 @@ class Legs:
             raise LegFailed(f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}") from why
 
     async def tell_of_kv(self, node: Node, what: Literal["release", "renew"], request_id: str) -> bool:
-        """Tell a prefill node that nobody will fetch this KV, or that it will be fetched as soon as there is room.
+        """Tell a prefill node that nobody will fetch this KV, or that somebody will once there is room.
 
-        False if it could not be told: then the lease ends by itself.
+        Returns False if it could not be told: then the lease ends by itself.
         """
         body = msgspec.json.encode({"request_ids": [request_id]})
         status, said = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
@@ -175,7 +175,7 @@ class Legs:
         return status, said if isinstance(said, str) else message_of(said)
 
     async def call(self, method: str, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, bytes | str]:
-        """Send a node a small request, and return its status and body, or 503 and why it could not be reached."""
+        """Send a node a small request. Returns its status and body, or 503 and why it could not be reached."""
         try:
             async with self._session.request(
                 method,

@@ -97,7 +97,7 @@ class Doors:
         return Passage(self.breaker(node, Role.PREFILL if computes else leg), self.breaker(node, leg), now)
 
     def patience_s(self, tokens: int) -> float:
-        """Return how long a leg with so many tokens to wait for may say nothing before it is taken to be lost."""
+        """Return for how many seconds a leg that waits for so many tokens may say nothing before it counts as lost."""
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
 
     def began(self, passage: Passage) -> None:

@@ -266,7 +266,7 @@ class Pool:
         return costs
 
     def hold(self, node: Node, share: Share, tokens: int, prefix: Prefix | None, cached: Mapping[str, int]) -> Lease:
-        """Take a place on a node for a leg that computes so many tokens, less those cached, until it is given back."""
+        """Take a place on a node, to be given back, for a leg that computes so many tokens less those cached."""
         self._turns += 1
         node.turn = self._turns
         has = cached.get(node.url, 0)

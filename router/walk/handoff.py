@@ -353,7 +353,7 @@ class Walk:
             placer.waiting[model] -= 1
 
     def _renew(self, peer: Node) -> float:
-        """Have a prefill node keep the KV that is fetched from it, and return how many seconds later to ask again."""
+        """Have a prefill node keep the KV that is fetched from it. Returns the seconds until it must be asked again."""
         if (held := self.progress.held) is not None:
             self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held))
         lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
