@@ -1,11 +1,13 @@
-"""Whether the client of `kvrelay bench` is fast enough: how much one of its processes takes, and how late it is.
+"""Whether the client of `kvrelay bench` is fast enough: how much one of its processes takes, and
+how late it is.
 
     python -m benchmarks.bench_client [--seconds 10] [--aiohttp]
 
-A server that costs next to nothing (`--serve`, a process of its own) answers with so many tokens at a pace. Rows: what
-one process of the client takes when answers come as fast as they can; then many streams at the pace of an engine, with
-what the client says of being late and of its core, and what it measures of a pace that is known. `--aiohttp` reads the
-first row's answers with aiohttp instead, for comparison.
+A server that costs next to nothing (`--serve`, a process of its own) answers with so many tokens at
+a pace. Rows: what one process of the client takes when answers come as fast as they can; then many
+streams at the pace of an engine, with what the client says of being late and of its core, and what
+it measures of a pace that is known. `--aiohttp` reads the first row's answers with aiohttp instead,
+for comparison.
 """
 
 from __future__ import annotations
@@ -27,11 +29,26 @@ from load.config import BenchConfig
 from load.experiment import Experiment
 from load.results import Run
 
-_MAX_TOKENS, _LENGTH = re.compile(rb'"max_tokens": ?(\d+)'), re.compile(rb"\r\ncontent-length: ?(\d+)", re.IGNORECASE)
+_MAX_TOKENS, _LENGTH = (
+    re.compile(rb'"max_tokens": ?(\d+)'),
+    re.compile(rb"\r\ncontent-length: ?(\d+)", re.IGNORECASE),
+)
 _CHUNK = b'{"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1,"model":"known",'
-_TOKEN = b"data: " + _CHUNK + b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
-_LAST = b"data: " + _CHUNK + b'"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}]}\n\n'
-_USAGE = b"data: " + _CHUNK + b'"choices":[],"usage":{"prompt_tokens":16,"completion_tokens":%d}}\n\ndata: [DONE]\n\n'
+_TOKEN = (
+    b"data: "
+    + _CHUNK
+    + b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
+)
+_LAST = (
+    b"data: "
+    + _CHUNK
+    + b'"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}]}\n\n'
+)
+_USAGE = (
+    b"data: "
+    + _CHUNK
+    + b'"choices":[],"usage":{"prompt_tokens":16,"completion_tokens":%d}}\n\ndata: [DONE]\n\n'
+)
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _MODELS = b'{"object":"list","data":[{"id":"known","object":"model"}]}'
 
@@ -41,7 +58,9 @@ def _chunked(said: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """Answers one request after the other; `steps` are called once for each token that all streams get."""
+    """Answers one request after the other; `steps` are called once for each token that all streams
+    get.
+    """
 
     def __init__(self, gap_s: float, steps: list[Callable[[], bool]]) -> None:
         self._gap_s, self._steps, self._buffer = gap_s, steps, b""
@@ -62,7 +81,9 @@ class _Connection(asyncio.Protocol):
     def _answer(self, request: bytes) -> None:
         if not request.startswith(b"POST"):
             status = b"200 OK" if b"/v1/models" in request[:30] else b"404 Not Found"
-            self._transport.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(_MODELS), _MODELS))
+            self._transport.write(
+                b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(_MODELS), _MODELS)
+            )
             return
         found = _MAX_TOKENS.search(request)
         tokens = int(found[1]) if found else 16
@@ -78,7 +99,9 @@ class _Connection(asyncio.Protocol):
             left -= 1
             if self._transport.is_closing():
                 return False
-            self._transport.write((_OK if left == tokens - 1 else b"") + _chunked(_TOKEN) + (b"" if left else end))
+            self._transport.write(
+                (_OK if left == tokens - 1 else b"") + _chunked(_TOKEN) + (b"" if left else end)
+            )
             return left > 0
 
         self._steps.append(step)
@@ -87,7 +110,9 @@ class _Connection(asyncio.Protocol):
 async def _serve(gap_s: float) -> None:
     steps: list[Callable[[], bool]] = []
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Connection(gap_s, steps), "127.0.0.1", 0, backlog=2048)
+    server = await loop.create_server(
+        lambda: _Connection(gap_s, steps), "127.0.0.1", 0, backlog=2048
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     due = time.monotonic()
     while True:
@@ -144,7 +169,9 @@ async def _with_aiohttp(url: str, seconds: float, clients: int, tokens: int) -> 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each row")
     parser.add_argument("--aiohttp", action="store_true")
     parser.add_argument("--serve", type=float, metavar="GAP_MS", help=argparse.SUPPRESS)
@@ -157,16 +184,42 @@ def main() -> int:
             rate, per_cpu = uvloop.run(_with_aiohttp(url, args.seconds, 16, 256))
         print(f"aiohttp: {rate:.0f} chunks/s, {per_cpu:.0f} for a second of CPU")
         return 0
-    heads = ("requests/s", "tokens/s", "core", "tokens/core", "late", "p99", "lag p99", "ITL", "p99", "failed")
+    heads = (
+        "requests/s",
+        "tokens/s",
+        "core",
+        "tokens/core",
+        "late",
+        "p99",
+        "lag p99",
+        "ITL",
+        "p99",
+        "failed",
+    )
     widths = (9, 10, 8, 11, 8, 8, 8, 8, 8, 6)
-    print(f"{'':44}" + "".join(f" {head}"[-width:].rjust(width) for head, width in zip(heads, widths, strict=True)))
+    print(
+        f"{'':44}"
+        + "".join(
+            f" {head}"[-width:].rjust(width) for head, width in zip(heads, widths, strict=True)
+        )
+    )
     asked = {"processes": 1, "duration_s": args.seconds, "warm_up_s": 1.0, "deadline_s": 60.0}
     closed = {"concurrency": 16, **asked}
     with _server(0) as url:
-        _row("at once, 16 clients, 16:256", _run(url, BenchConfig(url=url, lengths="16:256", **closed)))
+        _row(
+            "at once, 16 clients, 16:256",
+            _run(url, BenchConfig(url=url, lengths="16:256", **closed)),
+        )
         _row("at once, 16 clients, 16:1", _run(url, BenchConfig(url=url, lengths="16:1", **closed)))
-        _row("at once, 16 clients, 8192:16", _run(url, BenchConfig(url=url, lengths="8192:16", **closed)))
-    for gap_ms, rate, lengths in ((10.0, 26.0, "512:256"), (10.0, 100.0, "512:256"), (20.0, 500.0, "16:64")):
+        _row(
+            "at once, 16 clients, 8192:16",
+            _run(url, BenchConfig(url=url, lengths="8192:16", **closed)),
+        )
+    for gap_ms, rate, lengths in (
+        (10.0, 26.0, "512:256"),
+        (10.0, 100.0, "512:256"),
+        (20.0, 500.0, "16:64"),
+    ):
         with _server(gap_ms) as url:
             config = BenchConfig(url=url, lengths=lengths, rate=f"{rate}", **asked)
             _row(f"{rate:g} requests/s of {lengths}, a token each {gap_ms:g} ms", _run(url, config))

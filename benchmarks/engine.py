@@ -1,8 +1,9 @@
 """Speed of the engine alone on a GPU, without HTTP: `python -m benchmarks.engine [row ...]`.
 
-Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are not computed
-(paged_engine/timed_steps.py). Beside the rows of RESULTS.md it shows where the GPU's time goes; other steps, of any
-model and on a CPU, are `kvrelay profile --decode 32x4096 --prefill 2048+8192`.
+Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are
+not computed (paged_engine/timed_steps.py). Beside the rows of RESULTS.md it shows where the GPU's
+time goes; other steps, of any model and on a CPU, are `kvrelay profile --decode 32x4096 --prefill
+2048+8192`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ DECODES = {
     "decode-32x4k": (32, 4096, 8.4, 9.03),
     "decode-256x384": (256, 384, 11.4, 11.82),  # the middle of the generate row
 }
-# Steps with a short prompt, alone or beside decodes: (requests that decode, tokens of their contexts, of the prompt)
+# Steps with a short prompt, alone or beside decodes: (requests that decode, tokens of their
+# contexts, of the prompt)
 MIXED = {
     "prompt-16": (0, 0, 16),
     "prompt-64": (0, 0, 64),
@@ -49,7 +51,10 @@ MIXED = {
     "mixed-128x1k+64": (128, 1024, 64),
 }
 # Name of a row -> (tokens of a prompt, prompts, aim and vLLM 0.26 in tokens/s)
-PREFILLS = {"prefill-4k": (4096, 32, "aim 47,000 tokens/s, vLLM 0.26 41,626"), "prefill-8k": (8192 - 64, 16, "")}
+PREFILLS = {
+    "prefill-4k": (4096, 32, "aim 47,000 tokens/s, vLLM 0.26 41,626"),
+    "prefill-8k": (8192 - 64, 16, ""),
+}
 OTHERS = (*PREFILLS, "generate-128-512")
 
 
@@ -60,16 +65,22 @@ class Bench:
         self.timed = TimedSteps(engine)
 
     def decode(self, batch: int, context: int, steps: int = 100) -> dict[str, float]:
-        """Median and 99th percentile of the time between two steps' tokens, and the share in which the GPU idles."""
+        """Median and 99th percentile of the time between two steps' tokens, and the share in which
+        the GPU idles.
+        """
         times = self.timed.decode(batch, context, steps=steps, seconds=math.inf)
         with self.timed.decoding(batch, context, steps=40):
             idle = idle_share(lambda: [self.timed.step() for _ in range(20)])
         return {**middle_and_tail(times), "idle": idle}
 
     def mixed(self, requests: int, context: int, tokens: int) -> dict[str, float]:
-        """The same of steps with a prompt of so many tokens, beside so many decodes; without the share."""
+        """The same of steps with a prompt of so many tokens, beside so many decodes; without the
+        share.
+        """
         if requests:
-            return middle_and_tail(self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf))
+            return middle_and_tail(
+                self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf)
+            )
         return middle_and_tail(self.timed.prefill(tokens, most=60, seconds=math.inf))
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
@@ -83,8 +94,12 @@ class Bench:
         self.timed.drain()
         return {"tokens_s": prompts * prompt_tokens / (time.perf_counter() - began)}
 
-    def generate(self, prompt_tokens: int, max_tokens: int, at_a_time: int, total: int) -> dict[str, float]:
-        """Output tokens per second with a fixed number of requests at a time, their prefills among the decodes."""
+    def generate(
+        self, prompt_tokens: int, max_tokens: int, at_a_time: int, total: int
+    ) -> dict[str, float]:
+        """Output tokens per second with a fixed number of requests at a time, their prefills among
+        the decodes.
+        """
         open_, left, tokens = 0, total, 0
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -105,13 +120,19 @@ def middle_and_tail(times: Sequence[float]) -> dict[str, float]:
 
 
 def idle_share(work: Callable[[], object]) -> float:
-    """Share of the time between the first and the last GPU activity of `work` in which nothing ran on the GPU."""
+    """Share of the time between the first and the last GPU activity of `work` in which nothing ran
+    on the GPU.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         work()
         torch.cuda.synchronize()
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type.name == "CUDA")
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in profiled.events()
+        if e.device_type.name == "CUDA"
+    )
     if not spans:
         return float("nan")
     busy, end = 0.0, spans[0][0]
@@ -129,10 +150,15 @@ def kernel_times(work: Callable[[], object], steps: int) -> str:
         work()
         torch.cuda.synchronize()
     rows = sorted(profiled.key_averages(), key=lambda e: -e.device_time_total)[:14]
-    return "\n".join(f"    {e.device_time_total / steps:9.1f} us  {e.count / steps:6.1f} x  {e.key[:90]}" for e in rows)
+    return "\n".join(
+        f"    {e.device_time_total / steps:9.1f} us  {e.count / steps:6.1f} x  {e.key[:90]}"
+        for e in rows
+    )
 
 
-def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, dict[str, float], str]]:
+def run(
+    engine: Engine, rows: list[str], profile: bool
+) -> Iterator[tuple[str, dict[str, float], str]]:
     """(row, figures, what to compare them with)"""
     bench = Bench(engine)
     timed = bench.timed
@@ -172,33 +198,50 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", default=[*DECODES, *MIXED, *OTHERS])
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--load-format", default="dummy")
-    parser.add_argument("--profile", action="store_true", help="also print where the GPU's time goes")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of EngineConfig")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where the GPU's time goes"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of EngineConfig"
+    )
     arguments = parser.parse_args()
     options: dict[str, Any] = {}
     for item in arguments.set:
         field, _, value = item.partition("=")
-        options[field] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+        options[field] = (
+            json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+        )
     began = time.perf_counter()
     defaults: dict[str, Any] = {"max_model_len": 8192, "enable_prefix_caching": False}
-    config = EngineConfig(model=arguments.model, load_format=arguments.load_format, **(defaults | options))
+    config = EngineConfig(
+        model=arguments.model, load_format=arguments.load_format, **(defaults | options)
+    )
     engine = Engine(config, join_as_rank_0(config))
     took = time.perf_counter() - began
-    print(f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_size} tokens")
+    print(
+        f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_size} "
+        f"tokens"
+    )
     gc.collect()
     gc.freeze()
     compiled: list[str] = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(str(about["repr"])[:100])
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(
+        str(about["repr"])[:100]
+    )
     figures = {}
     for row, result, compare in run(engine, arguments.rows, arguments.profile):
         figures[row] = result
         print(
-            f"{row:<18}" + "".join(f" {name} {value:10.3f}" for name, value in result.items()) + f"   ({compare})",
+            f"{row:<18}"
+            + "".join(f" {name} {value:10.3f}" for name, value in result.items())
+            + f"   ({compare})",
             flush=True,
         )
     print(f"kernels compiled after the engine was ready: {compiled or 'none'}")
     engine.close()
-    print(json.dumps({"device": torch.cuda.get_device_name(), "options": options, "figures": figures}))
+    print(
+        json.dumps({"device": torch.cuda.get_device_name(), "options": options, "figures": figures})
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Same tokens everywhere: alone == in a batch == disaggregated, and equal to transformers except at near-ties.
+"""Same tokens everywhere: alone == in a batch == disaggregated, and equal to transformers except at
+near-ties.
 
     python -m benchmarks.equality --prompts 50 --max-tokens 24
 
-Starts 1P1D and a router with the embedded model; compares text and, bit for bit, the log-probability of every token.
-Needs the dev extra (transformers). Exits with 1 if anything differs that is not a near-tie with transformers.
+Starts 1P1D and a router with the embedded model; compares text and, bit for bit, the
+log-probability of every token. Needs the dev extra (transformers). Exits with 1 if anything differs
+that is not a near-tie with transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from wire.sampling import SamplingParams
 
 __all__ = ["Answer", "in_engine", "through", "varied_prompts"]
 
-# Below this gap of logits a difference from transformers is a near-tie: fp32 sums of 576 terms differ by 1e-5 to 1e-4.
+# Below this gap of logits a difference from transformers is a near-tie: fp32 sums of 576 terms
+# differ by 1e-5 to 1e-4.
 NEAR_TIE = 1e-2
 
 _SENTENCES = (
@@ -54,10 +57,16 @@ class Answer:
     logprobs: tuple[float, ...]
 
 
-def varied_prompts(tokenizer: Tokenizer, count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of prompts from 1 to `longest` tokens: prose, code, numbers, other scripts, shared beginnings."""
+def varied_prompts(
+    tokenizer: Tokenizer, count: int, longest: int, seed: int = 0
+) -> list[list[int]]:
+    """Token ids of prompts from 1 to `longest` tokens: prose, code, numbers, other scripts, shared
+    beginnings.
+    """
     rng = random.Random(seed)
-    lengths = [1, 2, 15, 16, 17, longest] + [int(longest ** rng.uniform(0.2, 1.0)) for _ in range(count)]
+    lengths = [1, 2, 15, 16, 17, longest] + [
+        int(longest ** rng.uniform(0.2, 1.0)) for _ in range(count)
+    ]
     prompts = []
     for length in lengths[:count]:
         text = " ".join(rng.choice(_SENTENCES) for _ in range(1 + length // 4))
@@ -68,14 +77,31 @@ def varied_prompts(tokenizer: Tokenizer, count: int, longest: int, seed: int = 0
 
 def sampling(index: int, seeded: bool, max_tokens: int) -> dict[str, Any]:
     """Request fields of prompt `index`."""
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0, "temperature": 0.0}
+    fields: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "temperature": 0.0,
+    }
     if seeded:
-        fields |= {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1000 + index, "presence_penalty": 0.3}
+        fields |= {
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "top_k": 50,
+            "seed": 1000 + index,
+            "presence_penalty": 0.3,
+        }
     return fields
 
 
 def in_engine(
-    engine: Engine, tokenizer: Tokenizer, prompts: list[list[int]], *, seeded: bool, max_tokens: int, alone: bool
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    *,
+    seeded: bool,
+    max_tokens: int,
+    alone: bool,
 ) -> list[Answer]:
     """Answers of an engine in this process, one request at a time or all at once."""
     requests = []
@@ -89,24 +115,43 @@ def in_engine(
     while engine.scheduler.has_work:
         engine.step()
     return [
-        Answer(tokenizer.decode(r.token_ids[r.prompt_tokens :]), tuple(x.logprob for x in r.new_logprobs))
+        Answer(
+            tokenizer.decode(r.token_ids[r.prompt_tokens :]),
+            tuple(x.logprob for x in r.new_logprobs),
+        )
         for r in requests
     ]
 
 
 async def through(
-    url: str, model: str, prompts: list[list[int]], *, seeded: bool, max_tokens: int, concurrency: int, key: str = ""
+    url: str,
+    model: str,
+    prompts: list[list[int]],
+    *,
+    seeded: bool,
+    max_tokens: int,
+    concurrency: int,
+    key: str = "",
 ) -> list[Answer]:
-    """Answers of an endpoint, streamed for every second prompt. `key`: the API key, if it wants one."""
+    """Answers of an endpoint, streamed for every second prompt. `key`: the API key, if it wants
+    one.
+    """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answers: list[Answer | None] = [None] * len(prompts)
     waiting = list(range(len(prompts)))
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), headers=headers) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=600), headers=headers
+    ) as session:
 
         async def worker() -> None:
             while waiting:
                 i = waiting.pop(0)
-                body = {"model": model, "prompt": prompts[i], **sampling(i, seeded, max_tokens), "stream": i % 2 == 1}
+                body = {
+                    "model": model,
+                    "prompt": prompts[i],
+                    **sampling(i, seeded, max_tokens),
+                    "stream": i % 2 == 1,
+                }
                 async with session.post(f"{url}/v1/completions", json=body) as answer:
                     raw = await answer.read()
                     if answer.status != 200:
@@ -137,8 +182,12 @@ def _streamed(raw: bytes) -> Answer:
     return Answer(text, tuple(logprobs))
 
 
-def against_transformers(model: str, tokenizer: Tokenizer, prompts: list[list[int]], answers: list[Answer]) -> int:
-    """Print how greedy text compares with transformers'; the number of differences that are no near-tie."""
+def against_transformers(
+    model: str, tokenizer: Tokenizer, prompts: list[list[int]], answers: list[Answer]
+) -> int:
+    """Print how greedy text compares with transformers'; the number of differences that are no
+    near-tie.
+    """
     import torch
     import transformers
 
@@ -168,8 +217,14 @@ def against_transformers(model: str, tokenizer: Tokenizer, prompts: list[list[in
         top = theirs.scores[ours].topk(2).values[0]
         gap = float(top[0] - top[1])
         unexplained += gap > NEAR_TIE
-        print(f"  prompt {i} ({len(prompt)} tokens): differs from token {ours} on, logit gap {gap:.2e}")
-    print(f"  transformers: {equal} of {len(prompts)} equal, {unexplained} differences that are no near-tie")
+        print(
+            f"  prompt {i} ({len(prompt)} tokens): differs from token {ours} on, logit gap "
+            f"{gap:.2e}"
+        )
+    print(
+        f"  transformers: {equal} of {len(prompts)} equal, {unexplained} differences that are no "
+        f"near-tie"
+    )
     return unexplained
 
 
@@ -183,7 +238,9 @@ def _token_ids(tokenizer: Tokenizer, text: str, tokens: list[int]) -> int:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--longest", type=int, default=1500)
     parser.add_argument("--max-tokens", type=int, default=24)
@@ -193,20 +250,32 @@ def main() -> int:
     tokenizer = Tokenizer.load(model)
     prompts = varied_prompts(tokenizer, args.prompts, args.longest)
     lengths = [len(prompt) for prompt in prompts]
-    print(f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {args.max_tokens} tokens each")
+    print(
+        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {args.max_tokens} "
+        f"tokens each"
+    )
     differences = 0
     runs: dict[str, dict[bool, list[Answer]]] = {}
     for name, alone in (("alone", True), ("in one batch", False)):
         engine = Engine(EngineConfig(model=model, device="cpu"))
         runs[name] = {
-            seeded: in_engine(engine, tokenizer, prompts, seeded=seeded, max_tokens=args.max_tokens, alone=alone)
+            seeded: in_engine(
+                engine, tokenizer, prompts, seeded=seeded, max_tokens=args.max_tokens, alone=alone
+            )
             for seeded in (False, True)
         }
         del engine
     with running("up", "--cpu", "--prefill=1", "--decode=1", f"--model={model}") as url:
         runs["disaggregated"] = {
             seeded: asyncio.run(
-                through(url, "SmolLM2-135M-Instruct", prompts, seeded=seeded, max_tokens=args.max_tokens, concurrency=8)
+                through(
+                    url,
+                    "SmolLM2-135M-Instruct",
+                    prompts,
+                    seeded=seeded,
+                    max_tokens=args.max_tokens,
+                    concurrency=8,
+                )
             )
             for seeded in (False, True)
         }
@@ -214,12 +283,17 @@ def main() -> int:
         for seeded in (False, True):
             wrong = [
                 i
-                for i, pair in enumerate(zip(runs["alone"][seeded], runs[name][seeded], strict=True))
+                for i, pair in enumerate(
+                    zip(runs["alone"][seeded], runs[name][seeded], strict=True)
+                )
                 if pair[0] != pair[1]
             ]
             differences += len(wrong)
             kind = "seeded" if seeded else "greedy"
-            print(f"  {kind}: {name} == alone for {len(prompts) - len(wrong)} of {len(prompts)} prompts {wrong or ''}")
+            print(
+                f"  {kind}: {name} == alone for {len(prompts) - len(wrong)} of {len(prompts)} "
+                f"prompts {wrong or ''}"
+            )
     if not args.no_transformers:
         differences += against_transformers(model, tokenizer, prompts, runs["alone"][False])
     return 1 if differences else 0

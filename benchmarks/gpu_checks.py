@@ -1,4 +1,5 @@
-"""What must hold on a GPU beside speed: `python -m benchmarks.gpu_checks [invariance] [near-ties] [soak]`.
+"""What must hold on a GPU beside speed: `python -m benchmarks.gpu_checks [invariance] [near-ties]
+[soak]`.
 
 Llama-3.2-1B shape, random weights.
 """
@@ -38,18 +39,28 @@ class Answer:
 
 def open_engine(**options: Any) -> Engine:
     """An engine with random weights."""
-    defaults: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False}
+    defaults: dict[str, Any] = {
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": False,
+    }
     return Engine(EngineConfig(model=str(MODEL), load_format="dummy", **(defaults | options)))
 
 
-def answers(engine: Engine, prompts: Sequence[list[int]], at_a_time: int, order: random.Random | None) -> list[Answer]:
-    """Every prompt's answer, half of them greedy, `at_a_time` requests running; `order` mixes arrivals and steps."""
+def answers(
+    engine: Engine, prompts: Sequence[list[int]], at_a_time: int, order: random.Random | None
+) -> list[Answer]:
+    """Every prompt's answer, half of them greedy, `at_a_time` requests running; `order` mixes
+    arrivals and steps.
+    """
     requests = [
         Request.of(
             Submit(
                 f"r{index}",
                 prompt,
-                SamplingParams(OUTPUT, seed=index, temperature=0.8 * (index % 2), logprobs=5, ignore_eos=True),
+                SamplingParams(
+                    OUTPUT, seed=index, temperature=0.8 * (index % 2), logprobs=5, ignore_eos=True
+                ),
             ),
             float(index),
         )
@@ -80,9 +91,14 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def invariance() -> None:
-    """Batch-invariant mode: tokens and log-probabilities bit for bit, alone, in one batch, in any order and chunks."""
+    """Batch-invariant mode: tokens and log-probabilities bit for bit, alone, in one batch, in any
+    order and chunks.
+    """
     alone = together = chunked = None
-    for options in ({"batch_invariant": True}, {"batch_invariant": True, "max_num_batched_tokens": 700}):
+    for options in (
+        {"batch_invariant": True},
+        {"batch_invariant": True, "max_num_batched_tokens": 700},
+    ):
         engine = open_engine(kv_cache_memory_bytes=8 << 30, **options)
         prompts = random_prompts(engine.model.vocab_size)
         if alone is None:
@@ -97,7 +113,11 @@ def invariance() -> None:
         assert alone is not None
         assert others is not None
         equal = sum(a == b for a, b in zip(alone, others, strict=True))
-        print(f"batch-invariant, each prompt alone against {name}: {equal} of {PROMPTS} equal to the bit", flush=True)
+        print(
+            f"batch-invariant, each prompt alone against {name}: {equal} of {PROMPTS} equal to "
+            f"the bit",
+            flush=True,
+        )
         assert equal == PROMPTS
 
 
@@ -105,22 +125,38 @@ def near_ties() -> None:
     """Without that mode: where a batch changes a token, how far apart the two candidates were."""
     engine = open_engine(kv_cache_memory_bytes=8 << 30)
     prompts = random_prompts(engine.model.vocab_size)
-    alone, together = answers(engine, prompts, 1, None), answers(engine, prompts, PROMPTS, random.Random(1))
+    alone, together = (
+        answers(engine, prompts, 1, None),
+        answers(engine, prompts, PROMPTS, random.Random(1)),
+    )
     gaps, drift, seeded = [], 0.0, 0
     for index, (one, other) in enumerate(zip(alone, together, strict=True)):
         for place, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=True)):
-            drift = max(drift, abs(one.logprobs[place].top_logprobs[0] - other.logprobs[place].top_logprobs[0]))
+            drift = max(
+                drift,
+                abs(one.logprobs[place].top_logprobs[0] - other.logprobs[place].top_logprobs[0]),
+            )
             if mine != theirs:
                 if index % 2:
-                    seeded += 1  # a draw near the edge between two tokens of the cumulative distribution
+                    seeded += (
+                        1  # a draw near the edge between two tokens of the cumulative distribution
+                    )
                 else:
-                    likeliest = dict(zip(one.logprobs[place].top_ids, one.logprobs[place].top_logprobs, strict=True))
+                    likeliest = dict(
+                        zip(
+                            one.logprobs[place].top_ids,
+                            one.logprobs[place].top_logprobs,
+                            strict=True,
+                        )
+                    )
                     gaps.append(likeliest[mine] - likeliest.get(theirs, float("-inf")))
                 break
     worst = max(gaps, default=0.0)
     print(
-        f"default mode, alone against one batch: {PROMPTS - len(gaps) - seeded} of {PROMPTS} equal; greedy answers "
-        f"that part: {len(gaps)}, largest gap of the two tokens {worst:.4f} in log-probability; seeded: {seeded}; "
+        f"default mode, alone against one batch: {PROMPTS - len(gaps) - seeded} of {PROMPTS} "
+        f"equal; greedy answers "
+        f"that part: {len(gaps)}, largest gap of the two tokens {worst:.4f} in log-probability; "
+        f"seeded: {seeded}; "
         f"largest drift of the likeliest token's log-probability {drift:.4f}",
         flush=True,
     )
@@ -129,7 +165,9 @@ def near_ties() -> None:
 
 def soak() -> None:
     """10,000 requests of random lengths, some aborted: nothing grows, all blocks come back."""
-    engine = open_engine(max_num_seqs=128, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True)
+    engine = open_engine(
+        max_num_seqs=128, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True
+    )
     rng = random.Random(0)
     live: list[Request] = []
     marks = []
@@ -137,8 +175,12 @@ def soak() -> None:
     for index in range(10_000):
         prompt = [rng.randrange(3, 1000) for _ in range(rng.randint(1, 600))]
         cut: dict[str, Any] = {"top_k": 40, "top_p": 0.9} if rng.random() < 0.2 else {}
-        penalty: dict[str, Any] = {"presence_penalty": 0.5, "min_tokens": 2} if rng.random() < 0.1 else {}
-        params = SamplingParams(rng.randint(1, 64), seed=index, temperature=rng.choice((0.0, 0.9)), **cut, **penalty)
+        penalty: dict[str, Any] = (
+            {"presence_penalty": 0.5, "min_tokens": 2} if rng.random() < 0.1 else {}
+        )
+        params = SamplingParams(
+            rng.randint(1, 64), seed=index, temperature=rng.choice((0.0, 0.9)), **cut, **penalty
+        )
         live.append(Request.of(Submit(f"r{index}", prompt, params), time.monotonic()))
         engine.scheduler.add(live[-1])
         while engine.scheduler.load(time.monotonic()).waiting > 32:
@@ -149,13 +191,23 @@ def soak() -> None:
         if index % 2500 == 2499:
             torch.cuda.synchronize()
             rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            marks.append((index + 1, torch.cuda.memory_reserved() >> 20, torch.cuda.memory_allocated() >> 20, rss_mib))
+            marks.append(
+                (
+                    index + 1,
+                    torch.cuda.memory_reserved() >> 20,
+                    torch.cuda.memory_allocated() >> 20,
+                    rss_mib,
+                )
+            )
     while engine.has_work:
         engine.step()
     engine.scheduler.check()
     pool = engine.scheduler.pool
     for done, reserved, allocated, rss in marks:
-        print(f"after {done:6} requests: GPU {reserved} MiB reserved, {allocated} MiB allocated; host peak {rss} MiB")
+        print(
+            f"after {done:6} requests: GPU {reserved} MiB reserved, {allocated} MiB allocated; "
+            f"host peak {rss} MiB"
+        )
     print(
         f"{engine.counters.generated_tokens} tokens in {time.perf_counter() - began:.0f} s, "
         f"{engine.scheduler.preemptions} preemptions; free blocks {pool.free} of {pool.total}",

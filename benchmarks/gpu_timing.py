@@ -1,4 +1,6 @@
-"""Times GPU work: captured in a CUDA graph, so that launches cost what they cost in the engine, on rotating inputs."""
+"""Times GPU work: captured in a CUDA graph, so that launches cost what they cost in the engine, on
+rotating inputs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Row:
     us: float
     """Median time of one call in microseconds."""
     bytes_moved: float = 0.0
-    """The fewest bytes the work must read and write in device memory; 0 where arithmetic is the limit."""
+    """The fewest bytes the work must read and write in device memory; 0 where arithmetic is the
+    limit.
+    """
     flop: float = 0.0
     """Floating-point operations that the work needs; 0 where memory is the limit."""
     config: str = ""
@@ -33,12 +37,14 @@ class Row:
         return f"{self.kernel:<18} {self.work:<52} {self.us:10.2f} us  {rate:<18} {self.config}"
 
 
-def median_us(calls: Sequence[Callable[[], object]], *, replays: int = 7, min_ms: float = 2.0) -> float:
+def median_us(
+    calls: Sequence[Callable[[], object]], *, replays: int = 7, min_ms: float = 2.0
+) -> float:
     """Median time of one call in microseconds.
 
-    `calls` do equal work on different inputs; together these should exceed the L2 cache several times. They are run
-    once to compile, captured one after the other (repeated until a graph takes about `min_ms`), and the graph is
-    replayed.
+    `calls` do equal work on different inputs; together these should exceed the L2 cache several
+    times. They are run once to compile, captured one after the other (repeated until a graph takes
+    about `min_ms`), and the graph is replayed.
     """
     for call in calls:
         call()

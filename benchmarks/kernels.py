@@ -1,4 +1,6 @@
-"""Speed of the GPU kernels: `python -m benchmarks.kernels [--sweep] [name ...]`, names as in kernel_rows/."""
+"""Speed of the GPU kernels: `python -m benchmarks.kernels [--sweep] [name ...]`, names as in
+kernel_rows/.
+"""
 
 from __future__ import annotations
 

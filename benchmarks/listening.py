@@ -1,4 +1,5 @@
-"""What the processes of this machine listen on, as /proc has it: TCP ports, and UDP ports that take from anybody.
+"""What the processes of this machine listen on, as /proc has it: TCP ports, and UDP ports that take
+from anybody.
 
 Owns the kernel's tables; refuses to know which of the ports there should be.
 """
@@ -54,7 +55,9 @@ def listening(pids: Iterable[int]) -> list[Port]:
 
 def _address(written: str) -> str:
     """The kernel's hexadecimal words, as people write addresses."""
-    words = [int(written[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(written), 8)]
+    words = [
+        int(written[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(written), 8)
+    ]
     packed = b"".join(words)
     if len(packed) == 16 and packed.startswith(b"\0" * 10 + b"\xff\xff"):
         packed = packed[12:]

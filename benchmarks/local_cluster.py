@@ -1,4 +1,6 @@
-"""`kvrelay` on this machine for the time of a benchmark: a cluster (`up`) or one aggregated node (`serve`)."""
+"""`kvrelay` on this machine for the time of a benchmark: a cluster (`up`) or one aggregated node
+(`serve`).
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ _PORTS = 18_000, 32_000
 _ROOT = Path(__file__).parents[1]
 
 
-def kv_events(endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0") -> str:
+def kv_events(
+    endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0"
+) -> str:
     """The flag of a node that tells KV events there; unless they are named, on free ports."""
-    told = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    told = {
+        "enable_kv_cache_events": True,
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
+    }
     return f"--kv-events-config={json.dumps(told)}"
 
 
 @contextmanager
 def running(command: str, *flags: str) -> Iterator[str]:
-    """Start `kvrelay COMMAND FLAGS` on a free port; its URL once it is healthy. Ended, whatever happens.
+    """Start `kvrelay COMMAND FLAGS` on a free port; its URL once it is healthy. Ended, whatever
+    happens.
 
-    Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then its log is printed.
+    Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then
+    its log is printed.
     """
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -55,10 +65,19 @@ def running(command: str, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def child(argv: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in the root of the repository, and end it and all of its group, whatever happens."""
+def child(
+    argv: Sequence[str], log: IO[bytes], env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in the root of the repository, and end it and all of its group, whatever
+    happens.
+    """
     process = subprocess.Popen(
-        argv, stdout=log, stderr=log, env={**env, PARENT_PID: str(os.getpid())}, cwd=_ROOT, start_new_session=True
+        argv,
+        stdout=log,
+        stderr=log,
+        env={**env, PARENT_PID: str(os.getpid())},
+        cwd=_ROOT,
+        start_new_session=True,
     )
     try:
         yield process
@@ -73,13 +92,17 @@ def child(argv: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> Iterat
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], within_s: float) -> None:
-    """Return when its /health answers 200. Raises RuntimeError if the process ends before, and TimeoutError."""
+    """Return when its /health answers 200. Raises RuntimeError if the process ends before, and
+    TimeoutError.
+    """
     asyncio.run(asyncio.wait_for(_healthy(f"{url}/health", process), within_s))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now, in pairs of neighbours, none of those that the system gives to
-    outgoing connections: one of these may have a port again before it is listened on."""
+    """Ports of the loopback that nobody listens on now, in pairs of neighbours, none of those that
+    the system gives to outgoing connections: one of these may have a port again before it is
+    listened on.
+    """
     found: list[int] = []
     while len(found) < count:
         port = random.SystemRandom().randrange(*_PORTS, 2)  # tests seed the other one

@@ -1,11 +1,12 @@
-"""A node without a model, for benchmarks/router.py: it says what a node says, as cheaply as Python can.
+"""A node without a model, for benchmarks/router.py: it says what a node says, as cheaply as Python
+can.
 
     python -m benchmarks.mock_nodes prefill|decode [--http]
 
-Prints its port. Speaks what our nodes speak (a leg stream; with `--http` only frames over HTTP) and the plain OpenAI
-API with `kv_transfer_params`, which other routers drive. An answer has `max_tokens` events, each written on its own, as
-fast as they are read; with `"stop": ["paced-N"]` one comes every N ms, for all streams at once, as the steps of an
-engine do. Checks nothing.
+Prints its port. Speaks what our nodes speak (a leg stream; with `--http` only frames over HTTP) and
+the plain OpenAI API with `kv_transfer_params`, which other routers drive. An answer has
+`max_tokens` events, each written on its own, as fast as they are read; with `"stop": ["paced-N"]`
+one comes every N ms, for all streams at once, as the steps of an engine do. Checks nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ __all__ = ["MODEL", "MOST_TOKENS", "PROMPT_BYTES"]
 
 MODEL, PROMPT_BYTES, MOST_TOKENS = "mock", 4096, 4096
 _PROMPT_TOKENS, _BLOCK_TOKENS = PROMPT_BYTES // 4, 16
-_MAX_TOKENS, _PACE = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)'), re.compile(rb'"paced-(\d+)"')
+_MAX_TOKENS, _PACE = (
+    re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)'),
+    re.compile(rb'"paced-(\d+)"'),
+)
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(\d+)", re.IGNORECASE)
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"
 _LOAD = Load(running=1, free_blocks=1000, total_blocks=1000)
@@ -40,7 +44,11 @@ _TAKEN = msgspec.msgpack.encode(Answer(200, _LOAD))
 
 def _event(text: str, finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}
-    chunk = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "object": "chat.completion.chunk", "created": 1}
+    chunk = {
+        "id": "chatcmpl-0123456789abcdef0123456789abcdef",
+        "object": "chat.completion.chunk",
+        "created": 1,
+    }
     return b"data: " + msgspec.json.encode({**chunk, "model": MODEL, "choices": [choice]}) + b"\n\n"
 
 
@@ -71,18 +79,34 @@ _PARAMS = KvTransferParams(
     created=1,
 )
 _TICKET = pack(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
-_HANDED = msgspec.structs.replace(_PARAMS, growing=False, packed_prompt=None, generated=[1000], sent_text=5)
-_HANDOVER = pack(Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0}))
+_HANDED = msgspec.structs.replace(
+    _PARAMS, growing=False, packed_prompt=None, generated=[1000], sent_text=5
+)
+_HANDOVER = pack(
+    Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0})
+)
 _PLAIN_HANDOVER = msgspec.json.encode(
     {
         "id": "chatcmpl-0",
         "object": "chat.completion",
         "created": 1,
         "model": MODEL,
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": " word"}, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": _PROMPT_TOKENS + 1},
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": " word"},
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": _PROMPT_TOKENS,
+            "completion_tokens": 1,
+            "total_tokens": _PROMPT_TOKENS + 1,
+        },
         # As vLLM's nodes answer: no token ids.
-        "kv_transfer_params": msgspec.to_builtins(msgspec.structs.replace(_PARAMS, packed_prompt=None)),
+        "kv_transfer_params": msgspec.to_builtins(
+            msgspec.structs.replace(_PARAMS, packed_prompt=None)
+        ),
     }
 )
 
@@ -94,13 +118,18 @@ class _Steps:
         self._waiting: dict[int, list[Callable[[], bool]]] = {}
 
     def tell(self, events: list[bytes], body: bytes, told: Callable[[bytes, bytes], bool]) -> None:
-        """All of them, at the pace that the body asks for; the last comes with the one before it. `told` goes on?"""
+        """All of them, at the pace that the body asks for; the last comes with the one before it.
+        `told` goes on?
+        """
         at, pace = 0, _PACE.search(body)
 
         def step() -> bool:
             nonlocal at
             at += 1
-            return told(events[at - 1], events[at] if at == len(events) - 1 else b"") and at < len(events) - 1
+            return (
+                told(events[at - 1], events[at] if at == len(events) - 1 else b"")
+                and at < len(events) - 1
+            )
 
         def at_once() -> None:
             if step():
@@ -208,11 +237,15 @@ class _Node(asyncio.Protocol):
             self._whole(self._said())
         elif FRAMES_MEDIA_TYPE.encode() in head:
             self._transport.write(
-                _OK % FRAMES_MEDIA_TYPE.encode() + self._load() + b"transfer-encoding: chunked\r\n\r\n"
+                _OK % FRAMES_MEDIA_TYPE.encode()
+                + self._load()
+                + b"transfer-encoding: chunked\r\n\r\n"
             )
             self._leg(body)
         elif b'"stream":true' in body or b'"stream": true' in body:
-            self._transport.write(_OK % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
+            self._transport.write(
+                _OK % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n"
+            )
             events = [_EVENT] * (1 if self._role == "prefill" else _max_tokens(body)) + [_LAST]
             self._events(events, body)
         else:
@@ -242,7 +275,9 @@ class _Node(asyncio.Protocol):
         self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(payload), payload))
 
     def _whole(self, body: bytes) -> None:
-        self._transport.write(_OK % b"application/json" + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self._transport.write(
+            _OK % b"application/json" + b"content-length: %d\r\n\r\n" % len(body) + body
+        )
 
     def _said(self) -> bytes:
         """One body for whatever is asked of a node: health, its model, its server."""
@@ -271,7 +306,9 @@ def _max_tokens(body: bytes) -> int:
 
 async def _serve(role: str) -> None:
     steps = _Steps()
-    server = await asyncio.get_running_loop().create_server(lambda: _Node(role, steps), "127.0.0.1", 0, backlog=2048)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: _Node(role, steps), "127.0.0.1", 0, backlog=2048
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -1,13 +1,16 @@
-"""The price against fixed splits: share of requests in time, simulated, and what a decision and several routers cost.
+"""The price against fixed splits: share of requests in time, simulated, and what a decision and
+several routers cost.
 
-python -m benchmarks.placement [--nodes 2 4 16] [--seconds 60] [--card benchmarks/rate_cards/h200-llama-3.1-8b.json]
+python -m benchmarks.placement [--nodes 2 4 16] [--seconds 60] [--card
+benchmarks/rate_cards/h200-llama-3.1-8b.json]
 
-Works at rates of the issue for each GPU, and mixtures of them whose lengths are log-normal, arriving by Poisson and in
-bursts (rates of chat, code, summarise). `colocated`: servers in turn that compute what they generate; `strict`: the
-price, roles kept; `price`: decode nodes compute prompts as it says, by targets that it is not told; `told`: of targets,
-so that it refuses who would miss them; `roles`: told, and nodes change their roles. `best split` is the best of
-colocated and of strict splits of as many nodes (of 16, each fourth). With more than two nodes the first two minutes do
-not count, until roles have changed. Equal seeds give equal figures.
+Works at rates of the issue for each GPU, and mixtures of them whose lengths are log-normal,
+arriving by Poisson and in bursts (rates of chat, code, summarise). `colocated`: servers in turn
+that compute what they generate; `strict`: the price, roles kept; `price`: decode nodes compute
+prompts as it says, by targets that it is not told; `told`: of targets, so that it refuses who would
+miss them; `roles`: told, and nodes change their roles. `best split` is the best of colocated and of
+strict splits of as many nodes (of 16, each fourth). With more than two nodes the first two minutes
+do not count, until roles have changed. Equal seeds give equal figures.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ def decisions_us(nodes: int) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of each GPU: requests per second by kind; their targets, or 0.2 s and 0.1 ms a token, and 15 ms."""
+    """What is asked of each GPU: requests per second by kind; their targets, or 0.2 s and 0.1 ms a
+    token, and 15 ms.
+    """
 
     name: str
     rates: dict[str, float]
@@ -84,15 +89,27 @@ class Load:
     def streams(self, gpus: int, seconds: float, seed: int) -> list[Stream]:
         """Its requests to so many nodes, in order."""
         rng = Random(seed)
-        made = [each for kind in self.rates for each in self._kind(kind, gpus * self.rates[kind], seconds * 1e3, rng)]
+        made = [
+            each
+            for kind in self.rates
+            for each in self._kind(kind, gpus * self.rates[kind], seconds * 1e3, rng)
+        ]
         return sorted(made, key=lambda each: each.at)
 
     def _kind(self, kind: str, rate: float, duration_ms: float, rng: Random) -> Iterator[Stream]:
         now = 0.0
-        while rate and (now := now + rng.gammavariate(self.shape, 1e3 / (rate * self.shape))) < duration_ms:
-            tokens = [int(mean * rng.lognormvariate(-(self.spread**2) / 2, self.spread)) for mean in _LENGTHS[kind]]
+        while (
+            rate
+            and (now := now + rng.gammavariate(self.shape, 1e3 / (rate * self.shape))) < duration_ms
+        ):
+            tokens = [
+                int(mean * rng.lognormvariate(-(self.spread**2) / 2, self.spread))
+                for mean in _LENGTHS[kind]
+            ]
             prompt, output = max(16, tokens[0]), max(4, tokens[1])
-            yield Stream(now, prompt, output, targets=self.targets or Targets(200 + 0.1 * prompt, 15))
+            yield Stream(
+                now, prompt, output, targets=self.targets or Targets(200 + 0.1 * prompt, 15)
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +137,11 @@ class Cell:
         finally:
             gc.enable()
             gc.collect()
-        kept = [is_good(stream, targets) for stream, targets in wanted.items() if stream.at >= first and targets]
+        kept = [
+            is_good(stream, targets)
+            for stream, targets in wanted.items()
+            if stream.at >= first and targets
+        ]
         return sum(kept) / len(kept)
 
 
@@ -133,7 +154,11 @@ def loads(gpus: int) -> list[Load]:
     ]
     mixed = [
         Load(
-            ", ".join(f"{rate:g}" for rate in rates) + bursts, dict(zip(_LENGTHS, rates, strict=True)), None, shape, 0.5
+            ", ".join(f"{rate:g}" for rate in rates) + bursts,
+            dict(zip(_LENGTHS, rates, strict=True)),
+            None,
+            shape,
+            0.5,
         )
         for shape, bursts in (((1.0, ""), (0.3, ", bursts")) if gpus <= 4 else ((1.0, ""),))
         for rates in (_MIXTURES if gpus == 2 else _MIXTURES[-1:])
@@ -148,7 +173,12 @@ def _some(rates: Sequence[float], gpus: int) -> Sequence[float]:
 def ways(gpus: int, speeds: Speeds) -> dict[str, tuple[Setting, bool]]:
     """Return the ways of so many nodes to serve, and whether the router is told of targets."""
     step, plain = max(1, gpus // 4), Setting(prefixes=False, speeds=speeds)
-    found = {"colocated": (dataclasses.replace(plain, policy="round_robin", prefill=0, decode=gpus), False)}
+    found = {
+        "colocated": (
+            dataclasses.replace(plain, policy="round_robin", prefill=0, decode=gpus),
+            False,
+        )
+    }
     for prefill in range(step, gpus, step):
         split = dataclasses.replace(plain, prefill=prefill, decode=gpus - prefill)
         found[f"strict {prefill}"] = dataclasses.replace(split, strict_roles=True), False
@@ -161,13 +191,21 @@ def ways(gpus: int, speeds: Speeds) -> dict[str, tuple[Setting, bool]]:
 
 def rows(load: Load, gpus: int, shares: dict[str, float]) -> Iterator[str]:
     """Return a line for each split, of the shares of all ways."""
-    fixed = {name: share for name, share in shares.items() if name.startswith(("colocated", "strict"))}
+    fixed = {
+        name: share for name, share in shares.items() if name.startswith(("colocated", "strict"))
+    }
     best = max(fixed, key=lambda name: fixed[name])
     named = best if best == "colocated" else _split(int(best.split()[1]), gpus)
     for prefill in _SPLITS[gpus]:
-        names = ("colocated", *(f"{name} {prefill}" for name in ("strict", "price", "told", "roles")))
+        names = (
+            "colocated",
+            *(f"{name} {prefill}" for name in ("strict", "price", "told", "roles")),
+        )
         cells = [f"{shares[name]:.1%}" if name in shares else "" for name in names]
-        yield f"| {_split(prefill, gpus)} | {load.name} | {' | '.join(cells)} | {fixed[best]:.1%}, {named} |"
+        yield (
+            f"| {_split(prefill, gpus)} | {load.name} | {' | '.join(cells)} | "
+            f"{fixed[best]:.1%}, {named} |"
+        )
 
 
 def _split(prefill: int, gpus: int) -> str:
@@ -191,7 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = processes.map(Cell.in_time, [cell for of in cells.values() for cell in of])
             return {name: sum(next(found) for _ in of) / len(of) for name, of in cells.items()}
 
-        print("| nodes | load for each GPU | colocated | strict | price | told | roles | best split |")
+        print(
+            "| nodes | load for each GPU | colocated | strict | price | told | roles | best split |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for gpus in arguments.nodes:
             seeds = range(1, 1 + max(1, _RUNS // gpus))
@@ -211,10 +251,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name: [Cell(load, setting, False, seconds, seed) for seed in (1, 2, 3)]
                 for name, setting in by_routers.items()
             }
-            print(f"| {load.name} | {' | '.join(f'{share:.1%}' for share in shares(cells).values())} |", flush=True)
+            print(
+                f"| {load.name} | "
+                f"{' | '.join(f'{share:.1%}' for share in shares(cells).values())} |",
+                flush=True,
+            )
     decisions = decisions_us(100)
     print(
-        f"\nA decision over 100 nodes: p50 {percentile(decisions, 0.5):.0f} us, p99 {percentile(decisions, 0.99):.0f}"
+        f"\nA decision over 100 nodes: p50 {percentile(decisions, 0.5):.0f} us, p99 "
+        f"{percentile(decisions, 0.99):.0f}"
     )
     return 0
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.raw_load URL JSON
 
-JSON is a `Wave`; prints a `Seen`. A wave is closed-loop: each of its `streams` connections asks again until all
-`requests` are asked. With a pace, the streams begin evenly spread over a second; gaps between events are those seen
-while all of them run, and the CPU of the processes `watched` is read at the ends of that time.
+JSON is a `Wave`; prints a `Seen`. A wave is closed-loop: each of its `streams` connections asks
+again until all `requests` are asked. With a pace, the streams begin evenly spread over a second;
+gaps between events are those seen while all of them run, and the CPU of the processes `watched` is
+read at the ends of that time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Wave(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Milliseconds of all requests, seconds of the wave and of this process's CPU; `failed` says why, once each."""
+    """Milliseconds of all requests, seconds of the wave and of this process's CPU; `failed` says
+    why, once each.
+    """
 
     ttft_ms: list[float]
     total_ms: list[float]
@@ -118,14 +121,18 @@ def _request(wave: Wave, host: str) -> bytes:
     words = "The mistake that people make about rivers is to think of them as lines. "
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": (words * (PROMPT_BYTES // len(words) + 1))[:PROMPT_BYTES]}],
+        "messages": [
+            {"role": "user", "content": (words * (PROMPT_BYTES // len(words) + 1))[:PROMPT_BYTES]}
+        ],
         "max_tokens": wave.tokens,
         "stream": True,
         "temperature": 0,
         **({"stop": [f"paced-{wave.gap_ms}"]} if wave.gap_ms else {}),
     }
     said = msgspec.json.encode(body)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    )
     return head.encode() + b"content-length: %d\r\n\r\n" % len(said) + said
 
 
@@ -136,7 +143,9 @@ async def _run(url: str, wave: Wave) -> Seen:
     total: list[float] = []
     failed: dict[str, int] = {}
     name, _, port = host.partition(":")
-    streams = [(await loop.create_connection(_Stream, name, int(port)))[1] for _ in range(wave.streams)]
+    streams = [
+        (await loop.create_connection(_Stream, name, int(port)))[1] for _ in range(wave.streams)
+    ]
 
     async def client(at: int) -> None:
         nonlocal left
@@ -165,7 +174,12 @@ async def _run(url: str, wave: Wave) -> Seen:
     gaps = gaps or [0.0]
     quantiles = (percentile(gaps, 0.5), percentile(gaps, 0.99), max(gaps))
     return msgspec.structs.replace(
-        seen, gaps_ms=quantiles, events=events, window_s=window_s, watched_cpu_s=watched, own_cpu_s=seen.own_cpu_s
+        seen,
+        gaps_ms=quantiles,
+        events=events,
+        window_s=window_s,
+        watched_cpu_s=watched,
+        own_cpu_s=seen.own_cpu_s,
     )
 
 

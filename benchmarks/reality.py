@@ -1,18 +1,20 @@
-"""The simulator against reality: a cluster on this machine, and the same requests to the same nodes in the simulator.
+"""The simulator against reality: a cluster on this machine, and the same requests to the same nodes
+in the simulator.
 
-    python -m benchmarks.reality --splits 1P1D,2P2D --rates 0.5,0.8 --seconds 60
-    python -m benchmarks.reality --results goodput --card h200.json
-    python -m benchmarks.reality --paced 50 --model tiny.json --lengths 512:24 --rates 0.5,1 --splits 1P1D,0P2D
-    python -m benchmarks.reality --model benchmarks/models/llama-3.1-8b.json --lengths 2048:64 --splits 3P1D --rates 24
+    python -m benchmarks.reality --splits 1P1D,2P2D --rates 0.5,0.8 --seconds 60 python -m
+    benchmarks.reality --results goodput --card h200.json python -m benchmarks.reality --paced 50
+    --model tiny.json --lengths 512:24 --rates 0.5,1 --splits 1P1D,0P2D python -m benchmarks.reality
+    --model benchmarks/models/llama-3.1-8b.json --lengths 2048:64 --splits 3P1D --rates 24
 
-Profiles a node (`kvrelay profile`, or --card), runs `kvrelay up` under the client of `kvrelay bench`, and simulates
-each run from that card: the same lengths at the same times. What lies between client and engine, which no card says, is
-seen in a few requests to idle nodes before. With --results it runs nothing, and simulates what benchmarks.goodput has
-measured. With --paced 50 nodes sleep until a step has taken 50 times what it takes on an H200, so that all but the
-device is compared, on any machine; take a tiny --model then. Prints percentiles of both, and their ratios. 0P2D
-are two decode nodes that compute their prompts, as colocated servers. Unless it is paced the machine must have nothing
-else to do, and on a CPU a core for each node. Exit code 1 if a percentile of TTFT or TPOT, or the share of requests
-that had an answer, is off by more than --within.
+Profiles a node (`kvrelay profile`, or --card), runs `kvrelay up` under the client of `kvrelay
+bench`, and simulates each run from that card: the same lengths at the same times. What lies between
+client and engine, which no card says, is seen in a few requests to idle nodes before. With
+--results it runs nothing, and simulates what benchmarks.goodput has measured. With --paced 50 nodes
+sleep until a step has taken 50 times what it takes on an H200, so that all but the device is
+compared, on any machine; take a tiny --model then. Prints percentiles of both, and their ratios.
+0P2D are two decode nodes that compute their prompts, as colocated servers. Unless it is paced the
+machine must have nothing else to do, and on a CPU a core for each node. Exit code 1 if a percentile
+of TTFT or TPOT, or the share of requests that had an answer, is off by more than --within.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ _PROFILE_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of one rate: name of a figure, what was measured and what was simulated, in milliseconds at _SHARES."""
+    """Of one rate: name of a figure, what was measured and what was simulated, in milliseconds at
+    _SHARES.
+    """
 
     rate: float
     requests: int
@@ -75,7 +79,12 @@ class Compared:
     @property
     def furthest(self) -> float:
         """By how much the worst of TTFT, TPOT and the share answered is off, as a share."""
-        pairs = [pair for name in ("TTFT", "TPOT") if name in self.rows for pair in zip(*self.rows[name], strict=True)]
+        pairs = [
+            pair
+            for name in ("TTFT", "TPOT")
+            if name in self.rows
+            for pair in zip(*self.rows[name], strict=True)
+        ]
         off = [abs(seen / real - 1) for real, seen in pairs if real]
         return max(*off, abs(self.answered[1] - self.answered[0]), 0.0)
 
@@ -90,13 +99,23 @@ def streams_like(config: BenchConfig, rate: float, number: int) -> list[Stream]:
 
 
 def streams_about(run: Run, work: Work, after_s: float, seed: str) -> list[Stream]:
-    """What was asked in a run of which only the file is left: the requests that counted, when they came; those before
-    and behind them, which the file does not have, come by another Poisson process of the same rate."""
+    """What was asked in a run of which only the file is left: the requests that counted, when they
+    came; those before and behind them, which the file does not have, come by another Poisson
+    process of the same rate.
+    """
     ends_s = run.warm_up_s + run.window_s
     rng = random.Random(f"{seed} {run.rate}")
-    made = itertools.takewhile(lambda at: at < ends_s + after_s, arrivals("poisson", run.rate, 1.0, rng))
-    others = [Stream(at * 1e3, work.prompt, work.output) for at in made if not run.warm_up_s <= at < ends_s]
-    judged = [Stream(row.due_s * 1e3, row.prompt_tokens or work.prompt, work.output) for row in run.rows]
+    made = itertools.takewhile(
+        lambda at: at < ends_s + after_s, arrivals("poisson", run.rate, 1.0, rng)
+    )
+    others = [
+        Stream(at * 1e3, work.prompt, work.output)
+        for at in made
+        if not run.warm_up_s <= at < ends_s
+    ]
+    judged = [
+        Stream(row.due_s * 1e3, row.prompt_tokens or work.prompt, work.output) for row in run.rows
+    ]
     return sorted([*others, *judged], key=lambda stream: stream.at)
 
 
@@ -113,12 +132,18 @@ def compared(run: Run, streams: list[Stream], setting: Setting, between_ms: floa
     judged = [stream for stream in counted if stream.answered]
     answered = [row for row in run.rows if not row.failure]
     rows = {
-        "TTFT": ([row.ttft_ms for row in answered], [stream.ttft + between_ms for stream in judged]),
+        "TTFT": (
+            [row.ttft_ms for row in answered],
+            [stream.ttft + between_ms for stream in judged],
+        ),
         "TPOT": ([row.tpot_ms for row in answered], [stream.tpot for stream in judged]),
         "longest gap": ([row.gap_ms for row in answered], [stream.longest for stream in judged]),
     }
     at = {
-        name: ([percentile(real, share) for share in _SHARES], [percentile(seen, share) for share in _SHARES])
+        name: (
+            [percentile(real, share) for share in _SHARES],
+            [percentile(seen, share) for share in _SHARES],
+        )
         for name, (real, seen) in rows.items()
         if real and seen
     }
@@ -131,11 +156,19 @@ def told(split: str, found: Sequence[Compared]) -> list[str]:
     lines = []
     for each in found:
         for name, (real, seen) in each.rows.items():
-            cells = [f"{a:,.1f}, {b:,.1f} ({b / a:.2f})" if a else "-" for a, b in zip(real, seen, strict=True)]
-            lines.append(f"| {split} | {each.rate:g}/s, {each.requests} | {name} | " + " | ".join(cells) + " |")
+            cells = [
+                f"{a:,.1f}, {b:,.1f} ({b / a:.2f})" if a else "-"
+                for a, b in zip(real, seen, strict=True)
+            ]
+            lines.append(
+                f"| {split} | {each.rate:g}/s, {each.requests} | {name} | "
+                + " | ".join(cells)
+                + " |"
+            )
         shares = ", ".join(f"{share:.1%}" for share in each.answered)
         lines.append(
-            f"| {split} | {each.rate:g}/s, {each.requests} | answered | {shares} |" + " |" * (len(_SHARES) - 1)
+            f"| {split} | {each.rate:g}/s, {each.requests} | answered | {shares} |"
+            + " |" * (len(_SHARES) - 1)
         )
     return lines
 
@@ -144,50 +177,80 @@ def _lacking_ms(run: Run, streams: list[Stream], setting: Setting) -> float:
     """By how much the quickest tenth of a run took longer to a first token than in its simulation."""
     seen = [stream.ttft for stream in _counted(run, streams, setting) if stream.answered]
     real = [row.ttft_ms for row in run.rows if not row.failure]
-    return max(0.0, percentile(real, _QUICKEST) - percentile(seen, _QUICKEST)) if real and seen else 0.0
+    return (
+        max(0.0, percentile(real, _QUICKEST) - percentile(seen, _QUICKEST))
+        if real and seen
+        else 0.0
+    )
 
 
 async def _between_ms(config: BenchConfig, card: RateCard) -> float:
-    """What a short prompt takes on idle nodes beside its step: of the quicker ones, which met no other there."""
+    """What a short prompt takes on idle nodes beside its step: of the quicker ones, which met no
+    other there.
+    """
     experiment = Experiment(config)
     await experiment.meet()
     alone_ms = card.prompt_ms(config.work.prompt)
-    run = await experiment.probe(min(_IDLE_RATE, _IDLE_USE * 1e3 / (alone_ms + card.step_ms(1, config.work.prompt))))
-    return max(0.0, percentile([row.ttft_ms for row in run.rows if not row.failure], 0.2) - alone_ms)
+    run = await experiment.probe(
+        min(_IDLE_RATE, _IDLE_USE * 1e3 / (alone_ms + card.step_ms(1, config.work.prompt)))
+    )
+    return max(
+        0.0, percentile([row.ttft_ms for row in run.rows if not row.failure], 0.2) - alone_ms
+    )
 
 
-async def _split(asked: argparse.Namespace, split: str, flags: Sequence[str], card: RateCard) -> list[Compared]:
+async def _split(
+    asked: argparse.Namespace, split: str, flags: Sequence[str], card: RateCard
+) -> list[Compared]:
     match = _SPLIT.fullmatch(split)
     assert match is not None
     prefill, decode = int(match[1]), int(match[2])
     first = prefill or decode // 2
     found = []
     with tempfile.TemporaryDirectory(prefix="reality-") as logs:
-        async with cluster(first, prefill + decode - first, flags, asked.router_flag, Path(logs)) as nodes:
+        async with cluster(
+            first, prefill + decode - first, flags, asked.router_flag, Path(logs)
+        ) as nodes:
             await nodes.have(prefill)
             config = _config(asked, nodes)
-            practice = _config(asked, nodes, lengths="16:2", spread=0.0, duration_s=_IDLE_S, warm_up_s=0.0, seed=1)
+            practice = _config(
+                asked, nodes, lengths="16:2", spread=0.0, duration_s=_IDLE_S, warm_up_s=0.0, seed=1
+            )
             await _between_ms(practice, card)  # nodes meet, and speeds are learnt
             between_ms = await _between_ms(practice, card)
-            print(f"{split}: {nodes.started_s:.0f} s to start, {between_ms:.1f} ms from client to engine", flush=True)
+            print(
+                f"{split}: {nodes.started_s:.0f} s to start, {between_ms:.1f} ms from client to "
+                f"engine",
+                flush=True,
+            )
             speeds = Speeds(card)
             setting = Setting(
-                prefill=prefill, decode=decode, prefixes=False, speeds=speeds, strict_roles=asked.strict_roles
+                prefill=prefill,
+                decode=decode,
+                prefixes=False,
+                speeds=speeds,
+                strict_roles=asked.strict_roles,
             )
             experiment = Experiment(config)
             await experiment.meet()
             for number, rate in enumerate(asked.rates):
                 run = await experiment.probe(rate)
-                found.append(compared(run, streams_like(config, run.rate, number), setting, between_ms))
+                found.append(
+                    compared(run, streams_like(config, run.rate, number), setting, between_ms)
+                )
                 if run.measures.failures or run.measures.client.bottleneck:
-                    print(f"  at {rate:g}/s: {run.measures.failures} {run.measures.client.bottleneck}", flush=True)
+                    print(
+                        f"  at {rate:g}/s: {run.measures.failures} {run.measures.client.bottleneck}",
+                        flush=True,
+                    )
                 print("\n".join(told(split, found[-1:])), flush=True)
     return found
 
 
 def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compared]]:
-    """Runs of benchmarks.goodput and their simulation. What lies between client and engine is what the simulation of
-    each place's lowest rate lacks."""
+    """Runs of benchmarks.goodput and their simulation. What lies between client and engine is what
+    the simulation of each place's lowest rate lacks.
+    """
     found = []
     for each in read_folders(folders):
         result, speeds = each.result, Speeds(card)
@@ -199,9 +262,14 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
         setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets)
         runs = sorted(result.runs, key=lambda run: run.rate)
         after_s = (result.slo.ttft_ms + result.slo.tpot_ms * result.work.output) / 1e3
-        like = partial(streams_about, work=result.work, after_s=after_s, seed=f"{each.work} {each.arm}")
+        like = partial(
+            streams_about, work=result.work, after_s=after_s, seed=f"{each.work} {each.arm}"
+        )
         between_ms = _lacking_ms(runs[0], like(runs[0]), setting)
-        found += [(f"{each.work}, {result.label}", compared(run, like(run), setting, between_ms)) for run in runs]
+        found += [
+            (f"{each.work}, {result.label}", compared(run, like(run), setting, between_ms))
+            for run in runs
+        ]
     return found
 
 
@@ -215,37 +283,69 @@ def _config(asked: argparse.Namespace, nodes: Nodes, **other: object) -> BenchCo
 
 
 def _profiled(flags: Sequence[str], seconds: float, path: Path) -> None:
-    argv = [sys.executable, "-m", "kvrelay.cli", "profile", f"--out={path}", f"--seconds={seconds:g}", *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        "kvrelay.cli",
+        "profile",
+        f"--out={path}",
+        f"--seconds={seconds:g}",
+        *flags,
+    ]
     subprocess.run(argv, check=True, timeout=_PROFILE_DEADLINE_S, env=environ())
 
 
 def _paced(factor: float, path: Path) -> list[str]:
-    """Write a card by whose times the engines of all children will go; the flags of their nodes. KV of a tiny model is
-    there at once."""
+    """Write a card by whose times the engines of all children will go; the flags of their nodes. KV
+    of a tiny model is there at once.
+    """
     card = msgspec.structs.replace(slowed(H200, factor), transfer={})
     write_card(card, path)
     folder = str(Path(__file__).parent / "paced")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     os.environ["KVRELAY_BENCH_CARD"] = str(path.resolve())
     limits = {"max-num-batched-tokens": card.step_tokens, "max-num-seqs": card.max_num_seqs}
-    return ["--cpu", f"--max-gap-ms={card.max_gap_ms:g}", *(f"--{name}={most}" for name, most in limits.items())]
+    return [
+        "--cpu",
+        f"--max-gap-ms={card.max_gap_ms:g}",
+        *(f"--{name}={most}" for name, most in limits.items()),
+    ]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "benchmarks.reality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "benchmarks.reality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", help="a config.json, served with random weights; else the embedded model")
+    parser.add_argument(
+        "--model", help="a config.json, served with random weights; else the embedded model"
+    )
     parser.add_argument("--flag", action="append", default=[], help="of the nodes; again for more")
-    parser.add_argument("--router-flag", action="append", default=[], help="a router of its own with these flags")
-    parser.add_argument("--results", type=Path, nargs="+", metavar="FOLDER", help="of benchmarks.goodput; runs nothing")
+    parser.add_argument(
+        "--router-flag", action="append", default=[], help="a router of its own with these flags"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="of benchmarks.goodput; runs nothing",
+    )
     parser.add_argument("--card", type=Path, help="a rate card of such a node; else it is profiled")
-    parser.add_argument("--paced", type=float, default=0.0, help="steps take so many times what an H200's take, slept")
+    parser.add_argument(
+        "--paced",
+        type=float,
+        default=0.0,
+        help="steps take so many times what an H200's take, slept",
+    )
     parser.add_argument("--profile-s", type=float, default=60.0, help="of the profile")
     parser.add_argument("--splits", default="1P1D", help="as 1P1D,2P2D")
     parser.add_argument("--rates", default="0.5,0.8", help="requests/s")
     parser.add_argument("--lengths", default="96:24", help="IN:OUT in tokens")
-    parser.add_argument("--spread", type=float, default=0.5, help="of the lengths, as kvrelay bench has it")
+    parser.add_argument(
+        "--spread", type=float, default=0.5, help="of the lengths, as kvrelay bench has it"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate that count")
     parser.add_argument("--within", type=float, default=0.15, help="as a share")
     parser.add_argument("--out", type=Path, help="folder for the card")
@@ -265,11 +365,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments(argv)
     if asked.results:
         seen = of_results(asked.results, read_card(asked.card))
-        return _verdict([line for name, each in seen for line in told(name, [each])], [each for _, each in seen], asked)
+        return _verdict(
+            [line for name, each in seen for line in told(name, [each])],
+            [each for _, each in seen],
+            asked,
+        )
     model = Path(asked.model).resolve() if asked.model else embedded_model()
     dummy = ["--load-format=dummy"] if asked.model else []
     flags = [f"--model={model}", *dummy, "--no-enable-prefix-caching", *asked.flag]
-    asked.vocab = int(json.loads(model.read_text(encoding="utf-8"))["vocab_size"]) - 1_000 if asked.model else 32_000
+    asked.vocab = (
+        int(json.loads(model.read_text(encoding="utf-8"))["vocab_size"]) - 1_000
+        if asked.model
+        else 32_000
+    )
     folder = asked.out or Path(tempfile.mkdtemp(prefix="reality-card-"))
     folder.mkdir(parents=True, exist_ok=True)
     path = asked.card or folder / "card.json"

@@ -2,10 +2,10 @@
 
 python -m benchmarks.roles [--nodes 6] [--minutes 10] [--load 0.65]
 
-A simulation with the rate card of an H200 whose steps all take eight times as long, targets too, so that an hour is
-simulated in a minute; changes of role take 1 s and what the drained node still has to do. They begin at both
-ends: with one prefill node, and with one decode node. Good are requests that keep both targets. Equal seeds give equal
-figures.
+A simulation with the rate card of an H200 whose steps all take eight times as long, targets too, so
+that an hour is simulated in a minute; changes of role take 1 s and what the drained node still has
+to do. They begin at both ends: with one prefill node, and with one decode node. Good are requests
+that keep both targets. Equal seeds give equal figures.
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ __all__ = ["main", "phases_of"]
 SLOWER = 8.0
 TARGETS = Targets(1_000.0 * SLOWER, 15.0 * SLOWER)
 # Requests a second that an H200 serves at most, in whatever role: the issue's physics.
-_WORK = (("chat", 40.0, 512, 256), ("code", 13.0, 2_048, 64), ("documents", 2.5, 8_192, 256), ("chat", 40.0, 512, 256))
+_WORK = (
+    ("chat", 40.0, 512, 256),
+    ("code", 13.0, 2_048, 64),
+    ("documents", 2.5, 8_192, 256),
+    ("chat", 40.0, 512, 256),
+)
 
 
 def phases_of(nodes: int, seconds: float, load: float) -> list[Phase]:
     """Each kind of work for so long, at this share of what so many nodes could serve."""
-    return [Phase(seconds, load * rate * nodes / SLOWER, prompt, output) for _, rate, prompt, output in _WORK]
+    return [
+        Phase(seconds, load * rate * nodes / SLOWER, prompt, output)
+        for _, rate, prompt, output in _WORK
+    ]
 
 
 def run(phases: Sequence[Phase], prefill: int, nodes: int, seed: int, *, changes: bool) -> Result:
@@ -60,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each kind of work")
-    parser.add_argument("--load", type=float, default=0.65, help="of what the best ratio for each kind could serve")
+    parser.add_argument(
+        "--load", type=float, default=0.65, help="of what the best ratio for each kind could serve"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     nodes, seconds = arguments.nodes, arguments.minutes * 60
@@ -77,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         name = f"{prefill}P{nodes - prefill}D" + (", changing" if changes else "")
         cells = " | ".join(f"{share:.1%}" for share in shares)
-        print(f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(result.flips)} |", flush=True)
+        print(
+            f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(result.flips)} |",
+            flush=True,
+        )
         flips += [(name, flip) for flip in result.flips]
     for name, flip in flips:
         print(f"{name}, {flip.at / 1e3:,.0f} s: {flip.why}")

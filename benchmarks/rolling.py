@@ -1,12 +1,13 @@
 """Every node of a cluster is restarted, one after the other, under streams: none may be lost.
 
-    python -m benchmarks.rolling --streams 50                     # 2P2D of the tiny model on this machine
-    python -m benchmarks.rolling --streams 50 --from COMMIT       # nodes begin with that commit's code: an upgrade
+    python -m benchmarks.rolling --streams 50                     # 2P2D of the tiny model on this
+    machine python -m benchmarks.rolling --streams 50 --from COMMIT       # nodes begin with that
+    commit's code: an upgrade
 
-Clients ask requests of many kinds (benchmarks/chaos), as many at a time as --streams says; each answer must equal its
-undisturbed twin. A node is told to end by SIGTERM, as Kubernetes and systemd do, drains, and is started again; the next
-one follows when the router uses it and it has met its partners. Exits with 1 if an answer was lost, refused or
-another one, or if anything is left behind.
+Clients ask requests of many kinds (benchmarks/chaos), as many at a time as --streams says; each
+answer must equal its undisturbed twin. A node is told to end by SIGTERM, as Kubernetes and systemd
+do, drains, and is started again; the next one follows when the router uses it and it has met its
+partners. Exits with 1 if an answer was lost, refused or another one, or if anything is left behind.
 """
 
 from __future__ import annotations
@@ -34,21 +35,37 @@ from benchmarks.chaos.model import flags_of
 from benchmarks.chaos.processes import Cluster
 from benchmarks.chaos.verdict import Times, broken_legs
 
-_FLAGS = ["--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(128 << 20), "--max-num-seqs", "256"]
+_FLAGS = [
+    "--cpu",
+    "--threads",
+    "1",
+    "--kv-cache-memory-bytes",
+    str(128 << 20),
+    "--max-num-seqs",
+    "256",
+]
 _ROOT = Path(__file__).parents[1]
 
 
 def main() -> int:
     """Command line. Exit code 1 if a stream was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--streams", type=int, default=50, help="requests under way at any moment")
-    parser.add_argument("--settle-s", type=float, default=3.0, help="of streams before and after each restart")
+    parser.add_argument(
+        "--settle-s", type=float, default=3.0, help="of streams before and after each restart"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes"
+    )
     parser.add_argument("--per-kind", type=int, default=4, help="different requests of each kind")
-    parser.add_argument("--deadline-s", type=float, default=240.0, help="a request that takes longer hangs")
+    parser.add_argument(
+        "--deadline-s", type=float, default=240.0, help="a request that takes longer hangs"
+    )
     parser.add_argument("--from", dest="commit", default="", help="the code that nodes begin with")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rolling-"))
@@ -63,13 +80,22 @@ def main() -> int:
 
 
 async def _run(options: argparse.Namespace, folder: Path) -> list[str]:
-    flags = [*flags_of(options.model, folder), *_FLAGS, "--lease-s", str(LEASE_S), "--tool-call-parser", "hermes"]
+    flags = [
+        *flags_of(options.model, folder),
+        *_FLAGS,
+        "--lease-s",
+        str(LEASE_S),
+        "--tool-call-parser",
+        "hermes",
+    ]
     cluster = Cluster(folder, flags, ["--strict-roles"])
     if options.commit:
         old = _code_of(options.commit, folder / "old")
         cluster.code = {"prefill": old, "decode": old}
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=1 << 20
+    ) as session:
         try:
             await cluster.start(options.prefill, options.decode, session)
             cluster.code = {}
@@ -86,7 +112,9 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
     began, rolling = time.monotonic(), True
     cluster.supervise()
     clients = [
-        asyncio.create_task(crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: rolling))
+        asyncio.create_task(
+            crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: rolling)
+        )
         for at in range(options.streams)
     ]
     await asyncio.sleep(options.settle_s)
@@ -97,7 +125,10 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
             await asyncio.sleep(0.05)
         drained_s = time.monotonic() - at
         await cluster.whole()
-        print(f"{node.name} drained and ended within {drained_s:.1f} s, back after {time.monotonic() - at:.1f} s")
+        print(
+            f"{node.name} drained and ended within {drained_s:.1f} s, back after "
+            f"{time.monotonic() - at:.1f} s"
+        )
         await asyncio.sleep(options.settle_s)
     rolling = False
     await asyncio.gather(*clients)
@@ -109,20 +140,29 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
     gaps = Times.of(max(b - a for a, b in each.gaps()) for each in crowd.seen if each.times)
     lost = sum(ends.values()) - ends["done"] + crowd.asked - len(crowd.seen)
     print(
-        f"{options.prefill}P{options.decode}D, {options.streams} streams, {seconds:.0f} s: {crowd.asked} requests, "
-        f"{ends['done']} equal to their twins, {lost} lost; {len(legs)} had a leg that broke; longest wait within a "
+        f"{options.prefill}P{options.decode}D, {options.streams} streams, {seconds:.0f} s: "
+        f"{crowd.asked} requests, "
+        f"{ends['done']} equal to their twins, {lost} lost; {len(legs)} had a leg that broke; "
+        f"longest wait within a "
         f"stream p50 {gaps.p50:.0f} ms, p99 {gaps.p99:.0f}, at most {gaps.max:.0f}"
     )
     broken = [f"{each.kind} {each.number}, id {each.id}: {each.end} {each.status} {each.error}" for each in crowd.seen
               if each.end != "done"]  # fmt: skip
     if crowd.asked != len(crowd.seen):
         broken.append(f"{crowd.asked - len(crowd.seen)} requests have no end at all")
-    return [*broken, *left, *cluster.surprises, *(f"the router's log: {line}" for line in log if "Traceback" in line)]
+    return [
+        *broken,
+        *left,
+        *cluster.surprises,
+        *(f"the router's log: {line}" for line in log if "Traceback" in line),
+    ]
 
 
 def _code_of(commit: str, folder: Path) -> Path:
     """The code of a commit, under `folder`."""
-    packed = subprocess.run(["git", "-C", str(_ROOT), "archive", commit], capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["git", "-C", str(_ROOT), "archive", commit], capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     return folder

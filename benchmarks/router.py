@@ -2,15 +2,15 @@
 
     python -m benchmarks.router [--workers N] [--rounds 3] [-- FLAGS OF THE ROUTER]
 
-A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are processes of their
-own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its children, user and system, per request of 16
-events, at 1 and at 32 clients; `us/event` the same per event of 64 paced streams. `+ttft` is the median time to the
-first event at one client, less that of asking the decode node itself. Rows `direct` show what client and nodes can do
-without a router.
+A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are
+processes of their own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its
+children, user and system, per request of 16 events, at 1 and at 32 clients; `us/event` the same per
+event of 64 paced streams. `+ttft` is the median time to the first event at one client, less that of
+asking the decode node itself. Rows `direct` show what client and nodes can do without a router.
 
-`--workers N` adds a row of a router with so many processes, the parent's CPU among theirs. The kernel deals out
-connections by their ports, so one may have 12 of 32. Rounds take turns, so that all see the same machine; medians are
-shown.
+`--workers N` adds a row of a router with so many processes, the parent's CPU among theirs. The
+kernel deals out connections by their ports, so one may have 12 of 32. Rounds take turns, so that
+all see the same machine; medians are shown.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def router(workers: int, prefill: str, decode: str, flags: Sequence[str] = ()) -
             url = f"http://127.0.0.1:{port}"
             if not _answers(url, process):
                 log.seek(0)
-                raise RuntimeError(f"the router did not answer: {log.read().decode(errors='replace')[-3000:]}")
+                raise RuntimeError(
+                    f"the router did not answer: {log.read().decode(errors='replace')[-3000:]}"
+                )
             yield Running(url, family(process.pid))
         finally:
             process.terminate()
@@ -110,9 +112,16 @@ def router(workers: int, prefill: str, decode: str, flags: Sequence[str] = ()) -
 
 
 def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 2,
+        "stream": True,
+    }
     wanted = urllib.request.Request(
-        f"{url}/v1/chat/completions", msgspec.json.encode(body), {"content-type": "application/json"}
+        f"{url}/v1/chat/completions",
+        msgspec.json.encode(body),
+        {"content-type": "application/json"},
     )
     give_up = time.monotonic() + START_DEADLINE_S
     while process.poll() is None and time.monotonic() < give_up:
@@ -182,7 +191,11 @@ def _median(rows: list[Row]) -> Row:
     def middle(of: str) -> float:
         return float(statistics.median(getattr(row, of) for row in rows))
 
-    numbers = {field: middle(field) for field in Row.__struct_fields__ if isinstance(getattr(rows[0], field), float)}
+    numbers = {
+        field: middle(field)
+        for field in Row.__struct_fields__
+        if isinstance(getattr(rows[0], field), float)
+    }
     paced = {
         streams: tuple(statistics.median(row.paced[streams][at] for row in rows) for at in range(4))
         for streams in rows[0].paced
@@ -215,7 +228,9 @@ def _show(rows: list[Row]) -> None:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=1, help="a row with so many processes, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
@@ -223,7 +238,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of the router")
     args = parser.parse_args()
-    workers = {DIRECT: 0, OURS: 1} | ({f"{OURS} x{args.workers}": args.workers} if args.workers > 1 else {})
+    workers = {DIRECT: 0, OURS: 1} | (
+        {f"{OURS} x{args.workers}": args.workers} if args.workers > 1 else {}
+    )
     paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in workers}
     http = ("--http",) if args.http else ()

@@ -1,11 +1,12 @@
-"""Speed of a served model with random weights, as clients see it: one node, or a cluster behind its router.
+"""Speed of a served model with random weights, as clients see it: one node, or a cluster behind its
+router.
 
     python -m benchmarks.serving serve 1024:128:1:4 1024:128:32:64
     python -m benchmarks.serving up 4096:128:1:8 4096:128:32:96 1024:384:16:16+4096:2:2:40
 
-The first word is kvrelay's command; `--flag=--decode=2` and the like go to it. A row is in:out:clients:requests; with
-a plus, the load behind it runs beside the first one, whose figures alone are printed. Any other server is measured by
-`kvrelay bench`, whose client this is.
+The first word is kvrelay's command; `--flag=--decode=2` and the like go to it. A row is
+in:out:clients:requests; with a plus, the load behind it runs beside the first one, whose figures
+alone are printed. Any other server is measured by `kvrelay bench`, whose client this is.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Row:
         """Of `in:out:clients:requests`. Raises ValueError."""
         numbers = [int(part) for part in text.split(":")]
         if len(numbers) != len(fields(cls)) or min(numbers) < 1:
-            raise ValueError(f"a load is in:out:clients:requests, all of them at least 1, got {text!r}")
+            raise ValueError(
+                f"a load is in:out:clients:requests, all of them at least 1, got {text!r}"
+            )
         return cls(*numbers)
 
     def __str__(self) -> str:
@@ -64,7 +67,9 @@ class Figures:
     ttft_p50: float
     ttft_p99: float
     second_token: float
-    """Median from the first token to the second: in a cluster, what the hand-over has added to one step."""
+    """Median from the first token to the second: in a cluster, what the hand-over has added to one
+    step.
+    """
     tpot_p50: float
     itl_p50: float
     itl_p99: float
@@ -75,7 +80,9 @@ class Figures:
         window = Window(0.0, max(max(record.sent_s, record.last_s) for record in records) + 1e-6)
         client = client_of(records, [], [], open_loop=False)
         found = measured(records, window, Slo(float("inf"), float("inf")), 1, client)
-        second = [record.gaps_s[0] * 1e3 for record in records if record.gaps_s and not record.failure]
+        second = [
+            record.gaps_s[0] * 1e3 for record in records if record.gaps_s and not record.failure
+        ]
         return cls(
             found.answered, len(records) - found.answered, found.output_tokens_per_s, found.achieved_per_s,
             found.ttft_ms.p50, found.ttft_ms.p99, percentile(second, 0.5), found.tpot_ms.p50,
@@ -83,7 +90,9 @@ class Figures:
         )  # fmt: skip
 
 
-def measure(url: str, model: str, vocab_size: int, rows: list[Row], seed: int, within_s: float) -> list[Outcome]:
+def measure(
+    url: str, model: str, vocab_size: int, rows: list[Row], seed: int, within_s: float
+) -> list[Outcome]:
     """Run the loads at the same time; after `within_s` whatever still runs is cut."""
     asking = Asking(url, "", model, False, Spelling(), vocab_size - _LAST_TOKENS)
 
@@ -96,7 +105,9 @@ def measure(url: str, model: str, vocab_size: int, rows: list[Row], seed: int, w
             for at, row in enumerate(rows)
         ]  # fmt: skip
         counts = [max(1, min(_MOST_PROCESSES, row.clients // _CLIENTS_PER_PROCESS)) for row in rows]
-        return await asyncio.gather(*(conduct(asking, *each) for each in zip(loads, counts, strict=True)))
+        return await asyncio.gather(
+            *(conduct(asking, *each) for each in zip(loads, counts, strict=True))
+        )
 
     return asyncio.run(all_of_them())
 
@@ -106,7 +117,9 @@ WIDTH = 2 + max(map(len, Figures.__dataclass_fields__))
 
 def main() -> int:
     """Command line. Exit code 1 if a request failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("serve", "up"))
     parser.add_argument("rows", nargs="+")
     parser.add_argument("--model", default=str(MODEL), help="a config.json")
@@ -116,7 +129,12 @@ def main() -> int:
     args = parser.parse_args()
     rows = [[Row.parse(text) for text in row.split("+")] for row in args.rows]
     vocab_size = json.loads(Path(args.model).read_text(encoding="utf-8"))["vocab_size"]
-    flags = [f"--model={Path(args.model).resolve()}", "--load-format=dummy", "--no-enable-prefix-caching", *args.flag]
+    flags = [
+        f"--model={Path(args.model).resolve()}",
+        "--load-format=dummy",
+        "--no-enable-prefix-caching",
+        *args.flag,
+    ]
     told: dict[str, dict[str, Any]] = {}
     failed: list[Record] = []
     print(f"{'':26}" + "".join(f"{name:>{WIDTH}}" for name in Figures.__dataclass_fields__))
@@ -125,11 +143,21 @@ def main() -> int:
             model = json.load(answer)["data"][0]["id"]
         for number, loads in enumerate(rows):
             # Not measured: connections, and the buffers of a hand-over between this pair of nodes.
-            measure(url, model, vocab_size, [Row(loads[0].prompt_tokens, 4, 2, 4)], 1000 + number, args.row_s)
+            measure(
+                url,
+                model,
+                vocab_size,
+                [Row(loads[0].prompt_tokens, 4, 2, 4)],
+                1000 + number,
+                args.row_s,
+            )
             seen = measure(url, model, vocab_size, loads, number, args.row_s)
             name = " + ".join(map(str, loads))
             told[name] = asdict(Figures.of(seen[0].records))
-            print(f"{name:26}" + "".join(f"{value:{WIDTH}.2f}" for value in told[name].values()), flush=True)
+            print(
+                f"{name:26}" + "".join(f"{value:{WIDTH}.2f}" for value in told[name].values()),
+                flush=True,
+            )
             wrong = [record for one in seen for record in one.records if record.failure]
             failed += wrong
             for record in wrong[:2]:

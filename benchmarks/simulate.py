@@ -1,12 +1,14 @@
-"""How well the router places, on a virtual clock: the real placement, policies and prefix index, simulated nodes.
+"""How well the router places, on a virtual clock: the real placement, policies and prefix index,
+simulated nodes.
 
 python -m benchmarks.simulate [--trace mooncake_conversation.jsonl.gz]
 python -m benchmarks.simulate --scale
 
-The first compares the price and all policies on made-up workloads and, if given, on a trace in the format that Mooncake
-has published (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0). The second serves 100,000 streams on 1,000 nodes
-with reports of load that are up to 2 s old, by one router and by eight that share nothing. Equal seeds give equal
-figures. Nodes are those of simulator/speeds.py. `python -m benchmarks.placement` compares the price with fixed splits.
+The first compares the price and all policies on made-up workloads and, if given, on a trace in the
+format that Mooncake has published (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0). The
+second serves 100,000 streams on 1,000 nodes with reports of load that are up to 2 s old, by one
+router and by eight that share nothing. Equal seeds give equal figures. Nodes are those of
+simulator/speeds.py. `python -m benchmarks.placement` compares the price with fixed splits.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
     """All workloads, each with all policies."""
     runs = []
     names = (
-        [*WORKLOADS, *(["trace"] if arguments.trace else [])] if arguments.workloads is None else arguments.workloads
+        [*WORKLOADS, *(["trace"] if arguments.trace else [])]
+        if arguments.workloads is None
+        else arguments.workloads
     )
     for name in names:
         traced = name == "trace"
@@ -78,13 +82,18 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
         for policy in arguments.policies or POLICY_NAMES:
             setting = dataclasses.replace(_setting(arguments), policy=policy, block_size=block_size)
             requests = arguments.requests or (0 if traced else 4_000)
-            runs.append(Run(name, requests, setting, arguments.load, arguments.trace if traced else None))
+            runs.append(
+                Run(name, requests, setting, arguments.load, arguments.trace if traced else None)
+            )
     return runs
 
 
 def scale(arguments: argparse.Namespace) -> list[Run]:
     """1,000 nodes and 100,000 streams, by one router and by eight, with reports of several ages."""
-    requests, first = arguments.requests or 100_000, dataclasses.replace(_setting(arguments), prefixes=False)
+    requests, first = (
+        arguments.requests or 100_000,
+        dataclasses.replace(_setting(arguments), prefixes=False),
+    )
     settings = [
         dataclasses.replace(first, policy=policy, routers=routers, stale_ms=stale_ms)
         for policy in arguments.policies or _SCALE_POLICIES
@@ -117,20 +126,38 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "benchmarks.simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--scale", action="store_true", help="1,000 nodes, 100,000 streams, old reports, replicas")
-    names = [*WORKLOADS, "trace"]
-    parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
-    known = ", ".join(POLICY_NAMES)
-    parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, metavar="NAME", help=f"of {known}")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format, JSON lines, plain or .gz")
-    parser.add_argument("--requests", type=int, help="of each run: 4,000, a whole trace, or 100,000 with --scale")
-    parser.add_argument("--nodes", type=_nodes, metavar="P:D", help="prefill and decode nodes: 8:8, or 500:500")
-    parser.add_argument("--routers", type=int, help="replicas: 1; with --scale 1 and 8")
-    parser.add_argument("--stale", type=float, metavar="MS", help="age of the reports: 0; with --scale 0 to 2,000")
     parser.add_argument(
-        "--load", type=float, help="of the prefill nodes if nothing were cached; else each workload's own"
+        "--scale", action="store_true", help="1,000 nodes, 100,000 streams, old reports, replicas"
     )
-    parser.add_argument("--fcfs", action="store_true", help="prefill nodes serve in the order of arrival")
+    names = [*WORKLOADS, "trace"]
+    parser.add_argument(
+        "--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
+    known = ", ".join(POLICY_NAMES)
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICY_NAMES, metavar="NAME", help=f"of {known}"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="a trace in Mooncake's format, JSON lines, plain or .gz"
+    )
+    parser.add_argument(
+        "--requests", type=int, help="of each run: 4,000, a whole trace, or 100,000 with --scale"
+    )
+    parser.add_argument(
+        "--nodes", type=_nodes, metavar="P:D", help="prefill and decode nodes: 8:8, or 500:500"
+    )
+    parser.add_argument("--routers", type=int, help="replicas: 1; with --scale 1 and 8")
+    parser.add_argument(
+        "--stale", type=float, metavar="MS", help="age of the reports: 0; with --scale 0 to 2,000"
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        help="of the prefill nodes if nothing were cached; else each workload's own",
+    )
+    parser.add_argument(
+        "--fcfs", action="store_true", help="prefill nodes serve in the order of arrival"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args(argv)

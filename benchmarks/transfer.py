@@ -1,14 +1,18 @@
-"""Speed of the hand-over between two processes, by connector, block size and transfer size: bytes of Llama-3.1-8B.
+"""Speed of the hand-over between two processes, by connector, block size and transfer size: bytes
+of Llama-3.1-8B.
 
-    python -m benchmarks.transfer [--devices cuda:0,cuda:1] [--sizes 16,512] [--block-bytes 2097152] [--json FILE]
-    python -m benchmarks.transfer --connectors direct --checksums 0.01,1    # and what --kv-checksums costs
+    python -m benchmarks.transfer [--devices cuda:0,cuda:1] [--sizes 16,512] [--block-bytes 2097152]
+    [--json FILE] python -m benchmarks.transfer --connectors direct --checksums 0.01,1    # and what
+    --kv-checksums costs
 
-No model and no HTTP: a source and a reader, each with a pool of blocks and a connector. The blocks of a transfer are
-drawn at random on both sides, others each time. What is timed is *exposed*: from the call of `fetch` until the KV is
-admitted, the source's last word included; the ticket was watched for 10 ms before, as by a request that is queued, but
-for the row that says otherwise. A row with checksums has the figures of those transfers of which a block was checked,
-and says how many these were. All bytes of each row's first transfer, which is not timed, are compared with the
-source's. A connector that fails says why in one line, and the run goes on. Bytes, seconds, GB of 1e9 bytes.
+No model and no HTTP: a source and a reader, each with a pool of blocks and a connector. The blocks
+of a transfer are drawn at random on both sides, others each time. What is timed is *exposed*: from
+the call of `fetch` until the KV is admitted, the source's last word included; the ticket was
+watched for 10 ms before, as by a request that is queued, but for the row that says otherwise. A row
+with checksums has the figures of those transfers of which a block was checked, and says how many
+these were. All bytes of each row's first transfer, which is not timed, are compared with the
+source's. A connector that fails says why in one line, and the run goes on. Bytes, seconds, GB of
+1e9 bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ LEAD_S = 0.010
 WARM_UPS = 2
 # A row has at least 7 transfers and goes on for a while, up to 21; if they are slow, it has fewer.
 FEWEST, MOST, MORE_S, ROW_S = 7, 21, 0.3, 10.0
-# A chunk of a growing ticket comes every so many times of a whole transfer: computing a prompt takes longer than that.
+# A chunk of a growing ticket comes every so many times of a whole transfer: computing a prompt
+# takes longer than that.
 SPACING = 5.0
 
 
@@ -82,7 +87,11 @@ class Row:
     @property
     def counted(self) -> list[Took]:
         """Those that figures are of: with checksums the ones of which a block was compared."""
-        return [took for took in self.took if took.checked_blocks] if self.work.checksums else self.took
+        return (
+            [took for took in self.took if took.checked_blocks]
+            if self.work.checksums
+            else self.took
+        )
 
     @property
     def exposed_s(self) -> float:
@@ -126,17 +135,21 @@ class Row:
     def __str__(self) -> str:
         built = self.built()
         rate = f"{self.gb_s:8.2f}" if self.gb_s is not None else f"{'-':>8}"
-        times = "".join(f"{built[name] * 1e3:10.3f}" for name in ("exposed_s", "p10_s", "p90_s", "in_hand_s"))
+        times = "".join(
+            f"{built[name] * 1e3:10.3f}" for name in ("exposed_s", "p10_s", "p90_s", "in_hand_s")
+        )
         more = f" every {self.spacing_s * 1e3:.1f} ms" if self.spacing_s else ""
         more += f", in {len(self.counted)} of {len(self.took)}" if self.work.checksums else ""
         return (
-            f"{self.connector:<8}{_size(self.block_bytes):>9}{_size(self.num_bytes):>10}  {self.work.name + more:<34}"
+            f"{self.connector:<8}{_size(self.block_bytes):>9}{_size(self.num_bytes):>10}  "
+            f"{self.work.name + more:<34}"
             f"{len(self.counted):>4}{times}{rate}{built['call_s'] * 1e6:9.0f}"
         )
 
 
 HEAD = (
-    f"{'':<8}{'block':>9}{'size':>10}  {'how':<34}{'n':>4}{'median ms':>10}{'p10':>10}{'p90':>10}{'in hand':>10}"
+    f"{'':<8}{'block':>9}{'size':>10}  "
+    f"{'how':<34}{'n':>4}{'median ms':>10}{'p10':>10}{'p90':>10}{'in hand':>10}"
     f"{'GB/s':>8}{'call us':>9}"
 )
 
@@ -168,7 +181,9 @@ class Bench:
                 begun = len(left)
                 self._at = kind
                 try:
-                    with open_pair(self._devices, 2 * max(self._sizes), math.lcm(*self._block_bytes), until) as pair:
+                    with open_pair(
+                        self._devices, 2 * max(self._sizes), math.lcm(*self._block_bytes), until
+                    ) as pair:
                         self._show(pair)
                         while left:
                             self._blocks(pair, kind, left.pop(0), until)
@@ -199,7 +214,10 @@ class Bench:
             count, room = work.num_bytes // block_bytes, min(pair.num_blocks) - 1
             about = f"{kind}, blocks of {_size(block_bytes)}, {_size(work.num_bytes)}, {work.name}"
             if count < work.transfers * work.chunks or count > room:
-                self._miss(f"{about}: left out, {count} blocks of a pool with room for {room}", connector=kind)
+                self._miss(
+                    f"{about}: left out, {count} blocks of a pool with room for {room}",
+                    connector=kind,
+                )
             elif time.monotonic() >= until:
                 self._miss(f"{about}: left out, the time is over (--within-s)", connector=kind)
             else:
@@ -207,14 +225,19 @@ class Bench:
                 self._at = about
                 row = self._row(pair, kind, block_bytes, work, spacing_s, until)
                 if not row.counted:
-                    self._miss(f"{about}: left out, no block of {len(row.took)} transfers was checked", connector=kind)
+                    self._miss(
+                        f"{about}: left out, no block of {len(row.took)} transfers was checked",
+                        connector=kind,
+                    )
                     continue
                 if work.plain and work.num_bytes <= others:
                     whole_s = row.exposed_s
                 self.rows.append(row)
                 print(row, flush=True)
 
-    def _row(self, pair: Pair, kind: str, block_bytes: int, work: Work, spacing_s: float, until: float) -> Row:
+    def _row(
+        self, pair: Pair, kind: str, block_bytes: int, work: Work, spacing_s: float, until: float
+    ) -> Row:
         """Warm up and verify, then measure."""
         blocks = work.num_bytes // block_bytes // work.transfers
         verified = 0
@@ -224,12 +247,20 @@ class Bench:
                 pair.poison(parts)
             _hand_over(pair, parts, work, spacing_s)
             verified = verified or pair.verify(parts)
-        row = Row(kind, block_bytes, work, work.transfers * blocks * block_bytes, verified, spacing_s)
+        row = Row(
+            kind, block_bytes, work, work.transfers * blocks * block_bytes, verified, spacing_s
+        )
         began = time.monotonic()
         while True:
-            row.took.append(_hand_over(pair, list(self._parts(pair, work.transfers, blocks)), work, spacing_s))
+            row.took.append(
+                _hand_over(pair, list(self._parts(pair, work.transfers, blocks)), work, spacing_s)
+            )
             now, count = time.monotonic(), len(row.counted)
-            if count >= MOST or (count >= FEWEST and now > began + MORE_S) or now > min(began + ROW_S, until):
+            if (
+                count >= MOST
+                or (count >= FEWEST and now > began + MORE_S)
+                or now > min(began + ROW_S, until)
+            ):
                 return row
 
     def _parts(self, pair: Pair, transfers: int, blocks: int) -> Iterator[Part]:
@@ -245,7 +276,10 @@ class Bench:
             self.pools = pair.about
             for end, about in zip(("source", "reader"), self.pools, strict=True):
                 largest = about["pool_bytes"] / max(self._sizes)
-                pool = f"pool of {_size(about['pool_bytes'])}, {largest:.1f} times the largest transfer"
+                pool = (
+                    f"pool of {_size(about['pool_bytes'])}, {largest:.1f} times the largest "
+                    f"transfer"
+                )
                 print(f"{end}: {about['device']} ({about['name']}), {pool}")
             print(HEAD, flush=True)
 
@@ -259,7 +293,9 @@ class Bench:
         for row in self.rows:
             if row.work.plain:
                 plain.setdefault(row.work.num_bytes, []).append(row)
-        return {size: min(rows, key=lambda row: row.exposed_s) for size, rows in sorted(plain.items())}
+        return {
+            size: min(rows, key=lambda row: row.exposed_s) for size, rows in sorted(plain.items())
+        }
 
 
 def _hand_over(pair: Pair, parts: Sequence[Part], work: Work, spacing_s: float) -> Took:
@@ -308,7 +344,9 @@ def _positive(text: str) -> list[int]:
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: whole numbers with commas between them") from error
+        raise argparse.ArgumentTypeError(
+            f"{text}: whole numbers with commas between them"
+        ) from error
     if numbers[0] <= 0:
         raise argparse.ArgumentTypeError(f"{text}: more than 0")
     return numbers
@@ -317,22 +355,44 @@ def _positive(text: str) -> list[int]:
 def _devices(text: str) -> list[str]:
     devices = text.split(",")
     if len(devices) != 2:
-        raise argparse.ArgumentTypeError(f"{text}: the source's and the reader's, for example cuda:0,cuda:1")
+        raise argparse.ArgumentTypeError(
+            f"{text}: the source's and the reader's, for example cuda:0,cuda:1"
+        )
     return devices
 
 
 def main() -> int:
     """Print a line per row, and the best connector per size; 1 if nothing could be measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connectors", type=_names, default=list(CONNECTORS), help="default: all, direct,nixl,nccl")
-    parser.add_argument("--devices", type=_devices, default=["cpu", "cpu"], help="source,reader; default cpu,cpu")
-    parser.add_argument("--sizes", type=_mebibytes, default=[size << 20 for size in SIZES_MIB], help="MiB")
-    parser.add_argument("--block-bytes", type=_block_sizes, default=list(BLOCK_BYTES), help="default 2 and 8 MiB")
-    parser.add_argument(
-        "--checksums", type=_shares, default=[], help="rows with so large a share of blocks checked, too; default none"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--spacing-ms", type=float, help="between chunks; default 5 times a whole transfer")
-    parser.add_argument("--within-s", type=float, default=135.0, help="rows that do not fit are left out; default 135")
+    parser.add_argument(
+        "--connectors", type=_names, default=list(CONNECTORS), help="default: all, direct,nixl,nccl"
+    )
+    parser.add_argument(
+        "--devices", type=_devices, default=["cpu", "cpu"], help="source,reader; default cpu,cpu"
+    )
+    parser.add_argument(
+        "--sizes", type=_mebibytes, default=[size << 20 for size in SIZES_MIB], help="MiB"
+    )
+    parser.add_argument(
+        "--block-bytes", type=_block_sizes, default=list(BLOCK_BYTES), help="default 2 and 8 MiB"
+    )
+    parser.add_argument(
+        "--checksums",
+        type=_shares,
+        default=[],
+        help="rows with so large a share of blocks checked, too; default none",
+    )
+    parser.add_argument(
+        "--spacing-ms", type=float, help="between chunks; default 5 times a whole transfer"
+    )
+    parser.add_argument(
+        "--within-s",
+        type=float,
+        default=135.0,
+        help="rows that do not fit are left out; default 135",
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -341,11 +401,19 @@ def main() -> int:
     best = bench.best()
     if arguments.json is not None:
         figures = {
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "pools": bench.pools},
+            "machine": {
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                "pools": bench.pools,
+            },
             "rows": [row.built() for row in bench.rows],
             "missing": bench.missing,
             "best": {
-                str(size): {"connector": row.connector, "block_bytes": row.block_bytes, "exposed_s": row.exposed_s}
+                str(size): {
+                    "connector": row.connector,
+                    "block_bytes": row.block_bytes,
+                    "exposed_s": row.exposed_s,
+                }
                 for size, row in best.items()
             },
             "took_s": time.monotonic() - began,
@@ -355,7 +423,8 @@ def main() -> int:
         "best: "
         + (
             "; ".join(
-                f"{_size(size)} {row.connector} ({_size(row.block_bytes)} blocks, {row.exposed_s * 1e3:.3f} ms,"
+                f"{_size(size)} {row.connector} ({_size(row.block_bytes)} blocks, "
+                f"{row.exposed_s * 1e3:.3f} ms,"
                 f" {row.gb_s:.1f} GB/s)"
                 for size, row in best.items()
             )

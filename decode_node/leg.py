@@ -22,24 +22,38 @@ _MAX_INT = 2**63
 
 
 def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | None:
-    """The claim on KV elsewhere, or None if there is none (after a fail-over) and the prompt is computed here.
+    """The claim on KV elsewhere, or None if there is none (after a fail-over) and the prompt is
+    computed here.
 
     Raises RequestError for a claim that lacks a part.
     """
     if params.remote_request_id is None and params.remote_engine_id is None:
         return None
-    wanted = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids", "generation")
+    wanted = (
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_host",
+        "remote_port",
+        "remote_block_ids",
+        "generation",
+    )
     missing = [name for name in wanted if not getattr(params, name)]
     if missing or params.num_tokens <= 0:
         raise RequestError(
-            f"kv_transfer_params lacks {', '.join(missing) or 'num_tokens'}; pass on what the prefill node answered",
+            f"kv_transfer_params lacks {', '.join(missing) or 'num_tokens'}; pass on what the "
+            f"prefill node answered",
             param="kv_transfer_params",
         )
     blocks = -(-params.num_tokens // block_size)
     groups = params.remote_block_ids or []
-    if len(groups) != 1 or len(groups[0]) != blocks or not all(0 < block < _MAX_INT for block in groups[0]):
+    if (
+        len(groups) != 1
+        or len(groups[0]) != blocks
+        or not all(0 < block < _MAX_INT for block in groups[0])
+    ):
         raise RequestError(
-            f"remote_block_ids must be one list of {blocks} block ids for {params.num_tokens} tokens in blocks of "
+            f"remote_block_ids must be one list of {blocks} block ids for {params.num_tokens} "
+            f"tokens in blocks of "
             f"{block_size}; the prefill node must have the same block_size",
             param="kv_transfer_params",
         )
@@ -51,15 +65,19 @@ def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | N
 class DecodeLeg(Leg):
     """The writer has replayed what `params` say of each choice; the engine starts behind that.
 
-    The first choice that is not over fetches the prompt's KV (or computes it), and the others fork from it.
+    The first choice that is not over fetches the prompt's KV (or computes it), and the others fork
+    from it.
     """
 
-    def __init__(self, submit: Submit, params: KvTransferParams, writer: AnswerWriter, info: EngineReady) -> None:
+    def __init__(
+        self, submit: Submit, params: KvTransferParams, writer: AnswerWriter, info: EngineReady
+    ) -> None:
         ticket = ticket_of(params, info.block_size)
         prompt_tokens = len(submit.prompt_token_ids)
         if ticket is not None and ticket.num_tokens != prompt_tokens:
             raise RequestError(
-                f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has {prompt_tokens}; "
+                f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has "
+                f"{prompt_tokens}; "
                 "both legs must carry the same prompt",
                 param="kv_transfer_params",
             )
@@ -69,16 +87,21 @@ class DecodeLeg(Leg):
             submit = msgspec.structs.replace(submit, params=own)
         elif ticket is not None and submit.params.prompt_logprobs is not None:
             raise RequestError(
-                "the prefill node computes the log-probabilities of the prompt, and kv_transfer_params lacks its "
+                "the prefill node computes the log-probabilities of the prompt, and "
+                "kv_transfer_params lacks its "
                 "prompt_logprobs; pass on what it answered",
                 param="kv_transfer_params",
             )
-        self._ends: dict[int, Finish] = {}  # of choices that are over and whose client does not know it
+        self._ends: dict[
+            int, Finish
+        ] = {}  # of choices that are over and whose client does not know it
         going_on: dict[int, list[int]] = {}
         for at, choice in enumerate(params.so_far(len(writer.choices))):
             if choice.finish is not None:
                 continue
-            over = _over(submit.params, choice.generated, writer.choices[at].stopped, info.eos_token_ids)
+            over = _over(
+                submit.params, choice.generated, writer.choices[at].stopped, info.eos_token_ids
+            )
             if over is None:
                 going_on[at] = choice.generated
             else:
@@ -89,16 +112,20 @@ class DecodeLeg(Leg):
             self.unneeded = first
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """The ends of choices whose last generated token was one; else what the client has not seen of their text.
+        """The ends of choices whose last generated token was one; else what the client has not seen
+        of their text.
 
-        The first happens after a fail-over, the second behind a proxy that delivers no first token itself.
+        The first happens after a fail-over, the second behind a proxy that delivers no first token
+        itself.
         """
         nothing = RequestUpdate("", [])
         for at, choice in enumerate(self.writer.choices):
             if choice.ended:
                 continue
             if at in self._ends:
-                yield self.ended(at, self.writer.end(at, self._ends[at]), nothing, self._ends[at], load)
+                yield self.ended(
+                    at, self.writer.end(at, self._ends[at]), nothing, self._ends[at], load
+                )
             elif unsent := self.writer.tokens(at, []):
                 yield self.tokens(at, unsent, nothing, None, load)
         if self.writer.ended and not self.done:
@@ -112,7 +139,8 @@ def _over(
     if stopped:
         return Finish.STOP
     if generated and (
-        generated[-1] in params.stop_token_ids or (generated[-1] in eos_token_ids and not params.ignore_eos)
+        generated[-1] in params.stop_token_ids
+        or (generated[-1] in eos_token_ids and not params.ignore_eos)
     ):
         return Finish.STOP
     return Finish.LENGTH if len(generated) >= params.max_tokens else None

@@ -1,15 +1,18 @@
-"""What the checksum of a KV block is, and how a CPU computes it: the twin of `kernels/gpu_checksums.py`.
+"""What the checksum of a KV block is, and how a CPU computes it: the twin of
+`kernels/gpu_checksums.py`.
 
-Each KV head's slice of a block (all layers, keys and values, one contiguous piece) has a checksum of 64 bits: the sum
-over its 64-bit words w of key(i) * (w + (w >> 32)), modulo 2**64, i being the word's place in the slice and >> keeping
-the sign. Sums of integers that wrap do not depend on the order of additions, so every device finds the same. Keys are
-odd and each place has another one, so a single wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are
-0x80000000 and b - 1 now, or the other way around: those two count the same, and no others do. Words that are swapped,
-shifted or wrong together are noticed but for a chance of about 2**-32: the word's upper half is added to its lower one
-because a bit near the top would meet only as many bits of its key as are left above it. Keys are no secret: this finds
-faults, not forgery.
+Each KV head's slice of a block (all layers, keys and values, one contiguous piece) has a checksum
+of 64 bits: the sum over its 64-bit words w of key(i) * (w + (w >> 32)), modulo 2**64, i being the
+word's place in the slice and >> keeping the sign. Sums of integers that wrap do not depend on the
+order of additions, so every device finds the same. Keys are odd and each place has another one, so
+a single wrong word is noticed, unless its halves were 0x7FFFFFFF and b and are 0x80000000 and b - 1
+now, or the other way around: those two count the same, and no others do. Words that are swapped,
+shifted or wrong together are noticed but for a chance of about 2**-32: the word's upper half is
+added to its lower one because a bit near the top would meet only as many bits of its key as are
+left above it. Keys are no secret: this finds faults, not forgery.
 
-In numpy, because it lets go of the GIL for a whole slice at a time and takes one core, whatever torch is told to take.
+In numpy, because it lets go of the GIL for a whole slice at a time and takes one core, whatever
+torch is told to take.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Block tables on the device: kept per slot from step to step, so that a step uploads only what is new.
+"""Block tables on the device: kept per slot from step to step, so that a step uploads only what is
+new.
 
-A slot is a running request's row in tables that outlive a step. `slot_tables` [slots, max_blocks] int32 holds the block
-ids of each slot's sequence; a step's attention kernels read `tables` [sequences, max_blocks], rows in the step's order.
+A slot is a running request's row in tables that outlive a step. `slot_tables` [slots, max_blocks]
+int32 holds the block ids of each slot's sequence; a step's attention kernels read `tables`
+[sequences, max_blocks], rows in the step's order.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -67,10 +69,12 @@ def step_tables(
     *,
     block_size: int,
 ) -> None:
-    """Note each sequence's newest block in its slot's table, and copy that table to the sequence's row of `tables`.
+    """Note each sequence's newest block in its slot's table, and copy that table to the sequence's
+    row of `tables`.
 
-    slots, context_lens, last_blocks: int32 [sequences]; context_lens count the step's own tokens, last_blocks[i] takes
-    the KV of the last of them. Slot -1 marks a padding row, whose table is left as it is.
+    slots, context_lens, last_blocks: int32 [sequences]; context_lens count the step's own tokens,
+    last_blocks[i] takes the KV of the last of them. Slot -1 marks a padding row, whose table is
+    left as it is.
     """
     assert slot_tables.shape[1] == tables.shape[1]
     grid = (slots.numel(),)

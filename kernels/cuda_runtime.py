@@ -1,7 +1,9 @@
-"""The few calls of the CUDA runtime that torch does not offer: plain allocations, and CUDA IPC on them.
+"""The few calls of the CUDA runtime that torch does not offer: plain allocations, and CUDA IPC on
+them.
 
-Owns the binding (ctypes, on the libcudart that torch itself has loaded) and its errors; no memory and no policy. Calls
-work on the current device of the calling thread, as torch.cuda.set_device leaves it. Imported where a GPU is.
+Owns the binding (ctypes, on the libcudart that torch itself has loaded) and its errors; no memory
+and no policy. Calls work on the current device of the calling thread, as torch.cuda.set_device
+leaves it. Imported where a GPU is.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ import functools
 
 import torch
 
-__all__ = ["HANDLE_BYTES", "CudaError", "allocate", "close_handle", "copy", "free", "handle_of", "open_handle"]
+__all__ = [
+    "HANDLE_BYTES",
+    "CudaError",
+    "allocate",
+    "close_handle",
+    "copy",
+    "free",
+    "handle_of",
+    "open_handle",
+]
 
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -19,7 +30,9 @@ _ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where the
 
 
 class CudaError(RuntimeError):
-    """A call failed; the message has CUDA's own words. The process goes on, unless the error is a sticky one."""
+    """A call failed; the message has CUDA's own words. The process goes on, unless the error is a
+    sticky one.
+    """
 
 
 class _Handle(ctypes.Structure):
@@ -40,14 +53,18 @@ def free(address: int) -> None:
 
 
 def handle_of(address: int) -> bytes:
-    """The IPC handle of an allocation: `HANDLE_BYTES` bytes that another process of this host may open."""
+    """The IPC handle of an allocation: `HANDLE_BYTES` bytes that another process of this host may
+    open.
+    """
     handle = _Handle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation; its address here, for kernels and copies of the current device."""
+    """Map another process's allocation; its address here, for kernels and copies of the current
+    device.
+    """
     address = ctypes.c_void_p()
     _call(
         "cudaIpcOpenMemHandle",
@@ -92,5 +109,8 @@ def _call(name: str, *arguments: object) -> None:
     library = _library()
     status = getattr(library, name)(*arguments)
     if status != 0:
-        library.cudaGetLastError()  # else torch would find the error at its next own call in this thread
-        raise CudaError(f"{name}: {library.cudaGetErrorString(status).decode()} (CUDA error {status})")
+        # else torch would find the error at its next own call in this thread
+        library.cudaGetLastError()
+        raise CudaError(
+            f"{name}: {library.cudaGetErrorString(status).decode()} (CUDA error {status})"
+        )

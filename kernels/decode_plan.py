@@ -1,11 +1,13 @@
-"""How the keys of a batch of decodes are cut among programs, and the memory that plan and kernel share. Triton.
+"""How the keys of a batch of decodes are cut among programs, and the memory that plan and kernel
+share. Triton.
 
-Owns the plan, made once per step for all layers of one window, and the launch shape. `kernels/paged_decode.py` is the
-kernel that follows it.
+Owns the plan, made once per step for all layers of one window, and the launch shape.
+`kernels/paged_decode.py` is the kernel that follows it.
 
-The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head. `plan_decode` cuts the
-line, whatever the mixture of lengths, into equal *shares*, one for each program, as stream-k does for matrix products.
-A program that begins within a sequence finds where without a search, in `DecodeWorkspace.starts`.
+The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head.
+`plan_decode` cuts the line, whatever the mixture of lengths, into equal *shares*, one for each
+program, as stream-k does for matrix products. A program that begins within a sequence finds where
+without a search, in `DecodeWorkspace.starts`.
 
 Grid of the plan: (programs / 16). Source: Osama et al., "Stream-K", 2023.
 """
@@ -45,9 +47,11 @@ class Tiling:
 
 
 class DecodeWorkspace:
-    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA graphs.
+    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA
+    graphs.
 
-    It holds one plan: layers with another window need a workspace of their own. Not to be shared by two streams.
+    It holds one plan: layers with another window need a workspace of their own. Not to be shared by
+    two streams.
     """
 
     def __init__(
@@ -63,7 +67,12 @@ class DecodeWorkspace:
         """`element_bytes`: size of a cached element, 2 or, in fp8, 1."""
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
-        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = max_batch, num_heads, num_kv_heads, head_dim
+        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = (
+            max_batch,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        )
         self.device = torch.device(device)
         self.element_bytes = element_bytes
         self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
@@ -71,11 +80,16 @@ class DecodeWorkspace:
         """Batch size and window of the plan."""
         programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
         self.line = self._zeros(2)  # units per share, units in all
-        self.starts = self._zeros(programs, 4)  # of each share: sequence, its length, KV head, unit within the piece
+        self.starts = self._zeros(
+            programs, 4
+        )  # of each share: sequence, its length, KV head, unit within the piece
         self.arrivals = self._zeros(programs)
-        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one that begins in it.
+        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one
+        # that begins in it.
         self.part_mixed = torch.empty(2 * programs, group, head_dim, device=device)
-        self.part_weight = torch.empty(2 * programs, group, device=device)  # log2 of the sum of exponentials
+        self.part_weight = torch.empty(
+            2 * programs, group, device=device
+        )  # log2 of the sum of exponentials
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -84,14 +98,17 @@ class DecodeWorkspace:
 def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
     """The tiling, and how many programs the device runs at a time.
 
-    Several programs share the memory of an SM, so that one computes while the others' copies are in flight; fewer where
-    it is too small for two tiles of each. Measured on an H200 (128 dimensions, batch 128 x 1k): four programs of two
-    warps and 32 keys 4.25 TB/s, three of four warps and 64 keys 3.76; fp8 is bound by its conversion, and best in two
-    programs of 128 keys.
+    Several programs share the memory of an SM, so that one computes while the others' copies are in
+    flight; fewer where it is too small for two tiles of each. Measured on an H200 (128 dimensions,
+    batch 128 x 1k): four programs of two warps and 32 keys 4.25 TB/s, three of four warps and 64
+    keys 3.76; fp8 is bound by its conversion, and best in two programs of 128 keys.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        sms, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+        sms, shared_bytes = (
+            properties.multi_processor_count,
+            properties.shared_memory_per_multiprocessor,
+        )
     else:
         sms, shared_bytes = 2, 228 << 10
     dims = triton.next_power_of_2(head_dim)
@@ -108,15 +125,21 @@ def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tu
 
 
 def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
-    """As many waves as the batch's pieces fill, because a program without a share still costs its launch."""
+    """As many waves as the batch's pieces fill, because a program without a share still costs its
+    launch.
+    """
     waves = batch * workspace.num_kv_heads // workspace.resident
     return workspace.resident * max(1, min(waves, MAX_WAVES))
 
 
-def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_size: int, window: int = 0) -> None:
-    """Cut the keys of a batch into equal shares, for all layers of one step that have this window. No host sync.
+def plan_decode(
+    context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_size: int, window: int = 0
+) -> None:
+    """Cut the keys of a batch into equal shares, for all layers of one step that have this window.
+    No host sync.
 
-    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding row.
+    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding
+    row.
     """
     (batch,) = context_lens.shape
     if batch > workspace.max_batch:
@@ -144,7 +167,9 @@ def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block
 def _plan_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [batch] int32
     line,  # [2] int32: units per share, units in all
-    starts,  # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the piece
+    # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the
+    # piece
+    starts,
     batch,
     programs,
     resident,
@@ -161,13 +186,18 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(units * KV_HEADS, 0)
     waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
     share = tl.maximum(tl.cdiv(total, waves * resident), 1)
-    # Pieces that would be cut in two, by about half as many programs as run at a time, are not: these are enough to
-    # keep the memory busy, and nothing is joined (batch 32 x 1k on an H200: 36 us against 40).
+    # Pieces that would be cut in two, by about half as many programs as run at a time, are not:
+    # these are enough to keep the memory busy, and nothing is joined (batch 32 x 1k on an H200: 36
+    # us against 40).
     pieces, longest = tl.sum((units > 0).to(tl.int32), 0) * KV_HEADS, tl.max(units, 0)
-    share = tl.where((longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share)
+    share = tl.where(
+        (longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share
+    )
     program = tl.program_id(0) * PLAN_ROWS + tl.arange(0, PLAN_ROWS)
     begin = program * share
-    passed = end[None, :] <= begin[:, None]  # [PLAN_ROWS, BATCH] the sequences before the one in which a share begins
+    passed = (
+        end[None, :] <= begin[:, None]
+    )  # [PLAN_ROWS, BATCH] the sequences before the one in which a share begins
     current = tl.sum(passed.to(tl.int32), 1)
     inside = begin - tl.sum(tl.where(passed, units[None, :] * KV_HEADS, 0), 1)
     here = current[:, None] == sequence[None, :]

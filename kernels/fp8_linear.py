@@ -1,8 +1,10 @@
-"""Linear layers with fp8 (e4m3) weights on a GPU: half the bytes in a decode step, twice the arithmetic in a prefill.
+"""Linear layers with fp8 (e4m3) weights on a GPU: half the bytes in a decode step, twice the
+arithmetic in a prefill.
 
-One row: the skinny kernel widens the weights in registers and multiplies with x as it is (weights only are quantized).
-More rows: x is quantized too, each row with its own scale, by RMSNorm's launch or one of its own. Then fp8 meets fp8,
-in the skinny kernel for few rows and in `torch._scaled_mm` for many (compute capability 8.9 and later).
+One row: the skinny kernel widens the weights in registers and multiplies with x as it is (weights
+only are quantized). More rows: x is quantized too, each row with its own scale, by RMSNorm's launch
+or one of its own. Then fp8 meets fp8, in the skinny kernel for few rows and in `torch._scaled_mm`
+for many (compute capability 8.9 and later).
 
 The format: `kernels/fp8_reference.py`.
 
@@ -27,10 +29,11 @@ __all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows", "quantize_weight"]
 SKINNY_ROWS = 64
 """Up to so many rows the skinny kernel; above, `torch._scaled_mm`. To be measured."""
 FAST_ACCUMULATION = False
-"""Whether `torch._scaled_mm` leaves all additions to Hopper's tensor core, which keeps 14 bits of the sum and cuts off
-the rest, instead of adding to fp32 in registers every so many columns. That is 2 to 10 % faster from 128 rows on (H200,
-4096 rows: gate-up 715 us against 789, down 351 against 357). But cuts go one way and grow with K: DeepSeek-V3's report
-(2024, 3.3.2) finds errors up to 2 % at K = 4096, where rounding to fp8 costs 3 to 4 %; and the K of down is 14336.
+"""Whether `torch._scaled_mm` leaves all additions to Hopper's tensor core, which keeps 14 bits of
+the sum and cuts off the rest, instead of adding to fp32 in registers every so many columns. That is
+2 to 10 % faster from 128 rows on (H200, 4096 rows: gate-up 715 us against 789, down 351 against
+357). But cuts go one way and grow with K: DeepSeek-V3's report (2024, 3.3.2) finds errors up to 2 %
+at K = 4096, where rounding to fp8 costs 3 to 4 %; and the K of down is 14336.
 """
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -38,17 +41,22 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Fp8Linear:
-    """A float8_e4m3fn weight [out_features, in_features] with its scales, an optional bias. Methods as `GpuLinear`'s.
+    """A float8_e4m3fn weight [out_features, in_features] with its scales, an optional bias. Methods
+    as `GpuLinear`'s.
 
     scale: fp32, one per output channel ([out_features, 1] or [out_features]) or one number for all.
     """
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         if weight.dtype != torch.float8_e4m3fn:
             raise ValueError(f"the weight must be float8_e4m3fn, is {weight.dtype}")
         if self.out_features % 16 or self.in_features % 16:
-            raise ValueError(f"the sizes of an fp8 weight must be multiples of 16, not {tuple(weight.shape)}")
+            raise ValueError(
+                f"the sizes of an fp8 weight must be multiples of 16, not {tuple(weight.shape)}"
+            )
         if scale.numel() not in (1, self.out_features):
             raise ValueError(f"{scale.numel()} scales for {self.out_features} output channels")
         self.device = weight.device
@@ -96,8 +104,14 @@ class Fp8Linear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2]; RMSNorm of x before."""
-        rows = _rows(x, pdl) if norm_weight is None else _normed_rows(x, norm_weight, eps, plus_one, pdl)
+        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2];
+        RMSNorm of x before.
+        """
+        rows = (
+            _rows(x, pdl)
+            if norm_weight is None
+            else _normed_rows(x, norm_weight, eps, plus_one, pdl)
+        )
         if 0 < len(x) <= SKINNY_ROWS:
             return self._product(rows, x.dtype, gate=act, out=out, pdl=pdl)
         return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, out=out, pdl=pdl)
@@ -118,7 +132,12 @@ class Fp8Linear:
             assert x_scale is not None
             return self._many_rows(x, x_scale, dtype, residual, out)
         if out is None:
-            out = torch.empty(len(x), self.out_features // (1 if gate is None else 2), dtype=dtype, device=x.device)
+            out = torch.empty(
+                len(x),
+                self.out_features // (1 if gate is None else 2),
+                dtype=dtype,
+                device=x.device,
+            )
         return skinny_linear(
             x,
             self.weight,
@@ -159,7 +178,9 @@ def _rows(x: torch.Tensor, pdl: bool) -> Rows:
     return (x, None) if len(x) == 1 else quantize_rows(x, pdl=pdl)
 
 
-def _normed_rows(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, pdl: bool) -> Rows:
+def _normed_rows(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, pdl: bool
+) -> Rows:
     scales = None if len(x) == 1 else torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     return rms_norm(x, weight, eps, plus_one=plus_one, scales_out=scales, pdl=pdl), scales
 
@@ -167,7 +188,9 @@ def _normed_rows(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bo
 def quantize_rows(
     x: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] (rows may be strided) -> (float8_e4m3fn [M, K], fp32 scales [M, 1]); twin: `quantize_rows_reference`."""
+    """x [M, K] (rows may be strided) -> (float8_e4m3fn [M, K], fp32 scales [M, 1]); twin:
+    `quantize_rows_reference`.
+    """
     m, k = x.shape
     if out is None:
         out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -190,7 +213,9 @@ def quantize_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantize_rows(x, out, scales, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantize_rows(  # type: ignore[no-untyped-def]
+    x, out, scales, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     if PDL:

@@ -1,4 +1,5 @@
-"""Token ids -> embedding rows, taking ids that the previous step has just sampled from device memory. Triton.
+"""Token ids -> embedding rows, taking ids that the previous step has just sampled from device
+memory. Triton.
 
 Grid: one program per token and tile of BLOCK columns. Torch twin: `kernels/norm_rope_act.py`.
 """
@@ -28,12 +29,13 @@ def embed(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Row t is the embedding of token sampled[source[t]] where source[t] >= 0, else of token_ids[t] -> [T, H].
+    """Row t is the embedding of token sampled[source[t]] where source[t] >= 0, else of token_ids[t]
+    -> [T, H].
 
-    token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be strided; V is more than
-    any of the ids that are looked up, because nothing here checks them.
-    scale: Gemma's; rounded to the table's dtype before the product, which is rounded again.
-    tile: for the benchmark's sweep; None takes the tuned one.
+    token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be
+    strided; V is more than any of the ids that are looked up, because nothing here checks them.
+    scale: Gemma's; rounded to the table's dtype before the product, which is rounded again. tile:
+    for the benchmark's sweep; None takes the tuned one.
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
     if source.shape != (tokens,):
@@ -81,5 +83,8 @@ def _embed(  # type: ignore[no-untyped-def]
     token = tl.where(slot >= 0, tl.load(sampled + slot, mask=slot >= 0, other=0), token)
     column = tile * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    value = tl.load(table + token * table_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    value = (
+        tl.load(table + token * table_stride + column, mask=inside, other=0.0).to(tl.float32)
+        * scale
+    )
     tl.store(out + row * H + column, value.to(out.dtype.element_ty), mask=inside)

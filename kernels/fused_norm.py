@@ -1,10 +1,13 @@
-"""RMSNorm and LayerNorm of rows; RMSNorm with the residual's addition before and fp8 after it in one launch. Triton.
+"""RMSNorm and LayerNorm of rows; RMSNorm with the residual's addition before and fp8 after it in
+one launch. Triton.
 
-Grid: one program per row; the whole row (H <= 16384) stays in registers between its one load and its one store.
-Sums are fp32. The number of warps follows from H alone, so a row's terms are added in one order in every batch.
-Rounding is where transformers' models round: see `rms_norm`. Torch twins: `kernels/norm_rope_act.py`.
+Grid: one program per row; the whole row (H <= 16384) stays in registers between its one load and
+its one store. Sums are fp32. The number of warps follows from H alone, so a row's terms are added
+in one order in every batch. Rounding is where transformers' models round: see `rms_norm`. Torch
+twins: `kernels/norm_rope_act.py`.
 
-Also what all element-wise kernels share: the scale of a vector in fp8, and whether dependent launch is possible.
+Also what all element-wise kernels share: the scale of a vector in fp8, and whether dependent launch
+is possible.
 """
 
 from __future__ import annotations
@@ -33,13 +36,12 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension -> [T, H].
 
-    x [T, H] (rows may be strided), weight [H] or None for ones.
-    residual [T, H]: `residual += x` first, in place and rounded to its dtype; the norm is taken of the sum.
-    plus_one: Gemma's form, x * rstd * (1 + weight) in fp32, rounded once. Else Llama's: x * rstd is rounded, multiplied
-    by the weight and rounded again.
-    scales_out [T, 1] fp32: makes the result float8_e4m3fn. The rounded row is divided by its largest magnitude / 448,
-    which is written here.
-    num_warps: for the benchmark's sweep; None takes the tuned number.
+    x [T, H] (rows may be strided), weight [H] or None for ones. residual [T, H]: `residual += x`
+    first, in place and rounded to its dtype; the norm is taken of the sum. plus_one: Gemma's form,
+    x * rstd * (1 + weight) in fp32, rounded once. Else Llama's: x * rstd is rounded, multiplied by
+    the weight and rounded again. scales_out [T, 1] fp32: makes the result float8_e4m3fn. The
+    rounded row is divided by its largest magnitude / 448, which is written here. num_warps: for the
+    benchmark's sweep; None takes the tuned number.
     """
     return _norm(x, weight, None, eps, residual, scales_out, pdl, num_warps, plus_one=plus_one)
 
@@ -47,7 +49,9 @@ def rms_norm(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32 and rounded once -> [T, H]."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32 and
+    rounded once -> [T, H].
+    """
     return _norm(x, weight, bias, eps, None, None, pdl, None, centered=True)
 
 
@@ -72,8 +76,15 @@ def _norm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
     if scales_out is not None and (scales_out.numel() != tokens or not scales_out.is_contiguous()):
-        raise ValueError(f"scales_out must be a contiguous [{tokens}, 1], is {tuple(scales_out.shape)}")
-    out = torch.empty(tokens, hidden, dtype=x.dtype if scales_out is None else torch.float8_e4m3fn, device=x.device)
+        raise ValueError(
+            f"scales_out must be a contiguous [{tokens}, 1], is {tuple(scales_out.shape)}"
+        )
+    out = torch.empty(
+        tokens,
+        hidden,
+        dtype=x.dtype if scales_out is None else torch.float8_e4m3fn,
+        device=x.device,
+    )
     if tokens:
         block = power_of_2(hidden)
         pdl = pdl and pdl_works(x.device)
@@ -87,12 +98,16 @@ def _norm(
 
 
 def warps_for(block: int) -> int:
-    """Warps of a program that holds a row of `block` elements: 16 elements a thread, two loads of 16 bytes."""
+    """Warps of a program that holds a row of `block` elements: 16 elements a thread, two loads of
+    16 bytes.
+    """
     return min(max(block // 512, 1), 16)
 
 
 def pdl_works(device: torch.device) -> bool:
-    """Whether kernels on `device` can start before their predecessor has ended: from compute capability 9.0 on."""
+    """Whether kernels on `device` can start before their predecessor has ended: from compute
+    capability 9.0 on.
+    """
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -100,9 +115,11 @@ def pdl_works(device: torch.device) -> bool:
 
 @triton.jit
 def e4m3_scale(amax):  # type: ignore[no-untyped-def]
-    """Scale of vectors whose largest magnitudes are `amax` fp32, and its inverse; (1, 1) for vectors of zeros.
+    """Scale of vectors whose largest magnitudes are `amax` fp32, and its inverse; (1, 1) for
+    vectors of zeros.
 
-    Below 1e-30 a vector counts as zeros: its scale would leave the range in which fp32 has full precision.
+    Below 1e-30 a vector counts as zeros: its scale would leave the range in which fp32 has full
+    precision.
     """
     zero = amax < 1e-30
     amax = tl.where(zero, 448.0, amax)
@@ -130,7 +147,8 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < H
     if PDL:
-        # The next kernel reads nothing of ours before its own wait, so it may come as soon as there is room.
+        # The next kernel reads nothing of ours before its own wait, so it may come as soon as there
+        # is room.
         tl.extra.cuda.gdc_launch_dependents()
     if weight is not None:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,12 +1,13 @@
-"""After the fused QKV projection, in one launch: q/k norm, rotary embedding, and K and V into the paged cache. Triton.
+"""After the fused QKV projection, in one launch: q/k norm, rotary embedding, and K and V into the
+paged cache. Triton.
 
-Grid: one program per tile of TOKENS tokens and group of HEADS heads, which are all of Q, all of K or all of V.
-A head's D elements are held as D / 2 pairs (first, second). The first R / 2 pairs are the rotary ones: elements i and
-i + R / 2. The others, with partial rotary, are the two halves of what is left. So each head is two rectangular loads
-and two stores of 16 bytes a thread, whatever R is.
-A warp always holds 8 elements of `first` per thread, for any number of tokens: the q/k norm adds in one order in every
-batch.
-Source: Su et al., "RoFormer", 2021, in the half-split form of Llama checkpoints. Torch twin: `kernels/kv_write.py`.
+Grid: one program per tile of TOKENS tokens and group of HEADS heads, which are all of Q, all of K
+or all of V. A head's D elements are held as D / 2 pairs (first, second). The first R / 2 pairs are
+the rotary ones: elements i and i + R / 2. The others, with partial rotary, are the two halves of
+what is left. So each head is two rectangular loads and two stores of 16 bytes a thread, whatever R
+is. A warp always holds 8 elements of `first` per thread, for any number of tokens: the q/k norm
+adds in one order in every batch. Source: Su et al., "RoFormer", 2021, in the half-split form of
+Llama checkpoints. Torch twin: `kernels/kv_write.py`.
 """
 
 from __future__ import annotations
@@ -47,25 +48,30 @@ def rope_and_write(
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Rotate Q in place, write rotated K and V to their slots, return Q as a view [T, num_heads, head_dim] of qkv.
+    """Rotate Q in place, write rotated K and V to their slots, return Q as a view [T, num_heads,
+    head_dim] of qkv.
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: Q, K, V; rows may be strided. Its K and V are left as they are.
-    positions int32 | int64 [T]; cos_sin fp32 [max_positions, R], cosines in the first half, R <= head_dim: the first R
-    elements of a head are rotated. None: no rotary embedding.
-    Rotation is fp32 with fp32 cosines and sines, rounded once. (transformers and our CPU path round cosines, sines and
-    both products to the model's dtype: in bf16 their results are up to two units in the last place away from ours.)
-    q_norm, k_norm [head_dim]: RMS norm of each head before the rotation, rounded as `fused_norm.rms_norm` does.
-    Token t goes to offset offsets[t] of block blocks[t] (int32 | int64 [T]; padding rows name the null block 0).
-    key_cache, value_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous.
-    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_size]: the caches are float8_e4m3fn, and hold the
-    vector as 16-bit KV would have it, divided by its scale: its largest magnitude / 448.
-    pdl: positions, blocks and offsets are read before the wait for the preceding kernel, which must not write them.
-    tile: for the benchmark's sweep; None takes the tuned one.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: Q, K, V; rows may be strided. Its K and V
+    are left as they are. positions int32 | int64 [T]; cos_sin fp32 [max_positions, R], cosines in
+    the first half, R <= head_dim: the first R elements of a head are rotated. None: no rotary
+    embedding. Rotation is fp32 with fp32 cosines and sines, rounded once. (transformers and our CPU
+    path round cosines, sines and both products to the model's dtype: in bf16 their results are up
+    to two units in the last place away from ours.) q_norm, k_norm [head_dim]: RMS norm of each head
+    before the rotation, rounded as `fused_norm.rms_norm` does. Token t goes to offset offsets[t] of
+    block blocks[t] (int32 | int64 [T]; padding rows name the null block 0). key_cache, value_cache
+    [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous.
+    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_size]: the caches are
+    float8_e4m3fn, and hold the vector as 16-bit KV would have it, divided by its scale: its largest
+    magnitude / 448. pdl: positions, blocks and offsets are read before the wait for the preceding
+    kernel, which must not write them. tile: for the benchmark's sweep; None takes the tuned one.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
     rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
     if qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
-        raise ValueError(f"qkv {tuple(qkv.shape)} is not {q_heads} + 2 * {kv_heads} heads of {head_dim}, contiguous")
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} is not {q_heads} + 2 * {kv_heads} heads of {head_dim}, "
+            f"contiguous"
+        )
     if head_dim % 2 or rotary_dims % 2 or rotary_dims > head_dim:
         raise ValueError(f"{rotary_dims} rotary dimensions of {head_dim}: both must be even")
     if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.stride(1) != 1):
@@ -75,10 +81,15 @@ def rope_and_write(
     if (key_scales is None) != (value_scales is None) or (q_norm is None) != (k_norm is None):
         raise ValueError("scales and norms are given for both or for none")
     scale_strides = (0, 0, 1) if key_scales is None else key_scales.stride()
-    if key_scales is not None and (key_scales.stride() != value_scales.stride() or scale_strides[2] != 1):  # type: ignore[union-attr]
+    if key_scales is not None and (
+        key_scales.stride() != value_scales.stride() or scale_strides[2] != 1  # type: ignore[union-attr]
+    ):
         raise ValueError(f"scales with strides {key_scales.stride()}")
     if key_cache.dtype != (qkv.dtype if key_scales is None else torch.float8_e4m3fn):
-        raise ValueError(f"cache of {key_cache.dtype} for {qkv.dtype}, {'no' if key_scales is None else 'with'} scales")
+        raise ValueError(
+            f"cache of {key_cache.dtype} for {qkv.dtype}, "
+            f"{'no' if key_scales is None else 'with'} scales"
+        )
 
     query = qkv[:, : q_heads * head_dim].view(tokens, q_heads, head_dim)
     if not tokens:
@@ -101,7 +112,9 @@ def rope_and_write(
 
 
 def _tile(tokens: int, common_heads: int) -> Tile:
-    """Few tokens: one head per warp. Many: heads in turn, so that cosines and sines are read once for several."""
+    """Few tokens: one head per warp. Many: heads in turn, so that cosines and sines are read once
+    for several.
+    """
     if tokens <= 512:
         return 1, 1, 1
     return 1, max(n for n in range(1, 5) if common_heads % n == 0), 4
@@ -128,8 +141,11 @@ def _normed(  # type: ignore[no-untyped-def]
     return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
 
-# Views of a step's packed index arrays begin anywhere; a variant of the kernel for each case would gain nothing.
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"])  # type: ignore[untyped-decorator]
+# Views of a step's packed index arrays begin anywhere; a variant of the kernel for each case would
+# gain nothing.
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"]
+)  # type: ignore[untyped-decorator]
 def _rope_and_write(  # type: ignore[no-untyped-def]
     qkv,
     positions,
@@ -184,8 +200,12 @@ def _rope_and_write(  # type: ignore[no-untyped-def]
         if is_query:
             gain = q_norm
         # As a rectangle, which the L1 cache serves, to have it in the layout of the heads.
-        first_gain = tl.load(gain + first + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
-        second_gain = tl.load(gain + second + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
+        first_gain = tl.load(gain + first + 0 * token[:, None], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        second_gain = tl.load(gain + second + 0 * token[:, None], mask=inside, other=0.0).to(
+            tl.float32
+        )
     if cos_sin is not None:
         position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
         angle = cos_sin + position[:, None] * cos_sin_stride + pair
@@ -230,7 +250,10 @@ def _rope_and_write(  # type: ignore[no-untyped-def]
                 tl.store(place + second, b, mask=inside)
             else:
                 wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-                amax = tl.maximum(tl.max(tl.abs(wide_a), 1, keep_dims=True), tl.max(tl.abs(wide_b), 1, keep_dims=True))
+                amax = tl.maximum(
+                    tl.max(tl.abs(wide_a), 1, keep_dims=True),
+                    tl.max(tl.abs(wide_b), 1, keep_dims=True),
+                )
                 scale, inverse = e4m3_scale(amax)
                 tl.store(scale_slot + (kv_head + i) * scale_head_stride, scale, mask=live[:, None])
                 tl.store(place + first, (wide_a * inverse).to(tl.float8e4nv), mask=inside)

@@ -1,13 +1,15 @@
-"""From logits [rows, vocab] to one token per row on the GPU: adjust, cut, draw; nothing waits for the host. Triton.
+"""From logits [rows, vocab] to one token per row on the GPU: adjust, cut, draw; nothing waits for
+the host. Triton.
 
-Rows, slots, and what a request may ask for: `kernels/sampling_slots.py`. A token depends on its own row only, bit for
-bit.
+Rows, slots, and what a request may ask for: `kernels/sampling_slots.py`. A token depends on its own
+row only, bit for bit.
 
 The launches, over tiles of 1024 tokens:
   _summarize   grid (tiles / tiles per program, rows)   each tile's largest logit and sum of exp
-  find_floors  six, see `kernels/sampling_floors.py`  } only where a row of the launch is cut: the lowest logit that
-  _weigh_kept  grid of _summarize                     } stays, and the tiles' sums again without what falls below it
-  _choose      grid (rows)                              the tile in which the cumulative distribution passes the draw,
+  find_floors  six, see `kernels/sampling_floors.py`  } only where a row of the launch is cut: the
+  lowest logit that _weigh_kept  grid of _summarize                     } stays, and the tiles' sums
+  again without what falls below it _choose      grid (rows)                              the tile
+  in which the cumulative distribution passes the draw,
                                                         and the token in it
 Torch twins: `kernels/sampling.py`, `kernels/philox.py`, which name the sources of the formulas.
 """
@@ -66,12 +68,14 @@ def sample(
     """The next token of every row, int64 [rows], 0 for padding; its slot then has one token more.
 
     logits [rows or more, vocab], rows may be strided; slots int32 [rows], each slot at most once.
-    cut, adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties. False saves time.
-    tiles_per_program, num_warps: for the benchmark's sweep; they change no token.
+    cut, adjusted: whether any row has top-k, top-p or min-p; bias, min_tokens or penalties. False
+    saves time. tiles_per_program, num_warps: for the benchmark's sweep; they change no token.
     """
     count, vocab = slots.shape[0], tables.notes.shape[1]
     if logits.shape[0] < count or logits.shape[1] != vocab or logits.stride(1) != 1:
-        raise ValueError(f"logits {tuple(logits.shape)} do not fit {count} rows of a vocabulary of {vocab}")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} do not fit {count} rows of a vocabulary of {vocab}"
+        )
     num_tiles = triton.cdiv(vocab, TILE)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -93,7 +97,12 @@ def sample(
     floors = scratch(count) if cut else None
     pdl = pdl and pdl_works(logits.device)
     # Products and sums of the adjustments are rounded one by one, as torch rounds them.
-    options: dict[str, Any] = {"TILE": TILE, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    options: dict[str, Any] = {
+        "TILE": TILE,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "enable_fp_fusion": False,
+    }
     each = tiles_per_program or (1 if count <= 16 else 4)
     num_warps = num_warps or (1 if rows.notes is None and rows.mask_words is None else 4)
     grid = (triton.cdiv(num_tiles, each), count)
@@ -104,19 +113,29 @@ def sample(
         find_floors(rows, tiles, floors, options)
         _weigh_kept[grid](rows, tiles, floors, each, num_warps=num_warps, **options)
     _choose[(count,)](
-        rows, tiles, floors, tokens, tables.sampled, tables.notes, ALL_TILES=all_tiles, num_warps=4, **options
+        rows,
+        tiles,
+        floors,
+        tokens,
+        tables.sampled,
+        tables.notes,
+        ALL_TILES=all_tiles,
+        num_warps=4,
+        **options,
     )
     return tokens
 
 
-# --- tiles ----------------------------------------------------------------------------------------------------------
+# --- tiles
+# ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _sum(x):  # type: ignore[no-untyped-def]
     """The sum of x [1024], in pairs whose order is given here and not by the compiler.
 
-    It costs nothing: first neighbours, 8 of which are in one thread; then what the same thread has of other places.
+    It costs nothing: first neighbours, 8 of which are in one thread; then what the same thread has
+    of other places.
     """
     tl.static_assert(x.shape[0] == 1024)
     for _ in tl.static_range(3):
@@ -130,7 +149,9 @@ def _sum(x):  # type: ignore[no-untyped-def]
 def _summarize(  # type: ignore[no-untyped-def]
     rows, tiles, each, SUBTILE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Of each tile its largest logit; its sum of exp in units of that, or in a greedy row the first largest token."""
+    """Of each tile its largest logit; its sum of exp in units of that, or in a greedy row the first
+    largest token.
+    """
     wait(PDL)
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
@@ -153,12 +174,17 @@ def _summarize(  # type: ignore[no-untyped-def]
                 parts: tl.constexpr = TILE // SUBTILE
                 maxima = tl.max(tl.reshape(x, [parts, SUBTILE]), axis=1)
                 tl.store(tiles.maxima + place * parts + tl.arange(0, parts), maxima)
-                tl.store(tiles.minima + place, tl.min(tl.where(x > -float("inf"), x, float("inf")), axis=0))
+                tl.store(
+                    tiles.minima + place,
+                    tl.min(tl.where(x > -float("inf"), x, float("inf")), axis=0),
+                )
 
 
 @triton.jit(do_not_specialize=["each"])  # type: ignore[untyped-decorator]
 def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tiles' sums of exp again, without what is below the row's floor. Tiles wholly below it are not read."""
+    """The tiles' sums of exp again, without what is below the row's floor. Tiles wholly below it
+    are not read.
+    """
     wait(PDL)
     row = tl.program_id(1)
     slot = tl.load(rows.slots + row)
@@ -178,12 +204,15 @@ def _weigh_kept(rows, tiles, floors, each, TILE: tl.constexpr, PDL: tl.constexpr
             tl.store(tiles.sums + place, 0.0)
 
 
-# --- the draw -------------------------------------------------------------------------------------------------------
+# --- the draw
+# -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _draw(rows, slot, total):  # type: ignore[no-untyped-def]
-    """kernels/philox.py's uniform() of the slot's seed, choice and token index, times `total`, in integers."""
+    """kernels/philox.py's uniform() of the slot's seed, choice and token index, times `total`, in
+    integers.
+    """
     seed_low = word_of(rows, slot, SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed_high = word_of(rows, slot, SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     index, choice = word_of(rows, slot, TOKEN_INDEX), word_of(rows, slot, CHOICE)
@@ -194,7 +223,8 @@ def _draw(rows, slot, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_past(point, masses, places, last):  # type: ignore[no-untyped-def]
-    """The first of `places`, up to `last`, at which the running sum of `masses` exceeds `point`; and the sum before it.
+    """The first of `places`, up to `last`, at which the running sum of `masses` exceeds `point`;
+    and the sum before it.
 
     If none does, since masses of tiles and of tokens are rounded apart: the last that has mass.
     """
@@ -207,7 +237,15 @@ def _first_past(point, masses, places, last):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
-    rows, tiles, floors, chosen, sampled, notes, ALL_TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+    rows,
+    tiles,
+    floors,
+    chosen,
+    sampled,
+    notes,
+    ALL_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token per row; then its slot has one token more."""
     wait(PDL)
@@ -234,7 +272,9 @@ def _choose(  # type: ignore[no-untyped-def]
         peaks = tl.load(tiles.peaks + row * rows.tiles + index, mask=inside, other=-float("inf"))
         bests = tl.load(tiles.bests + row * rows.tiles + index, mask=inside, other=0)
         token = tl.min(tl.where(peaks == tl.max(peaks, axis=0), bests, rows.vocab), axis=0)
-    token = tl.minimum(token, rows.vocab - 1)  # logits that are not finite must still give a token of the vocabulary
+    token = tl.minimum(
+        token, rows.vocab - 1
+    )  # logits that are not finite must still give a token of the vocabulary
     tl.store(chosen + row, token.to(tl.int64))
     tl.store(sampled + slot, token.to(tl.int64))
     tl.store(rows.parameters + slot * 16 + TOKEN_INDEX, word_of(rows, slot, TOKEN_INDEX) + 1)

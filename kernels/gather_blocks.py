@@ -1,10 +1,12 @@
-"""Blocks from one pool into another, scattered on both sides: how a GPU reads KV out of a peer's mapped memory.
+"""Blocks from one pool into another, scattered on both sides: how a GPU reads KV out of a peer's
+mapped memory.
 
-What is copied of a block is one contiguous range: all of it, or the heads that two ranks have in common, where the
-pools' blocks are larger and of different sizes. The kernel runs on the reading GPU. These ranges are cut into tiles of
-`TILE_BYTES`, and a launch copies a range of tiles: one launch is one *slice* of a transfer. At most `PROGRAMS` programs
-run, so that the decodes that share the GPU keep the rest of it. The source is an address, not a tensor: the peer's GPU
-may be one that this process does not see otherwise.
+What is copied of a block is one contiguous range: all of it, or the heads that two ranks have in
+common, where the pools' blocks are larger and of different sizes. The kernel runs on the reading
+GPU. These ranges are cut into tiles of `TILE_BYTES`, and a launch copies a range of tiles: one
+launch is one *slice* of a transfer. At most `PROGRAMS` programs run, so that the decodes that share
+the GPU keep the rest of it. The source is an address, not a tensor: the peer's GPU may be one that
+this process does not see otherwise.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,10 +17,18 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["PROGRAMS", "TILE_BYTES", "VECTOR_BYTES", "gather_blocks", "gather_blocks_reference", "tiles_in"]
+__all__ = [
+    "PROGRAMS",
+    "TILE_BYTES",
+    "VECTOR_BYTES",
+    "gather_blocks",
+    "gather_blocks_reference",
+    "tiles_in",
+]
 
 VECTOR_BYTES = 16  # one load of a thread; blocks are a multiple of it
-# A program has one tile under way: 64 of them are 1 MiB, and NVLink holds 0.6 MB (400 GB/s for about 1.5 us).
+# A program has one tile under way: 64 of them are 1 MiB, and NVLink holds 0.6 MB (400 GB/s for
+# about 1.5 us).
 TILE_BYTES = 16 << 10
 PROGRAMS = 64
 _WARPS = 8
@@ -42,7 +52,8 @@ def _gather(
     target_blocks,
     first_tile,
     end_tile,
-    block_vectors,  # to copy of each, in units of 4 words, so that the compiler sees what they are multiples of
+    # to copy of each, in units of 4 words, so that the compiler sees what they are multiples of
+    block_vectors,
     source_stride,  # from a block to the next, in the same units
     target_stride,
     TILE_WORDS: tl.constexpr,
@@ -57,8 +68,11 @@ def _gather(
         read = tl.load(source_blocks + pair).to(tl.int64) * source_stride * 4
         write = tl.load(target_blocks + pair).to(tl.int64) * target_stride * 4
         origin = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16) + tl.multiple_of(read, 4)
-        destination = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16) + tl.multiple_of(write, 4)
-        # Past L1, which knows nothing of a peer's writes. (PTX has no ".cg" that is also evicted first.)
+        destination = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16) + tl.multiple_of(
+            write, 4
+        )
+        # Past L1, which knows nothing of a peer's writes. (PTX has no ".cg" that is also evicted
+        # first.)
         values = tl.load(origin + word, mask=word < block_words, cache_modifier=".cg", other=0)
         tl.store(destination + word, values, mask=word < block_words, eviction_policy="evict_first")
 
@@ -76,10 +90,12 @@ def gather_blocks(
     programs: int = PROGRAMS,
     tile_bytes: int = TILE_BYTES,
 ) -> None:
-    """Copy `tiles` of the transfer that writes block source_blocks[i] of one pool to block target_blocks[i] of another.
+    """Copy `tiles` of the transfer that writes block source_blocks[i] of one pool to block
+    target_blocks[i] of another.
 
-    `source`, `target`: addresses of what is copied of the pools' first blocks; `block_bytes` are copied of each, and
-    the strides lead to the next block (None: as many). All are multiples of 16. Block ids int32 [blocks], on the GPU.
+    `source`, `target`: addresses of what is copied of the pools' first blocks; `block_bytes` are
+    copied of each, and the strides lead to the next block (None: as many). All are multiples of 16.
+    Block ids int32 [blocks], on the GPU.
     """
     strides = source_stride or block_bytes, target_stride or block_bytes
     assert not any(number % VECTOR_BYTES for number in (block_bytes, source, target, *strides))
@@ -103,7 +119,10 @@ def gather_blocks(
 
 
 def gather_blocks_reference(
-    source: torch.Tensor, target: torch.Tensor, source_blocks: torch.Tensor, target_blocks: torch.Tensor
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
 ) -> None:
     """The same over tensors: pools uint8 [blocks, block_bytes], the whole transfer."""
     target[target_blocks.long()] = source[source_blocks.long()]

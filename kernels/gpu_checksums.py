@@ -1,8 +1,10 @@
-"""Checksums of KV blocks on a GPU: one launch for many blocks. What they are says `kernels/block_checksums.py`.
+"""Checksums of KV blocks on a GPU: one launch for many blocks. What they are says
+`kernels/block_checksums.py`.
 
-Bound by memory: every byte is read once, and keys are computed, not read. The slices of the blocks are cut into pieces
-of `PIECE_BYTES`, whose sums torch adds up. At most `PROGRAMS` programs run, so that the steps that share the GPU keep
-the rest of it: a transfer brings KV more slowly than these read it.
+Bound by memory: every byte is read once, and keys are computed, not read. The slices of the blocks
+are cut into pieces of `PIECE_BYTES`, whose sums torch adds up. At most `PROGRAMS` programs run, so
+that the steps that share the GPU keep the rest of it: a transfer brings KV more slowly than these
+read it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,7 +29,8 @@ _STRIDE = tl.constexpr(STRIDE)
 
 # One binary for all models.
 @triton.jit(
-    do_not_specialize=["items", "kv_heads", "slice_vectors", "pieces"], do_not_specialize_on_alignment=["blocks"]
+    do_not_specialize=["items", "kv_heads", "slice_vectors", "pieces"],
+    do_not_specialize_on_alignment=["blocks"],
 )
 def _checksums(
     pool,  # address
@@ -65,7 +68,9 @@ def gpu_block_checksums(
 ) -> torch.Tensor:
     """Checksums of these blocks of the pool at this address, int64 [blocks, kv_heads] on the GPU.
 
-    `blocks`: int32, on the GPU; `slice_bytes`: of each KV head's part of a block, a multiple of 16 as the address."""
+    `blocks`: int32, on the GPU; `slice_bytes`: of each KV head's part of a block, a multiple of 16
+    as the address.
+    """
     assert not pool % VECTOR_BYTES
     assert not slice_bytes % VECTOR_BYTES
     assert blocks.dtype == torch.int32

@@ -1,9 +1,10 @@
-"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many; and what goes with a product.
+"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many; and what
+goes with a product.
 
-Which of the two follows from the number of rows, see `skinny_rows`. RMSNorm before a product is a launch of its own
-(`kernels/skinny_gemm.py` says why). Batch-invariant layers add in one order for all numbers of rows
-(`kernels/invariant_gemm.py`).
-Quantized weights: `kernels/fp8_linear.py`. The CPU's layers: `kernels/linear.py`.
+Which of the two follows from the number of rows, see `skinny_rows`. RMSNorm before a product is a
+launch of its own (`kernels/skinny_gemm.py` says why). Batch-invariant layers add in one order for
+all numbers of rows (`kernels/invariant_gemm.py`). Quantized weights: `kernels/fp8_linear.py`. The
+CPU's layers: `kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ __all__ = ["GpuLinear", "skinny_rows"]
 def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
     """Up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
 
-    Measured on an H200 (`python -m benchmarks.kernels skinny_gemm`; microseconds, skinny with dependent launch against
-    cuBLAS). The ring kernel, at 32 rows: qkv 15.0 against 16.1, o 10.7 against 12.9, gate-up with its activation 55.2
-    against 58.9 without, down 30.0 against 32.6; at 64: 16.6 against 16.1, 11.2 against 11.6, 56.6 against 60.1, 31.7
-    against 36.1, and the kernels around it start earlier. The others: o 11.4 against 13.1 at 32 rows, 13.4 against 12.0
-    at 64; qkv 15.9 against 15.5 at 8; gate-up with its activation 64.6 against 72.0 at 128.
+    Measured on an H200 (`python -m benchmarks.kernels skinny_gemm`; microseconds, skinny with
+    dependent launch against cuBLAS). The ring kernel, at 32 rows: qkv 15.0 against 16.1, o 10.7
+    against 12.9, gate-up with its activation 55.2 against 58.9 without, down 30.0 against 32.6; at
+    64: 16.6 against 16.1, 11.2 against 11.6, 56.6 against 60.1, 31.7 against 36.1, and the kernels
+    around it start earlier. The others: o 11.4 against 13.1 at 32 rows, 13.4 against 12.0 at 64;
+    qkv 15.9 against 15.5 at 8; gate-up with its activation 64.6 against 72.0 at 128.
     """
     if gated:
         return 128
@@ -37,15 +39,20 @@ def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
 
 
 class GpuLinear:
-    """A weight [out_features, in_features] and an optional bias [out_features] on a GPU, ready to be applied.
+    """A weight [out_features, in_features] and an optional bias [out_features] on a GPU, ready to
+    be applied.
 
-    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new tensor.
-    `pdl`: launch before the predecessor has ended (see `kernels/skinny_gemm.py`); all writers of x and readers of `out`
-    must then be on the same stream.
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new
+    tensor. `pdl`: launch before the predecessor has ended (see `kernels/skinny_gemm.py`); all
+    writers of x and readers of `out` must then be on the same stream.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.device = weight.device
@@ -67,9 +74,13 @@ class GpuLinear:
     ) -> torch.Tensor:
         """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
         if self._batch_invariant:
-            return invariant_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
+            return invariant_linear(
+                x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl
+            )
         if 0 < len(x) <= self._skinny_rows:
-            return skinny_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
+            return skinny_linear(
+                x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl
+            )
         return self._cublas(x, residual, out)
 
     def normed(
@@ -95,14 +106,18 @@ class GpuLinear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2]; RMSNorm of x before."""
+        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2];
+        RMSNorm of x before.
+        """
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         if 0 < len(x) <= self._gated_rows:
             return skinny_linear(x, self.weight, bias=self.bias, gate=act, out=out, pdl=pdl)
         return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
 
-    def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+    def _cublas(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """One launch, and a second one only for bias and residual together."""
         transposed = self.weight.T
         if out is None:

@@ -1,14 +1,17 @@
-"""Mixture of experts in Triton: routing, two grouped matrix products, and the sum over each token's experts.
+"""Mixture of experts in Triton: routing, two grouped matrix products, and the sum over each token's
+experts.
 
-T tokens of H features, E experts of I inner features, top_k experts per token. A *place* is (token, choice), numbered
-token * top_k + choice; P = T * top_k of them. The places are sorted by expert, and each expert's are cut into tiles of
-`rows` places, so that a tile meets the weights of one expert. How many tiles there are is known to the device alone:
-grids are for the worst case, and a program of a tile that does not exist ends at once.
+T tokens of H features, E experts of I inner features, top_k experts per token. A *place* is (token,
+choice), numbered token * top_k + choice; P = T * top_k of them. The places are sorted by expert,
+and each expert's are cut into tiles of `rows` places, so that a tile meets the weights of one
+expert. How many tiles there are is known to the device alone: grids are for the worst case, and a
+program of a tile that does not exist ends at once.
 
-Kernels and grids: route (chunks of tokens); arrange (chunks; with one chunk route does it itself); gate-up with the
-activation and down (tiles x column blocks); sum (tokens x column blocks). Every row's sums run over its own k in one
-order and a token's experts are added in the order of its choice, without atomics: equal input gives equal bits. Tile
-shapes follow from T, so a token's bits do not depend on the other tokens in a batch of T.
+Kernels and grids: route (chunks of tokens); arrange (chunks; with one chunk route does it itself);
+gate-up with the activation and down (tiles x column blocks); sum (tokens x column blocks). Every
+row's sums run over its own k in one order and a token's experts are added in the order of its
+choice, without atomics: equal input gives equal bits. Tile shapes follow from T, so a token's bits
+do not depend on the other tokens in a batch of T.
 
 Torch twin: `kernels/moe.py`. Source of the tiles: Gale et al., "MegaBlocks", 2022.
 """
@@ -37,7 +40,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tile shape of a grouped product: columns of the output (of gate and up each), depth along k, launch options."""
+    """Tile shape of a grouped product: columns of the output (of gate and up each), depth along k,
+    launch options.
+    """
 
     columns: int
     depth: int
@@ -62,27 +67,38 @@ def moe(
     batch_invariant: bool = False,
     tilings: tuple[int, Tiling, Tiling] | None = None,
 ) -> torch.Tensor:
-    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's dtype.
+    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's
+    dtype.
 
-    x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down
-    [E, H, I]. A token's experts are the top_k with the largest logits (of equal ones the lower), weighted by the
-    softmax over all experts, which `renormalize` divides by the sum of the chosen. act: "silu" or "gelu_tanh".
-    residual [T, H] is added; `out` may be the residual. batch_invariant: one tile shape for all T. tilings (rows,
-    gate-up's, down's): for the benchmark's sweep; None takes the tuned ones.
+    x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's
+    rows first), down [E, H, I]. A token's experts are the top_k with the largest logits (of equal
+    ones the lower), weighted by the softmax over all experts, which `renormalize` divides by the
+    sum of the chosen. act: "silu" or "gelu_tanh". residual [T, H] is added; `out` may be the
+    residual. batch_invariant: one tile shape for all T. tilings (rows, gate-up's, down's): for the
+    benchmark's sweep; None takes the tuned ones.
     """
     tokens, hidden = x.shape
     experts, _, inner = down.shape
     if act not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
     if gate_up.shape != (experts, 2 * inner, hidden) or down.shape[1] != hidden:
-        raise ValueError(f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit x of {hidden}")
+        raise ValueError(
+            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit x of {hidden}"
+        )
     if router_logits.shape != (tokens, experts) or not 0 < top_k <= experts:
         raise ValueError(
-            f"router_logits {tuple(router_logits.shape)}, top_k {top_k}: {tokens} tokens, {experts} experts"
+            f"router_logits {tuple(router_logits.shape)}, top_k {top_k}: {tokens} tokens, "
+            f"{experts} experts"
         )
     if x.dtype not in DTYPES or gate_up.dtype != x.dtype or down.dtype != x.dtype:
-        raise ValueError(f"x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; all must be fp16 or all bf16")
-    if x.stride(1) != 1 or router_logits.stride(1) != 1 or not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ValueError(
+            f"x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; all must be fp16 or all bf16"
+        )
+    if (
+        x.stride(1) != 1
+        or router_logits.stride(1) != 1
+        or not (gate_up.is_contiguous() and down.is_contiguous())
+    ):
         raise ValueError("weights must be contiguous, and so must the elements of a row")
     if out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
@@ -92,7 +108,9 @@ def moe(
     if tilings is None:
         tilings = INVARIANT if batch_invariant else _tilings(tokens * top_k, experts, x.device)
     rows, first, second = tilings
-    weights, sorted_places = _sort_by_expert(router_logits, top_k, renormalize, rows, pdl, batch_invariant)
+    weights, sorted_places = _sort_by_expert(
+        router_logits, top_k, renormalize, rows, pdl, batch_invariant
+    )
     gated = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act, pdl=pdl)
@@ -107,11 +125,18 @@ def moe(
 INVARIANT = 64, Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
 
 SortedPlaces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""places [tiles * rows] int32, by tile; experts [tiles] int32; counts [tiles] int32, places that the tile has."""
+"""places [tiles * rows] int32, by tile; experts [tiles] int32; counts [tiles] int32, places that
+the tile has.
+"""
 
 
 def _sort_by_expert(
-    router_logits: torch.Tensor, top_k: int, renormalize: bool, rows: int, pdl: bool, batch_invariant: bool = False
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    rows: int,
+    pdl: bool,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, SortedPlaces]:
     """Weight of each place, fp32 [P], and the places in tiles."""
     tokens, experts = router_logits.shape
@@ -131,9 +156,17 @@ def _sort_by_expert(
 
     weights = torch.empty(places, dtype=torch.float32, device=router_logits.device)
     sorted_places = ints(tiles * rows), ints(tiles), ints(tiles)
-    # Of each place its expert and its number among the chunk's places of that expert; of each chunk how many each has.
+    # Of each place its expert and its number among the chunk's places of that expert; of each chunk
+    # how many each has.
     chosen, ranks, counts = ints(places), ints(places), ints(chunks, experts)
-    sizes = {"E": experts, "E_PAD": experts_pad, "TOP_K": top_k, "K_PAD": choices_pad, "CHUNK": chunk, "ROWS": rows}
+    sizes = {
+        "E": experts,
+        "E_PAD": experts_pad,
+        "TOP_K": top_k,
+        "K_PAD": choices_pad,
+        "CHUNK": chunk,
+        "ROWS": rows,
+    }
     _route[(chunks,)](
         router_logits, weights, chosen, ranks, counts, *sorted_places, tokens, router_logits.stride(0), tiles,
         **sizes, RENORMALIZE=renormalize, ONE_CHUNK=chunks == 1, PDL=pdl, num_warps=warps, launch_pdl=pdl,
@@ -157,7 +190,9 @@ def _product(
     act: str | None,
     pdl: bool,
 ) -> None:
-    """Row p of out = row p // places_per_row of x through the weights of p's expert, and with `act` the activation."""
+    """Row p of out = row p // places_per_row of x through the weights of p's expert, and with `act`
+    the activation.
+    """
     depth, columns, tiles = x.shape[1], out.shape[1], sorted_places[1].shape[0]
     block_k = min(tiling.depth, triton.next_power_of_2(depth))
     source: torch.Tensor | TensorDescriptor = weight
@@ -179,7 +214,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _tilings(places: int, experts: int, device: torch.device) -> tuple[int, Tiling, Tiling]:
-    """Rows of a tile, shapes of gate-up and down: small tiles that stream weights, or large ones that compute."""
+    """Rows of a tile, shapes of gate-up and down: small tiles that stream weights, or large ones
+    that compute.
+    """
     hopper, per_expert = _is_hopper(device), places / experts
     if per_expert <= 8:
         return 16, Tiling(32, 128, 4, 4), Tiling(64, 128, 4, 4)
@@ -224,7 +261,9 @@ def _route(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     where = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
-    score = tl.load(where, mask=live[:, None] & (expert < E)[None, :], other=float("-inf")).to(tl.float32)
+    score = tl.load(where, mask=live[:, None] & (expert < E)[None, :], other=float("-inf")).to(
+        tl.float32
+    )
     top = tl.max(score, axis=1)
     denominator = tl.sum(tl.exp(score - top[:, None]), axis=1)
 
@@ -237,7 +276,8 @@ def _route(  # type: ignore[no-untyped-def]
         share = tl.exp(tl.max(score, axis=1) - top)
         is_best = expert[None, :] == best[:, None]
         score = tl.where(is_best, float("-inf"), score)
-        # Its number among this chunk's places: after those of earlier choices and of earlier tokens.
+        # Its number among this chunk's places: after those of earlier choices and of earlier
+        # tokens.
         earlier = (best[None, :] == best[:, None]) & (line[None, :] < line[:, None])
         rank = tl.gather(count, best, 0) + tl.sum(earlier.to(tl.int32), axis=1)
         count += tl.sum((is_best & live[:, None]).to(tl.int32), axis=0)
@@ -283,7 +323,9 @@ def _arrange(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """Put one chunk's places behind those of the chunks before it, expert by expert; describe a share of the tiles."""
+    """Put one chunk's places behind those of the chunks before it, expert by expert; describe a
+    share of the tiles.
+    """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, E_PAD)
     if PDL:
@@ -328,13 +370,21 @@ def _describe_tiles(  # type: ignore[no-untyped-def]
     E_PAD: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
-    """Expert and number of places of the tiles from `first` on, before `last`: zero places where there is no tile."""
+    """Expert and number of places of the tiles from `first` on, before `last`: zero places where
+    there is no tile.
+    """
     expert = tl.arange(0, E_PAD)
     for block in range(first, last, TILE_BLOCK):
         tile = block + tl.arange(0, TILE_BLOCK)
-        left = count[None, :] - (tile[:, None] * ROWS - start[None, :])  # places of the expert from this tile on
+        left = count[None, :] - (
+            tile[:, None] * ROWS - start[None, :]
+        )  # places of the expert from this tile on
         is_its = (tile[:, None] * ROWS >= start[None, :]) & (left > 0)
-        tl.store(tile_experts + tile, tl.sum(tl.where(is_its, expert[None, :], 0), axis=1), mask=tile < last)
+        tl.store(
+            tile_experts + tile,
+            tl.sum(tl.where(is_its, expert[None, :], 0), axis=1),
+            mask=tile < last,
+        )
         tile_count = tl.sum(tl.where(is_its, tl.minimum(left, ROWS), 0), axis=1)
         tl.store(tile_counts + tile, tile_count, mask=tile < last)
 
@@ -392,27 +442,45 @@ def _grouped_product(  # type: ignore[no-untyped-def]
         else:
             x_tile = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
         if GATED:
-            gate = tl.dot(x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), gate)
-            total = tl.dot(x_tile, _weights(weight, first_row + N, weight_row + N, start, K, DEPTH, TMA), total)
+            gate = tl.dot(
+                x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), gate
+            )
+            total = tl.dot(
+                x_tile, _weights(weight, first_row + N, weight_row + N, start, K, DEPTH, TMA), total
+            )
         else:
-            total = tl.dot(x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), total)
+            total = tl.dot(
+                x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), total
+            )
     if GATED:
         # 0.5 * g * (1 + tanh(z)) is g * sigmoid(2 * z).
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
         total = gate / (1.0 + tl.exp(-z)) * total
     mask = (line < count)[:, None] & (column + n < N)[None, :]
-    tl.store(out + place[:, None] * N + (column + n)[None, :], total.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + place[:, None] * N + (column + n)[None, :], total.to(out.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights(weight, first_row, row, start, K: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _weights(  # type: ignore[no-untyped-def]
+    weight,
+    first_row,
+    row,
+    start,
+    K: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+    TMA: tl.constexpr,  # noqa: N803
+):
     """A tile [DEPTH, COLUMNS] of the transposed weights."""
     if TMA:
         tile = weight.load([first_row, start]).T
     else:
         k = start + tl.arange(0, DEPTH)
         where = weight + row[None, :] * K + k[:, None]
-        tile = tl.load(where) if K % DEPTH == 0 else tl.load(where, mask=(k < K)[:, None], other=0.0)
+        tile = (
+            tl.load(where) if K % DEPTH == 0 else tl.load(where, mask=(k < K)[:, None], other=0.0)
+        )
     return tile
 
 
@@ -441,5 +509,7 @@ def _sum(  # type: ignore[no-untyped-def]
         result = tl.load(results + place * H + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights + place) * result
     if residual is not None:
-        total += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,19 +1,26 @@
-"""Low-rank adapters beside a linear layer on a GPU: y += B (A x), each row with its own adapter or none. Triton.
+"""Low-rank adapters beside a linear layer on a GPU: y += B (A x), each row with its own adapter or
+none. Triton.
 
-Two launches around the layer's own product, both fit for a CUDA graph: a row's adapter is read from device memory.
+Two launches around the layer's own product, both fit for a CUDA graph: a row's adapter is read from
+device memory.
 
-- `shrink`, x -> A x. Grid: tiles of rows x tiles of A's rows x parts of K. The parts' sums stay apart, in fp32.
-- `expand`, which adds up the parts in their order and adds B (A x) to y. Grid: tiles of rows x tiles of y's columns.
+- `shrink`, x -> A x. Grid: tiles of rows x tiles of A's rows x parts of K. The parts' sums stay
+  apart, in fp32.
+- `expand`, which adds up the parts in their order and adds B (A x) to y. Grid: tiles of rows x
+  tiles of y's columns.
 
-A program loops over the adapters from the lowest to the highest of its rows, and skips those that none of them has; the
-other rows of the tile are zeros in x, and take nothing of the sums. So rows need no sorting and no table of groups; a
-step's rows come sorted by adapter, which keeps these loops short. A tile whose rows have no adapter ends at once. Rows
-without an adapter are not written.
+A program loops over the adapters from the lowest to the highest of its rows, and skips those that
+none of them has; the other rows of the tile are zeros in x, and take nothing of the sums. So rows
+need no sorting and no table of groups; a step's rows come sorted by adapter, which keeps these
+loops short. A tile whose rows have no adapter ends at once. Rows without an adapter are not
+written.
 
-Bits: a row's do not depend on the other rows, but on the tiles: `default_tiles` gives them by the number of rows.
+Bits: a row's do not depend on the other rows, but on the tiles: `default_tiles` gives them by the
+number of rows.
 
-Dependent launch: every program waits (`gdc_wait`) before it ends, also one that has nothing to do. Else its successor,
-which waits for this launch alone, would run into what is still computed before. Twin: `kernels/lora.py`.
+Dependent launch: every program waits (`gdc_wait`) before it ends, also one that has nothing to do.
+Else its successor, which waits for this launch alone, would run into what is still computed before.
+Twin: `kernels/lora.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -32,8 +39,12 @@ from kernels.fused_norm import pdl_works
 __all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
 
 INVARIANT_ROWS = 16
-"""`default_tiles(INVARIANT_ROWS, ...)` are the tiles for every number of rows in batch-invariant engines."""
-_FEW_ROWS = 256  # up to here a step is mostly decodes: small tiles, and K is shared by many programs
+"""`default_tiles(INVARIANT_ROWS, ...)` are the tiles for every number of rows in batch-invariant
+engines.
+"""
+_FEW_ROWS = (
+    256  # up to here a step is mostly decodes: small tiles, and K is shared by many programs
+)
 _MANY_ROWS = 2048  # from here on tiles of rows alone fill a GPU
 _PART_COLUMNS = 256  # of K, the fewest for one program
 
@@ -64,15 +75,24 @@ def shrink(
     pdl: bool = False,
     tiles: LoraTiles | None = None,
 ) -> torch.Tensor:
-    """down[a] x of rows with adapter a -> fp32 [parts, T, C], to be added up; nothing for tiles without one
+    """down[a] x of rows with adapter a -> fp32 [parts, T, C], to be added up; nothing for tiles
+    without one
 
-    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C, all ranks, is
-    a multiple of 16.
+    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C,
+    all ranks, is a multiple of 16.
     """
     count, k = x.shape
     stacked = down.shape[1]
-    if down.shape[2] != k or stacked % 16 or x.stride(1) != 1 or not down.is_contiguous() or down.dtype != x.dtype:
-        raise ValueError(f"x {tuple(x.shape)} and down {tuple(down.shape)} do not fit, or are not contiguous")
+    if (
+        down.shape[2] != k
+        or stacked % 16
+        or x.stride(1) != 1
+        or not down.is_contiguous()
+        or down.dtype != x.dtype
+    ):
+        raise ValueError(
+            f"x {tuple(x.shape)} and down {tuple(down.shape)} do not fit, or are not contiguous"
+        )
     tiles = tiles or default_tiles(count, k)
     low = torch.empty(tiles.split, count, stacked, dtype=torch.float32, device=x.device)
     columns = _divisor(stacked, 64)
@@ -98,15 +118,26 @@ def expand(
 ) -> torch.Tensor:
     """y [T, N] += up[a] low of rows with adapter a, in place; sums are fp32 and rounded once.
 
-    low: what `shrink` gave, of which projection i takes its i-th `rank` columns. up [adapters, N, rank]; `widths`: how
-    many of y's columns each of at most three projections has, N in all. y's rows may be strided.
+    low: what `shrink` gave, of which projection i takes its i-th `rank` columns. up [adapters, N,
+    rank]; `widths`: how many of y's columns each of at most three projections has, N in all. y's
+    rows may be strided.
     """
     split, count, stacked = low.shape
     _, n, rank = up.shape
-    if sum(widths) != n or y.shape != (count, n) or y.stride(1) != 1 or not up.is_contiguous() or up.dtype != y.dtype:
-        raise ValueError(f"up {tuple(up.shape)}, widths {list(widths)} and y {tuple(y.shape)} do not fit")
+    if (
+        sum(widths) != n
+        or y.shape != (count, n)
+        or y.stride(1) != 1
+        or not up.is_contiguous()
+        or up.dtype != y.dtype
+    ):
+        raise ValueError(
+            f"up {tuple(up.shape)}, widths {list(widths)} and y {tuple(y.shape)} do not fit"
+        )
     if len(widths) > 3 or stacked != len(widths) * rank or rank % 16:
-        raise ValueError(f"{stacked} sums a row are not those of {len(widths)} projections of rank {rank}")
+        raise ValueError(
+            f"{stacked} sums a row are not those of {len(widths)} projections of rank {rank}"
+        )
     tiles = tiles or default_tiles(count, split)  # of which `split` is not used here
     first, second, third = (*widths, 0, 0)[:3]
     programs = sum(triton.cdiv(width, tiles.columns) for width in widths)
@@ -169,7 +200,9 @@ def _shrink(
                 sums = tl.zeros((BM, BC), tl.float32)
                 for step in range(steps):
                     k = (part * steps + step) * BK + tl.arange(0, BK)
-                    values = tl.load(rows + k[None, :], mask=mine[:, None] & (k < K)[None, :], other=0.0)
+                    values = tl.load(
+                        rows + k[None, :], mask=mine[:, None] & (k < K)[None, :], other=0.0
+                    )
                     weights = tl.load(matrix + k[:, None], mask=(k < K)[:, None], other=0.0)
                     sums = tl.dot(values, weights, sums, input_precision="ieee")
                 # Not added: a matrix that holds a NaN is nobody's business but its own rows'.
@@ -232,7 +265,9 @@ def _expand(
                     source = low + row.to(tl.int64)[:, None] * C + (projection * R + r)[None, :]
                     values = tl.zeros((BM, BR), tl.float32)
                     for part in range(SPLIT):
-                        values += tl.load(source + part * count.to(tl.int64) * C, mask=mine[:, None], other=0.0)
+                        values += tl.load(
+                            source + part * count.to(tl.int64) * C, mask=mine[:, None], other=0.0
+                        )
                     weights = tl.load(matrix + r[:, None], mask=here[None, :], other=0.0)
                     sums = tl.dot(values.to(weights.dtype), weights, sums, input_precision="ieee")
                 total = tl.where(mine[:, None], sums, total)

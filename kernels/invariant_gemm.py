@@ -1,12 +1,14 @@
 """y = x W^T with bits that do not depend on how many rows x has, nor on which (Triton).
 
-cuBLAS chooses another kernel, hence another order of additions, for other row counts. Here every element of y is one
-chain of tensor-core products over K, 16 columns at a time from the first to the last, into one fp32 accumulator,
-whatever the tile: K is never split, tiles differ in rows and outputs only. Rounded once, after bias and residual.
+cuBLAS chooses another kernel, hence another order of additions, for other row counts. Here every
+element of y is one chain of tensor-core products over K, 16 columns at a time from the first to the
+last, into one fp32 accumulator, whatever the tile: K is never split, tiles differ in rows and
+outputs only. Rounded once, after bias and residual.
 
-Grid: one program per tile, at most as many as the GPU holds. Each takes further tiles as it has done one (persistent),
-so that the loads of the next overlap the stores of the last. Tiles go down `_GROUP` tiles of rows before they go to the
-next outputs, so that programs share rows and weights in L2. Source of both: Triton's tutorial 09.
+Grid: one program per tile, at most as many as the GPU holds. Each takes further tiles as it has
+done one (persistent), so that the loads of the next overlap the stores of the last. Tiles go down
+`_GROUP` tiles of rows before they go to the next outputs, so that programs share rows and weights
+in L2. Source of both: Triton's tutorial 09.
 """
 
 # ruff: noqa: N803
@@ -32,7 +34,9 @@ _GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class InvariantTile:
-    """block_m rows of x by block_n outputs, `stages` tiles of 64 columns in flight, programs per multiprocessor."""
+    """block_m rows of x by block_n outputs, `stages` tiles of 64 columns in flight, programs per
+    multiprocessor.
+    """
 
     block_m: int
     block_n: int
@@ -42,7 +46,9 @@ class InvariantTile:
 
 
 FEW_OUTPUTS = InvariantTile(64, 64, warps=4, stages=6, resident=2)
-"""While a GPU holds all its tiles at once: it is the weights' bytes that count, and many programs ask for them."""
+"""While a GPU holds all its tiles at once: it is the weights' bytes that count, and many programs
+ask for them.
+"""
 FEW_ROWS = InvariantTile(64, 128, warps=4, stages=4, resident=2)
 """Up to 64 rows of a weight of many outputs."""
 MIDDLE = InvariantTile(128, 128, warps=8, stages=4, resident=1)
@@ -61,15 +67,22 @@ def invariant_linear(
     pdl: bool = False,
     tile: InvariantTile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] W^T, weight [N, K] -> [M, N], plus bias [N] and residual [M, N] (`out` may be that tensor).
+    """x [M, K] W^T, weight [N, K] -> [M, N], plus bias [N] and residual [M, N] (`out` may be that
+    tensor).
 
-    bf16 or fp16, all of one type, columns contiguous; K is 8 times a number. `tile`: instead of the one for M rows.
+    bf16 or fp16, all of one type, columns contiguous; K is 8 times a number. `tile`: instead of the
+    one for M rows.
     """
     (m, k), n = x.shape, weight.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        raise ValueError(f"x {x.dtype} and weight {weight.dtype} must be both bfloat16 or both float16")
+        raise ValueError(
+            f"x {x.dtype} and weight {weight.dtype} must be both bfloat16 or both float16"
+        )
     if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 * n")
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 "
+            f"* n"
+        )
     if out is None:
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
@@ -92,8 +105,9 @@ def invariant_linear(
 
 
 def _tile(m: int, n: int, processors: int, hopper: bool) -> InvariantTile:
-    """Measured on an H200 (microseconds): o 16.5 at 128 rows with FEW_OUTPUTS, 41.7 with MANY_ROWS; gate-up 59.0 at 64
-    with FEW_ROWS, 63.7 with FEW_OUTPUTS; down 85 at 512 with MIDDLE, 133 with MANY_ROWS; all best with that at 4096.
+    """Measured on an H200 (microseconds): o 16.5 at 128 rows with FEW_OUTPUTS, 41.7 with MANY_ROWS;
+    gate-up 59.0 at 64 with FEW_ROWS, 63.7 with FEW_OUTPUTS; down 85 at 512 with MIDDLE, 133 with
+    MANY_ROWS; all best with that at 4096.
     """
     if not hopper:
         return FEW_OUTPUTS if m <= FEW_OUTPUTS.block_m else _BEFORE_HOPPER
@@ -110,7 +124,11 @@ def _tiles(m: int, n: int, tile: InvariantTile) -> int:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 @triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
@@ -135,8 +153,16 @@ def _invariant_kernel(  # type: ignore[no-untyped-def]
         for k0 in range(0, K, BK):
             if x_tiles is None:
                 k = (k0 + columns)[None, :]
-                x_tile = tl.load(x_rows + k) if K % BK == 0 else tl.load(x_rows + k, mask=k < K, other=0.0)
-                w = tl.load(weight_rows + k) if K % BK == 0 else tl.load(weight_rows + k, mask=k < K, other=0.0)
+                x_tile = (
+                    tl.load(x_rows + k)
+                    if K % BK == 0
+                    else tl.load(x_rows + k, mask=k < K, other=0.0)
+                )
+                w = (
+                    tl.load(weight_rows + k)
+                    if K % BK == 0
+                    else tl.load(weight_rows + k, mask=k < K, other=0.0)
+                )
             else:
                 x_tile = x_tiles.load([row_tile * BM, k0])
                 w = weight_tiles.load([output_tile * BN, k0])
@@ -146,7 +172,9 @@ def _invariant_kernel(  # type: ignore[no-untyped-def]
         inside = (m < M)[:, None] & (n < N)[None, :]
         rows = m.to(tl.int64)[:, None]
         if residual is not None:
-            acc += tl.load(residual + rows * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+            acc += tl.load(
+                residual + rows * residual_stride + n[None, :], mask=inside, other=0.0
+            ).to(tl.float32)
         tl.store(out + rows * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 

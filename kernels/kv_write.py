@@ -21,7 +21,8 @@ def write_kv(
 
     key, value [tokens, kv_heads, head_dim].
 
-    Token t goes to offset `offsets[t]` of block `blocks[t]` (int64 [tokens]). Padding rows name the null block 0.
+    Token t goes to offset `offsets[t]` of block `blocks[t]` (int64 [tokens]). Padding rows name the
+    null block 0.
     """
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
@@ -65,7 +66,10 @@ def rope_and_write(
     if key_scales is None or value_scales is None:
         write_kv(key_cache, value_cache, key, value, blocks, offsets)
         return query
-    for cache, scales, vectors in ((key_cache, key_scales, key), (value_cache, value_scales, value)):
+    for cache, scales, vectors in (
+        (key_cache, key_scales, key),
+        (value_cache, value_scales, value),
+    ):
         stored, scale = quantize_e4m3(vectors)
         # As bytes: torch has no indexed copy of fp8 on all devices.
         cache.view(torch.uint8)[blocks, :, offsets] = stored.view(torch.uint8)

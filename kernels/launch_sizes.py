@@ -1,7 +1,7 @@
 """Whole-number arithmetic of launchers.
 
-triton.cdiv and triton.next_power_of_2 take 6 us each on the host; a step without a graph, with its 300 launches, would
-spend milliseconds in them.
+triton.cdiv and triton.next_power_of_2 take 6 us each on the host; a step without a graph, with its
+300 launches, would spend milliseconds in them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """y = x W^T + b, with the weight packed once for the CPU.
 
-oneDNN's packed fp32 weights halve the time of small batches against an unpacked product (SmolLM2, 8 rows, one thread:
-61 against 112 ms for all weights of a step) and, unlike it, give a row the same bits whatever rows stand beside it.
+oneDNN's packed fp32 weights halve the time of small batches against an unpacked product (SmolLM2, 8
+rows, one thread: 61 against 112 ms for all weights of a step) and, unlike it, give a row the same
+bits whatever rows stand beside it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from torch.nn import functional
 
 __all__ = ["Linear", "computed_rows", "fewest_invariant_rows", "packs", "rows_are_invariant"]
 
-# The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows costs nothing at
-# 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
+# The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows
+# costs nothing at 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
 _PACK_ROWS = 256
 _ROW_STEP = 4
 
 
 def computed_rows(rows: int) -> int:
-    """How many rows a product of so many computes: at most 3 more, or a quarter more, and few counts in all.
+    """How many rows a product of so many computes: at most 3 more, or a quarter more, and few
+    counts in all.
 
-    For each count of rows, and each shape of a weight, oneDNN (3.12) generates code, which takes some milliseconds, and
-    keeps it for good, 560 KB with AVX-512: with any count from 1 to 256, and five shapes, an engine grew by 500 MB.
+    For each count of rows, and each shape of a weight, oneDNN (3.12) generates code, which takes
+    some milliseconds, and keeps it for good, 560 KB with AVX-512: with any count from 1 to 256, and
+    five shapes, an engine grew by 500 MB.
     """
     if rows <= _ROW_STEP:
         return 1 << max(0, rows - 1).bit_length()
@@ -30,7 +33,9 @@ def computed_rows(rows: int) -> int:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes weights of this type on this CPU: 16 bits need instructions that not every one has."""
+    """Whether oneDNN takes weights of this type on this CPU: 16 bits need instructions that not
+    every one has.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     has = {
@@ -41,7 +46,9 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """A weight [out_features, in_features] and an optional bias [out_features], ready to be applied."""
+    """A weight [out_features, in_features] and an optional bias [out_features], ready to be
+    applied.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -49,7 +56,9 @@ class Linear:
         self.bias = bias
         self._packed = weight.device.type == "cpu" and packs(weight.dtype)
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+            if self._packed
+            else weight
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +67,17 @@ class Linear:
             rows = len(x)
             if (more := computed_rows(rows) - rows) > 0:
                 x = functional.pad(x, (0, 0, 0, more))
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._weight, self.bias, "none", [], ""
+            )
             return y[:rows]
         return functional.linear(x, self._weight, self.bias)
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a row's bits are the same in every batch of at least `min_rows` rows; tried on sizes of each kind."""
+    """Whether a row's bits are the same in every batch of at least `min_rows` rows; tried on sizes
+    of each kind.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
     whole = linear(x)

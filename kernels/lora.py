@@ -1,8 +1,10 @@
-"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: CPU path and twin.
+"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: CPU
+path and twin.
 
-A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows each, `up` their B's.
-Adapters of a lower rank are padded with zeros. The GPU's kernels: `kernels/grouped_lora.py`.
-Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
+A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows
+each, `up` their B's. Adapters of a lower rank are padded with zeros. The GPU's kernels:
+`kernels/grouped_lora.py`. Source: Hu et al., "LoRA: Low-rank adaptation of large language models",
+2021.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ def add_lora(
     adapters: torch.Tensor,
     widths: Sequence[int],
 ) -> torch.Tensor:
-    """y [T, N] += up[a] (down[a] x) in place, a = adapters[t] of each row; rows with adapter -1 stay as they are.
+    """y [T, N] += up[a] (down[a] x) in place, a = adapters[t] of each row; rows with adapter -1
+    stay as they are.
 
-    x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int; `widths` are how many of
-    y's columns each projection has, N in all. Sums are fp32; what A gives is rounded to the matrices' dtype.
+    x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int;
+    `widths` are how many of y's columns each projection has, N in all. Sums are fp32; what A gives
+    is rounded to the matrices' dtype.
     """
     rank = up.shape[-1]
     for adapter in sorted(set(adapters.tolist()) - {-1}):
         rows = (adapters == adapter).nonzero()[:, 0]
         low = (x[rows].float() @ down[adapter].float().T).to(up.dtype).float()
-        parts = zip(torch.split(low, rank, 1), torch.split(up[adapter].float(), list(widths)), strict=True)
+        parts = zip(
+            torch.split(low, rank, 1), torch.split(up[adapter].float(), list(widths)), strict=True
+        )
         y[rows] = (y[rows].float() + torch.cat([part @ b.T for part, b in parts], 1)).to(y.dtype)
     return y
 
@@ -47,12 +53,16 @@ class _Up:
 
 
 class PackedLora:
-    """One adapter's matrices at one layer, packed for the CPU. Batch-invariant, as all of the CPU path.
+    """One adapter's matrices at one layer, packed for the CPU. Batch-invariant, as all of the CPU
+    path.
 
-    `min_rows`: fewest rows for which the bits of a row do not depend on the others in any of these products.
+    `min_rows`: fewest rows for which the bits of a row do not depend on the others in any of these
+    products.
     """
 
-    def __init__(self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int) -> None:
+    def __init__(
+        self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int
+    ) -> None:
         """down [projections * rank, K], up [N, rank]."""
         self._rank, self._min_rows = up.shape[1], min_rows
         self._down = Linear(down)

@@ -1,7 +1,9 @@
-"""Mixture of experts: each token goes through the few experts that a router chose for it. Torch reference and CPU path.
+"""Mixture of experts: each token goes through the few experts that a router chose for it. Torch
+reference and CPU path.
 
-Batch-invariant, as all of the CPU path: an expert's products are computed for at least as many rows as give a row the
-same bits in any company (kernels/linear.py), and a token's experts are summed in the order of its choice.
+Batch-invariant, as all of the CPU path: an expert's products are computed for at least as many rows
+as give a row the same bits in any company (kernels/linear.py), and a token's experts are summed in
+the order of its choice.
 """
 
 from __future__ import annotations
@@ -26,20 +28,24 @@ def moe(
     act: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's dtype.
+    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's
+    dtype.
 
-    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]. `route` says which
-    experts and weights; `act` is silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
+    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I].
+    `route` says which experts and weights; `act` is silu or gelu_tanh. Source: Jiang et al.,
+    "Mixtral of experts", 2024.
     """
     y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
     return y if out is None else out.copy_(y)
 
 
-def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts [T, top_k] of each token, best first, and their weights [T, top_k] in fp32.
 
-    Weights are softmax probabilities over all E experts; `renormalize` makes a token's weights sum to one. Of equal
-    logits the lower expert comes first.
+    Weights are softmax probabilities over all E experts; `renormalize` makes a token's weights sum
+    to one. Of equal logits the lower expert comes first.
     """
     wide = router_logits.float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -58,16 +64,22 @@ class Experts:
         self._down = [Linear(weight) for weight in down]
         self._min_rows = min_rows
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, act: str) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, act: str
+    ) -> torch.Tensor:
         """x [T, H], chosen and weights [T, top_k] -> [T, H]."""
         tokens, top_k = chosen.shape
         # A place is (token, choice). Those of one expert stand side by side in `by_expert`.
         by_expert = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self._down)).tolist()
         results = x.new_empty(tokens * top_k, x.shape[1])
-        for gate_up, down, places in zip(self._gate_up, self._down, torch.split(by_expert, counts), strict=True):
+        for gate_up, down, places in zip(
+            self._gate_up, self._down, torch.split(by_expert, counts), strict=True
+        ):
             if len(places):
-                rows = functional.pad(x[places // top_k], (0, 0, 0, max(0, self._min_rows - len(places))))
+                rows = functional.pad(
+                    x[places // top_k], (0, 0, 0, max(0, self._min_rows - len(places)))
+                )
                 results[places] = down(act_and_mul(gate_up(rows), act))[: len(places)]
         weighted = results.view(tokens, top_k, -1).float() * weights[..., None]
         total = weighted[:, 0]

@@ -1,10 +1,12 @@
 """Attention over paged KV, for any mix of prefill chunks and decodes. Torch reference and CPU path.
 
-The work is cut into *items*: one tile of query tokens of one sequence against one split of its keys. Splits lie on a
-fixed grid of 128 key positions and every product has a fixed shape, so the bits of a token's output do not depend on
-the batch, on how its prompt was cut into chunks, or on which prefix was cached: this is the batch-invariant mode of
-design §3.4, and on the CPU it costs nothing. There is no loop over sequences: a plan (index tensors, made once per
-step) drives all layers. Source of the split softmax: Milakov and Gimelshein 2018; Dao et al., "FlashAttention", 2022.
+The work is cut into *items*: one tile of query tokens of one sequence against one split of its
+keys. Splits lie on a fixed grid of 128 key positions and every product has a fixed shape, so the
+bits of a token's output do not depend on the batch, on how its prompt was cut into chunks, or on
+which prefix was cached: this is the batch-invariant mode of design §3.4, and on the CPU it costs
+nothing. There is no loop over sequences: a plan (index tensors, made once per step) drives all
+layers. Source of the split softmax: Milakov and Gimelshein 2018; Dao et al., "FlashAttention",
+2022.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ __all__ = ["AttentionPlan", "SequenceSpan", "attend", "plan_attention"]
 
 SPLIT_TOKENS = 128
 PREFILL_TILE_TOKENS = 32
-# Rows of every product: below this, BLAS picks other kernels for fewer rows and the bits change (seen at 1 to 4 rows).
+# Rows of every product: below this, BLAS picks other kernels for fewer rows and the bits change
+# (seen at 1 to 4 rows).
 ROW_MULTIPLE = 8
 # Scores of one slab of items stay below this size, whatever the context length.
 SLAB_BYTES = 64 << 20
-# A finite "minus infinity": a fully masked split has a finite softmax, to which the join gives an exact zero of weight.
+# A finite "minus infinity": a fully masked split has a finite softmax, to which the join gives an
+# exact zero of weight.
 MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """Query tokens of one sequence in this step: rows [start, start + count), positions [first_position, + count)."""
+    """Query tokens of one sequence in this step: rows [start, start + count), positions
+    [first_position, + count).
+    """
 
     start: int
     count: int
@@ -45,11 +51,15 @@ class _Slab:
     """
 
     rows: int
-    query_rows: torch.Tensor  # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
+    query_rows: (
+        torch.Tensor
+    )  # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
     pool_rows: (
         torch.Tensor
     )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
-    bias: torch.Tensor  # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
+    bias: (
+        torch.Tensor
+    )  # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
     tile_of_item: torch.Tensor | None  # [items]; None when every tile has exactly one item
     tiles: int
 
@@ -74,7 +84,8 @@ def plan_attention(
     window: int = 0,
     device: torch.device | str = "cpu",
 ) -> AttentionPlan:
-    """Cut a step of `tokens` rows into slabs. `group` is query heads per KV head; `window` 0 is full causal attention.
+    """Cut a step of `tokens` rows into slabs. `group` is query heads per KV head; `window` 0 is
+    full causal attention.
 
     Rows that no span names are padding: they get the finite output of some other row.
     """
@@ -121,9 +132,20 @@ class _Planner:
     """Builds the index tensors of one plan with numpy."""
 
     def __init__(
-        self, tokens: int, block_size: int, kv_heads: int, group: int, window: int, device: torch.device
+        self,
+        tokens: int,
+        block_size: int,
+        kv_heads: int,
+        group: int,
+        window: int,
+        device: torch.device,
     ) -> None:
-        self._block_size, self._kv_heads, self._group, self._window = block_size, kv_heads, group, window
+        self._block_size, self._kv_heads, self._group, self._window = (
+            block_size,
+            kv_heads,
+            group,
+            window,
+        )
         self._device = device
         self._slabs: list[_Slab] = []
         self._result_rows = 0
@@ -134,18 +156,24 @@ class _Planner:
 
     def add_slab(self, tiles: list[_Tile], tile_tokens: int) -> None:
         """Tiles of up to `tile_tokens` tokens; a tile that is not full repeats its last token."""
-        wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(tile_tokens)  # [tiles, tile_tokens]
+        wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(
+            tile_tokens
+        )  # [tiles, tile_tokens]
         place = np.minimum(wanted, np.array([tile.span.count for tile in tiles])[:, None] - 1)
         token_rows = np.array([tile.span.start for tile in tiles])[:, None] + place
         positions = np.array([tile.span.first_position for tile in tiles])[:, None] + place
         per_tile = np.array([len(tile.splits) for tile in tiles])
         tile_of_item = np.repeat(np.arange(len(tiles)), per_tile)
-        split_of_item = np.concatenate([np.arange(tile.splits.start, tile.splits.stop) for tile in tiles])
+        split_of_item = np.concatenate(
+            [np.arange(tile.splits.start, tile.splits.stop) for tile in tiles]
+        )
         rows = _padded_rows(self._group * tile_tokens)
         self._slabs.append(
             _Slab(
                 rows=rows,
-                query_rows=self._tensor(self._query_rows(token_rows, rows)[tile_of_item].reshape(-1)),
+                query_rows=self._tensor(
+                    self._query_rows(token_rows, rows)[tile_of_item].reshape(-1)
+                ),
                 pool_rows=self._tensor(self._pool_rows(tiles)),
                 bias=self._tensor(self._bias(positions, rows, tile_of_item, split_of_item)),
                 tile_of_item=None if (per_tile == 1).all() else self._tensor(tile_of_item),
@@ -158,13 +186,19 @@ class _Planner:
         """[tiles, kv_heads, rows]: (query head, token) of each row; padding repeats row 0."""
         heads = np.arange(self._kv_heads * self._group).reshape(self._kv_heads, self._group)
         all_heads = self._kv_heads * self._group
-        grid = token_rows[:, None, None, :] * all_heads + heads[None, :, :, None]  # [tiles, kv_heads, group, tokens]
+        grid = (
+            token_rows[:, None, None, :] * all_heads + heads[None, :, :, None]
+        )  # [tiles, kv_heads, group, tokens]
         flat = grid.reshape(len(token_rows), self._kv_heads, -1)
-        return np.concatenate([flat, np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)], axis=2)
+        return np.concatenate(
+            [flat, np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)], axis=2
+        )
 
     def _pool_rows(self, tiles: list[_Tile]) -> np.ndarray:
         per_split = SPLIT_TOKENS // self._block_size
-        blocks = np.zeros((sum(len(tile.splits) for tile in tiles), per_split), np.int64)  # block 0 is the null block
+        blocks = np.zeros(
+            (sum(len(tile.splits) for tile in tiles), per_split), np.int64
+        )  # block 0 is the null block
         item = 0
         for tile in tiles:
             for split in tile.splits:
@@ -177,7 +211,9 @@ class _Planner:
     def _bias(
         self, positions: np.ndarray, rows: int, tile_of_item: np.ndarray, split_of_item: np.ndarray
     ) -> np.ndarray:
-        keys = split_of_item[:, None, None] * SPLIT_TOKENS + np.arange(SPLIT_TOKENS)  # [items, 1, SPLIT]
+        keys = split_of_item[:, None, None] * SPLIT_TOKENS + np.arange(
+            SPLIT_TOKENS
+        )  # [items, 1, SPLIT]
         queries = positions[tile_of_item][:, :, None]  # [items, tile_tokens, 1]
         seen = keys <= queries
         if self._window:
@@ -185,13 +221,18 @@ class _Planner:
         bias = np.where(seen, np.float32(0), np.float32(MASKED))  # [items, tile_tokens, SPLIT]
         if bias.shape[1] > 1:
             bias = np.tile(bias, (1, self._group, 1))
-            bias = np.concatenate([bias, np.repeat(bias[:, :1], rows - bias.shape[1], axis=1)], axis=1)
+            bias = np.concatenate(
+                [bias, np.repeat(bias[:, :1], rows - bias.shape[1], axis=1)], axis=1
+            )
         return bias[:, None]  # [items, 1, rows or 1, SPLIT]
 
     def _note_output(self, token_rows: np.ndarray, valid: np.ndarray, rows: int) -> None:
         """Where each token finds its result: row (tile, kv head, query head, token) of this slab."""
         tiles, tile_tokens = token_rows.shape
-        start = np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows + self._result_rows
+        start = (
+            np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows
+            + self._result_rows
+        )
         inside = np.arange(self._group * tile_tokens).reshape(self._group, tile_tokens)
         grid = start[:, :, None, None] + inside  # [tiles, kv_heads, group, tile_tokens]
         self._output_rows[token_rows[valid]] = grid.transpose(0, 3, 1, 2)[valid]
@@ -210,17 +251,21 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal softmax(scale * q k^T) v of every query token over its sequence's blocks; scale None is head_dim ** -0.5.
+    """Causal softmax(scale * q k^T) v of every query token over its sequence's blocks; scale None
+    is head_dim ** -0.5.
 
     `softcap` c makes scores c * tanh(score / c).
 
-    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one layer's views of the
-    pool, which must hold the step's own keys already. Returns [tokens, heads, head_dim].
+    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one
+    layer's views of the pool, which must hold the step's own keys already. Returns [tokens, heads,
+    head_dim].
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
     scale = dim**-0.5 if scale is None else scale
-    results = [_attend_slab(flat, key_cache, value_cache, slab, scale, softcap) for slab in plan.slabs]
+    results = [
+        _attend_slab(flat, key_cache, value_cache, slab, scale, softcap) for slab in plan.slabs
+    ]
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.index_select(0, plan.output_rows).view(tokens, heads, dim).to(query.dtype)
 
@@ -248,17 +293,28 @@ def _attend_slab(
     if softcap is None:
         scores = torch.baddbmm(bias, tile_query, keys.transpose(1, 2), alpha=scale)
     else:
-        scores = torch.bmm(tile_query, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
+        scores = (
+            torch.bmm(tile_query, keys.transpose(1, 2))
+            .mul_(scale / softcap)
+            .tanh_()
+            .mul_(softcap)
+            .add_(bias)
+        )
     mixed = torch.bmm(scores.softmax(-1), values)
     if slab.tile_of_item is not None:
-        mixed = _join(mixed.view(-1, kv_heads, slab.rows, dim), scores, slab.tile_of_item, slab.tiles)
+        mixed = _join(
+            mixed.view(-1, kv_heads, slab.rows, dim), scores, slab.tile_of_item, slab.tiles
+        )
     return mixed.view(-1, dim)
 
 
-def _join(mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int) -> torch.Tensor:
+def _join(
+    mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
+) -> torch.Tensor:
     """Weigh the splits of each tile by their share of the softmax, in ascending order.
 
-    A split that is masked for a row adds an exact zero; a row with one visible split is multiplied by an exact one.
+    A split that is masked for a row adds an exact zero; a row with one visible split is multiplied
+    by an exact one.
     """
     weight = scores.logsumexp(-1).view(*mixed.shape[:3], 1)  # [items, kv_heads, rows, 1]
     index = tile_of_item.view(-1, 1, 1, 1).expand_as(weight)

@@ -1,17 +1,20 @@
-"""Attention of decodes over paged KV, Triton: one query token per sequence, bound by the bandwidth of memory.
+"""Attention of decodes over paged KV, Triton: one query token per sequence, bound by the bandwidth
+of memory.
 
-Owns the kernel that reads the keys of a batch once. Refuses to own how they are cut among the programs
-(`kernels/decode_plan.py`), the pool, the block tables and prefill. The CPU path and the torch twin is
-`kernels/paged_attention.py`.
+Owns the kernel that reads the keys of a batch once. Refuses to own how they are cut among the
+programs (`kernels/decode_plan.py`), the pool, the block tables and prefill. The CPU path and the
+torch twin is `kernels/paged_attention.py`.
 
-A program walks its share of the plan's line as *pieces*: the keys of one sequence and KV head, for all query heads of
-the group at once (rows of `tl.dot`, padded to 16). A piece cut over programs leaves one *part* per program in the
-workspace, and the program that arrives last at the piece's counter joins the parts in ascending order (and sets the
-counter to zero for the next launch). So the result does not depend on who is last, and no second kernel is launched. It
-depends on the batch, whose lengths decide the cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
+A program walks its share of the plan's line as *pieces*: the keys of one sequence and KV head, for
+all query heads of the group at once (rows of `tl.dot`, padded to 16). A piece cut over programs
+leaves one *part* per program in the workspace, and the program that arrives last at the piece's
+counter joins the parts in ascending order (and sets the counter to zero for the next launch). So
+the result does not depend on who is last, and no second kernel is launched. It depends on the
+batch, whose lengths decide the cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
 
-fp8 keys and values are read as pairs, 16 bits wide, because tensor cores and `ldmatrix` want 16-bit elements; a pair
-becomes two fp16 numbers (exactly) and each product two products, over the even and the odd dimensions.
+fp8 keys and values are read as pairs, 16 bits wide, because tensor cores and `ldmatrix` want 16-bit
+elements; a pair becomes two fp16 numbers (exactly) and each product two products, over the even and
+the odd dimensions.
 
 Grid: (programs), a multiple of the number of SMs.
 Sources: Dao et al., "Flash-Decoding", 2023; Milakov and Gimelshein 2018.
@@ -28,15 +31,18 @@ from kernels.decode_plan import UNIT, DecodeWorkspace, decode_programs, first_ke
 
 __all__ = ["paged_decode"]
 
-# A finite "minus infinity": a tile without a visible key gets a finite softmax, which the next tile multiplies by zero.
+# A finite "minus infinity": a tile without a visible key gets a finite softmax, which the next tile
+# multiplies by zero.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The largest fp8 number: a scale times it is the largest element of its vector, which is well inside the range of fp16.
+# The largest fp8 number: a scale times it is the largest element of its vector, which is well
+# inside the range of fp16.
 FP8_MAX = tl.constexpr(448.0)
 # Elements of parts that a join reads at a time: 32 registers per thread.
 JOIN_ELEMENTS = tl.constexpr(4096)
-# In batches up to this one a program lets the next kernel start only when its own keys are read: the next one's first
-# weights would come before them. (Llama-3.1-8B step, batch 1: 4.2 ms with an early start, 4.0 without any.)
+# In batches up to this one a program lets the next kernel start only when its own keys are read:
+# the next one's first weights would come before them. (Llama-3.1-8B step, batch 1: 4.2 ms with an
+# early start, 4.0 without any.)
 LATE_START_BATCH = 8
 
 
@@ -56,26 +62,40 @@ def paged_decode(
     value_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that token already.
+    """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that
+    token already.
 
-    query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches [num_blocks, kv_heads,
-    block_size, head_dim], one layer's views of the pool; fp8 caches come with fp32 scales [num_blocks, kv_heads,
-    block_size]. block_tables [B, max_blocks] int32. context_lens [B] int32 as given to `plan_decode`, which must have
-    run for this step and this window. Rows of length 0 get zeros. `window` w > 0: the last w keys only. `softcap` c:
-    scores become c tanh(scores / c); 0 leaves them.
+    query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches
+    [num_blocks, kv_heads, block_size, head_dim], one layer's views of the pool; fp8 caches come
+    with fp32 scales [num_blocks, kv_heads, block_size]. block_tables [B, max_blocks] int32.
+    context_lens [B] int32 as given to `plan_decode`, which must have run for this step and this
+    window. Rows of length 0 get zeros. `window` w > 0: the last w keys only. `softcap` c: scores
+    become c tanh(scores / c); 0 leaves them.
 
-    pdl: plan, lengths and tables are read, and each program's first keys and values are fetched into L2, before the
-    wait for the preceding kernel, which must not write plan, lengths or tables; query and caches are read after it.
+    pdl: plan, lengths and tables are read, and each program's first keys and values are fetched
+    into L2, before the wait for the preceding kernel, which must not write plan, lengths or tables;
+    query and caches are read after it.
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
-    if (heads, kv_heads, head_dim) != (workspace.num_heads, workspace.num_kv_heads, workspace.head_dim):
-        raise ValueError(f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}")
+    if (heads, kv_heads, head_dim) != (
+        workspace.num_heads,
+        workspace.num_kv_heads,
+        workspace.head_dim,
+    ):
+        raise ValueError(
+            f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}"
+        )
     if workspace.planned != (batch, window):
-        raise ValueError(f"planned for (batch, window) {workspace.planned}, called for {(batch, window)}")
+        raise ValueError(
+            f"planned for (batch, window) {workspace.planned}, called for {(batch, window)}"
+        )
     tiling = workspace.tiling
     if key_cache.element_size() != workspace.element_bytes:
-        raise ValueError(f"the workspace is for elements of {workspace.element_bytes} bytes, not {key_cache.dtype}")
+        raise ValueError(
+            f"the workspace is for elements of {workspace.element_bytes} bytes, not "
+            f"{key_cache.dtype}"
+        )
     if key_scales is not None:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     _decode_kernel[(decode_programs(batch, workspace),)](
@@ -124,7 +144,8 @@ def paged_decode(
 @triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query,  # [batch, heads, head_dim]
-    key_cache,  # [num_blocks, kv_heads, block_size, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
+    # [num_blocks, kv_heads, block_size, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
+    key_cache,
     value_cache,
     key_scales,  # [num_blocks, kv_heads, block_size] fp32, or None
     value_scales,
@@ -159,7 +180,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
     LATE_START: tl.constexpr,
 ):
-    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece."""
+    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by
+    piece.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     share = tl.load(line)
@@ -213,7 +236,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             length = tl.load(context_lens + sequence, mask=position < end, other=0)
     if PDL and LATE_START:
         tl.extra.cuda.gdc_launch_dependents()
-    # Programs without a share are the last ones: they have the time to write the zeros of padding rows.
+    # Programs without a share are the last ones: they have the time to write the zeros of padding
+    # rows.
     for row in range(programs - 1 - program, batch, programs):
         if tl.load(context_lens + row) == 0:
             _store_zeros(out + row * out_row_stride, out_head_stride, KV_HEADS * GROUP, HEAD_DIM)
@@ -221,9 +245,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _prefetch(  # type: ignore[no-untyped-def]
-    key_head, value_head, block_stride, table, first, length, BLOCK_TOKENS: tl.constexpr, BYTES: tl.constexpr
+    key_head,
+    value_head,
+    block_stride,
+    table,
+    first,
+    length,
+    BLOCK_TOKENS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
-    """Ask for a unit's keys and values, from key `first` on, in L2; BYTES are those of a block and head."""
+    """Ask for a unit's keys and values, from key `first` on, in L2; BYTES are those of a block and
+    head.
+    """
     for i in tl.static_range(UNIT // BLOCK_TOKENS):
         key = first + i * BLOCK_TOKENS
         block = tl.load(table + key // BLOCK_TOKENS, mask=key < length, other=0).to(tl.int64)
@@ -234,7 +267,8 @@ def _prefetch(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _prefetch_block(begin, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, "
+        "0;"
         " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [begin.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -244,7 +278,8 @@ def _prefetch_block(begin, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     query,  # [GROUP, HEAD_DIM] of one sequence and KV head
     query_head_stride,
-    key_head,  # [num_blocks, BLOCK_TOKENS, words] of one KV head; a word is one element or a pair of fp8
+    # [num_blocks, BLOCK_TOKENS, words] of one KV head; a word is one element or a pair of fp8
+    key_head,
     value_head,
     block_stride,
     key_scales,
@@ -264,20 +299,28 @@ def _attend(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     FP8_INSTRUCTION: tl.constexpr,
 ):
-    """Keys [begin_key, end_key): the mean of their values by softmax weight, and log2 of the sum of exponentials."""
-    ROWS: tl.constexpr = triton.next_power_of_2(GROUP) if GROUP > 16 else 16  # the least that `tl.dot` takes
+    """Keys [begin_key, end_key): the mean of their values by softmax weight, and log2 of the sum of
+    exponentials.
+    """
+    ROWS: tl.constexpr = (
+        triton.next_power_of_2(GROUP) if GROUP > 16 else 16
+    )  # the least that `tl.dot` takes
     DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     PAIRS: tl.constexpr = key_scales is not None
     WORDS: tl.constexpr = DIMS // 2 if PAIRS else DIMS
     KEY_WORDS: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, DIMS)[None, :]
-    queries = tl.load(query + row * query_head_stride + dim, mask=(row < GROUP) & (dim < HEAD_DIM), other=0.0)
+    queries = tl.load(
+        query + row * query_head_stride + dim, mask=(row < GROUP) & (dim < HEAD_DIM), other=0.0
+    )
     if PAIRS:
         even_queries, odd_queries = tl.split(tl.reshape(queries.to(tl.float16), [ROWS, WORDS, 2]))
     word = tl.arange(0, WORDS)[None, :]
     top = tl.full([ROWS], MASKED, tl.float32)
-    total = tl.zeros([ROWS, TILE], tl.float32)  # summed over the tile only at the end: two barriers less per tile
+    total = tl.zeros(
+        [ROWS, TILE], tl.float32
+    )  # summed over the tile only at the end: two barriers less per tile
     mixed = tl.zeros([ROWS, WORDS], tl.float32)
     odd_mixed = tl.zeros([ROWS, WORDS], tl.float32)
     next_blocks = _blocks_of_tile(table, begin_key, end_key, BLOCK_TOKENS, TILE)
@@ -296,12 +339,16 @@ def _attend(  # type: ignore[no-untyped-def]
         if PAIRS:
             scale_offsets = block * scale_block_stride + scale_offset + token
             even, odd = _halves(key, FP8_INSTRUCTION)
-            scores = tl.dot(odd_queries, tl.trans(odd), tl.dot(even_queries, tl.trans(even)))  # [ROWS, TILE]
+            scores = tl.dot(
+                odd_queries, tl.trans(odd), tl.dot(even_queries, tl.trans(even))
+            )  # [ROWS, TILE]
             scores *= tl.load(key_scales + scale_offsets, mask=visible, other=0.0)[None, :]
         else:
             scores = tl.dot(queries, tl.trans(key))
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / SOFTCAP * scale)) + 1))
+            scores = (
+                SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / SOFTCAP * scale)) + 1))
+            )
         else:
             scores *= scale * LOG2_E
         scores = tl.where(visible[None, :], scores, MASKED)
@@ -310,7 +357,9 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - new_top[:, None])
         total = total * fade + weights
         if PAIRS:
-            weights *= tl.load(value_scales + scale_offsets, mask=visible, other=0.0)[None, :] * FP8_MAX
+            weights *= (
+                tl.load(value_scales + scale_offsets, mask=visible, other=0.0)[None, :] * FP8_MAX
+            )
             weights = weights.to(tl.float16)
             even, odd = _halves(value, FP8_INSTRUCTION)
             mixed = tl.dot(weights, even, mixed * fade)
@@ -340,15 +389,19 @@ def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):  # type: ignore[no-untyped-de
     """int16 pairs of fp8 (e4m3) -> the low and the high bytes as fp16, exactly."""
     if FP8_INSTRUCTION:  # two pairs at a time: pick their low (high) bytes, convert both
         low = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4420; mov.b32 {s, _}, t; cvt.rn.f16x2.e4m3x2 $0, s; }",
+            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4420; mov.b32 {s, _}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, s; }",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
         high = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4431; mov.b32 {s, _}, t; cvt.rn.f16x2.e4m3x2 $0, s; }",
+            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4431; mov.b32 {s, _}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, s; }",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:  # the bits in their places of fp16, whose exponent's bias is greater by 8
-        low = (((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256
+        low = (((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)).to(
+            tl.float16, bitcast=True
+        ) * 256
         high = ((pairs & -0x8000) | ((pairs >> 1) & 0x3F80)).to(tl.float16, bitcast=True) * 256
     return low, high
 
@@ -369,21 +422,37 @@ def _finish(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the output of a whole piece; or leave a part, and join all of them if this is the last to arrive."""
+    """Write the output of a whole piece; or leave a part, and join all of them if this is the last
+    to arrive.
+    """
     row = tl.arange(0, mixed.shape[0])
     dim = tl.arange(0, mixed.shape[1])[None, :]
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
     if parts == 1:
-        tl.store(out + row[:, None] * out_head_stride + dim, mixed.to(out.dtype.element_ty), mask=real)
+        tl.store(
+            out + row[:, None] * out_head_stride + dim, mixed.to(out.dtype.element_ty), mask=real
+        )
     else:
-        tl.store(part_mixed + slot * (GROUP * HEAD_DIM) + row[:, None] * HEAD_DIM + dim, mixed, mask=real)
+        tl.store(
+            part_mixed + slot * (GROUP * HEAD_DIM) + row[:, None] * HEAD_DIM + dim, mixed, mask=real
+        )
         tl.store(part_weight + slot * GROUP + row, weight, mask=row < GROUP)
         # All threads have stored before one of them releases; it acquires before any of them loads.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             tl.store(arrival, 0)
-            _join(out, out_head_stride, part_mixed, part_weight, first_slot, next_slot, parts, GROUP, HEAD_DIM)
+            _join(
+                out,
+                out_head_stride,
+                part_mixed,
+                part_weight,
+                first_slot,
+                next_slot,
+                parts,
+                GROUP,
+                HEAD_DIM,
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -407,9 +476,17 @@ def _join(  # type: ignore[no-untyped-def]
         there = (part < parts)[:, None]
         # .cg: from the L2 cache, where the other programs' stores are.
         weight_at = part_weight + slot[:, None] * GROUP + row[None, :]
-        weight = tl.load(weight_at, mask=there & (row < GROUP)[None, :], other=MASKED, cache_modifier=".cg")
-        mixed_at = part_mixed + slot[:, None, None] * (GROUP * HEAD_DIM) + (row[:, None] * HEAD_DIM + dim)[None]
-        mixed = tl.load(mixed_at, mask=there[:, :, None] & real[None], other=0.0, cache_modifier=".cg")
+        weight = tl.load(
+            weight_at, mask=there & (row < GROUP)[None, :], other=MASKED, cache_modifier=".cg"
+        )
+        mixed_at = (
+            part_mixed
+            + slot[:, None, None] * (GROUP * HEAD_DIM)
+            + (row[:, None] * HEAD_DIM + dim)[None]
+        )
+        mixed = tl.load(
+            mixed_at, mask=there[:, :, None] & real[None], other=0.0, cache_modifier=".cg"
+        )
         new_top = tl.maximum(top, tl.max(weight, 0))
         fade = tl.exp2(top - new_top)
         share = tl.exp2(weight - new_top[None, :])

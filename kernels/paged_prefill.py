@@ -1,19 +1,22 @@
-"""Attention of prefill chunks over paged KV: variable length, cached prefixes, causal, sliding window, grouped heads.
+"""Attention of prefill chunks over paged KV: variable length, cached prefixes, causal, sliding
+window, grouped heads.
 
-Owns the choice of the kernel, and the one that runs on every device. The torch twin is `kernels/paged_attention.py`;
-Hopper has a faster kernel for 16-bit KV, `kernels/paged_prefill_hopper.py`. Both compute a tile of queries
-(`kernels/prefill_tiles.py`) at a time and walk its keys in *strips*.
+Owns the choice of the kernel, and the one that runs on every device. The torch twin is
+`kernels/paged_attention.py`; Hopper has a faster kernel for 16-bit KV,
+`kernels/paged_prefill_hopper.py`. Both compute a tile of queries (`kernels/prefill_tiles.py`) at a
+time and walk its keys in *strips*.
 
-Shapes: T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq / heads of a tile),
-tiles with many keys first.
+Shapes: T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq
+/ heads of a tile), tiles with many keys first.
 
-Always batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and a strip of which a
-row sees no key multiplies that row by one and adds zero. So a row's bits depend on its own sequence only, not on the
-batch, the chunk, the cached prefix or how many rows its tile holds: a decode row (one query token) has the bits that it
-would have had within a prefill.
+Always batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and
+a strip of which a row sees no key multiplies that row by one and adds zero. So a row's bits depend
+on its own sequence only, not on the batch, the chunk, the cached prefix or how many rows its tile
+holds: a decode row (one query token) has the bits that it would have had within a prefill.
 
-fp8 (e4m3) keys and values are widened by bit operations, which needs no fp8 instructions: the bits moved to where fp16
-has them are the number divided by 256, exactly; that factor goes into the scales.
+fp8 (e4m3) keys and values are widened by bit operations, which needs no fp8 instructions: the bits
+moved to where fp16 has them are the number divided by 256, exactly; that factor goes into the
+scales.
 
 Algorithm: Dao, "FlashAttention-2", 2023.
 """
@@ -36,10 +39,13 @@ from kernels.prefill_tiles import tile_heads, tile_tokens
 __all__ = ["paged_prefill"]
 
 PREFILL_PATH = "auto"
-"""`auto`: the Hopper kernel where it serves the call. `portable`: never that one. `hopper`: that one or an error."""
+"""`auto`: the Hopper kernel where it serves the call. `portable`: never that one. `hopper`: that
+one or an error.
+"""
 
 LOG2_E = 1 / math.log(2)
-# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from -inf minus it.
+# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
+# -inf minus it.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -59,12 +65,14 @@ def paged_prefill(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier positions.
+    """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier
+    positions.
 
-    query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's views of the
-    pool, which must hold this step's keys already; fp8 caches with scales [num_blocks, Hkv, block_size] fp32. All
-    int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S] (all tokens, this
-    step's included), tiles [tiles, 2] of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
+    query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's
+    views of the pool, which must hold this step's keys already; fp8 caches with scales [num_blocks,
+    Hkv, block_size] fp32. All int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of
+    `query`), context_lens [S] (all tokens, this step's included), tiles [tiles, 2] of
+    `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
 
     `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: leaves it).
     A row's bits never depend on other rows. Returns `out`.
@@ -143,9 +151,12 @@ class LaunchShape:
 
 
 def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
-    """Of the portable kernel. Device, head dim and KV format alone decide: a row's bits depend on the strip."""
+    """Of the portable kernel. Device, head dim and KV format alone decide: a row's bits depend on
+    the strip.
+    """
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (9, 0)
-    # Else registers spill: wide accumulators, or widened fp8 in registers where products take operands from them.
+    # Else registers spill: wide accumulators, or widened fp8 in registers where products take
+    # operands from them.
     if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):
         return LaunchShape(strip=32, warps=8, stages=2)
     return LaunchShape(strip=64, warps=8, stages=3 if hopper else 2)
@@ -181,16 +192,27 @@ def _check(
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, cache_dim = key_cache.shape
     if heads % kv_heads or head_dim != cache_dim:
-        raise ValueError(f"queries {tuple(query.shape)} do not fit a cache of {tuple(key_cache.shape)}")
+        raise ValueError(
+            f"queries {tuple(query.shape)} do not fit a cache of {tuple(key_cache.shape)}"
+        )
     if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
         raise ValueError("value_cache must have the shape and the strides of key_cache")
     if block_size not in (16, 32, 64) or key_cache.stride()[2:] != (head_dim, 1):
         raise ValueError("a block must hold 16, 32 or 64 tokens, one after the other")
     if out.shape != query.shape or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("query and out must have one shape and a contiguous last dim")
-    if (key_scales is None) != (value_scales is None) or (key_scales is None) != (key_cache.dtype == query.dtype):
-        raise ValueError(f"KV in {key_cache.dtype} for queries in {query.dtype}: fp8 needs both scales, 16 bits none")
-    if key_scales is not None and value_scales is not None and key_scales.stride() != value_scales.stride():
+    if (key_scales is None) != (value_scales is None) or (key_scales is None) != (
+        key_cache.dtype == query.dtype
+    ):
+        raise ValueError(
+            f"KV in {key_cache.dtype} for queries in {query.dtype}: fp8 needs both scales, 16 "
+            f"bits none"
+        )
+    if (
+        key_scales is not None
+        and value_scales is not None
+        and key_scales.stride() != value_scales.stride()
+    ):
         raise ValueError("key_scales and value_scales must have the same strides")
 
 
@@ -229,7 +251,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Grid (tiles * KV_HEADS * GROUP / HEADS): a tile of TOKENS tokens x HEADS query heads, rows token-major."""
+    """Grid (tiles * KV_HEADS * GROUP / HEADS): a tile of TOKENS tokens x HEADS query heads, rows
+    token-major.
+    """
     head_tiles: tl.constexpr = KV_HEADS * GROUP // HEADS
     tile = tl.program_id(0) // head_tiles
     first_head = tl.program_id(0) % head_tiles * HEADS
@@ -248,10 +272,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     head = first_head + rows % HEADS
     position = oldest + rows // HEADS
     valid = (token < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-    at_query = query + (token_row * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
+    at_query = (
+        query + (token_row * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
+    )
     q = tl.load(at_query, mask=valid, other=0.0)
 
-    # The rows see keys in the strips [begin, end); every row sees all keys of the strips [whole, ragged).
+    # The rows see keys in the strips [begin, end); every row sees all keys of the strips [whole,
+    # ragged).
     end = tl.cdiv(tl.minimum(oldest + TOKENS, context), STRIP)
     begin, whole = 0, 0
     if WINDOW > 0:
@@ -269,8 +296,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([TOKENS * HEADS], LOWEST, tl.float32)
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
-        # Strips cut by the edge of the window, whole strips, strips cut by the diagonal or by the end of the sequence.
-        low, high = (begin, whole) if part == 0 else ((whole, ragged) if part == 1 else (ragged, end))
+        # Strips cut by the edge of the window, whole strips, strips cut by the diagonal or by the
+        # end of the sequence.
+        low, high = (
+            (begin, whole) if part == 0 else ((whole, ragged) if part == 1 else (ragged, end))
+        )
         for strip in range(low, high):
             key_position = strip * STRIP + tl.arange(0, STRIP)
             exists = key_position < context

@@ -1,17 +1,20 @@
-"""Attention of prefill chunks over paged KV on Hopper, in Gluon: what `kernels/paged_prefill.py` does, for 16-bit KV.
+"""Attention of prefill chunks over paged KV on Hopper, in Gluon: what `kernels/paged_prefill.py`
+does, for 16-bit KV.
 
-A program stays on its SM and computes one tile of queries after the other. Its warps have three jobs. The *loader*
-copies queries, keys and values to shared memory by TMA, a strip of keys at a time into a ring of slots, and runs ahead.
-The two *halves* are warpgroups, each with 64 of a tile's 128 rows. A half starts the product of the next keys before it
-waits for the product of the last values, so that its softmax runs beside the tensor cores; and the halves take turns in
-starting products, so that one computes exponentials while the other multiplies.
+A program stays on its SM and computes one tile of queries after the other. Its warps have three
+jobs. The *loader* copies queries, keys and values to shared memory by TMA, a strip of keys at a
+time into a ring of slots, and runs ahead. The two *halves* are warpgroups, each with 64 of a tile's
+128 rows. A half starts the product of the next keys before it waits for the product of the last
+values, so that its softmax runs beside the tensor cores; and the halves take turns in starting
+products, so that one computes exponentials while the other multiplies.
 
-TMA sees the pool as rows of head_dim elements, of which the strides of blocks and heads are multiples. A box is one
-block of one head, whatever the block size; beyond head_dim (80, 96) TMA fills in zeros.
+TMA sees the pool as rows of head_dim elements, of which the strides of blocks and heads are
+multiples. A box is one block of one head, whatever the block size; beyond head_dim (80, 96) TMA
+fills in zeros.
 
-Shapes: a tile is TOKENS x HEADS = 128 rows, DIM is head_dim rounded up to a power of two, a strip is STRIP keys.
-An *item* is one tile for one set of HEADS heads. Grid: (SMs), or (items) if these are fewer.
-Algorithm: Shah et al., "FlashAttention-3", 2024.
+Shapes: a tile is TOKENS x HEADS = 128 rows, DIM is head_dim rounded up to a power of two, a strip
+is STRIP keys. An *item* is one tile for one set of HEADS heads. Grid: (SMs), or (items) if these
+are fewer. Algorithm: Shah et al., "FlashAttention-3", 2024.
 """
 
 # ruff: noqa: N803, N806, RUF059
@@ -39,7 +42,8 @@ from kernels.prefill_tiles import tile_heads, tile_tokens
 __all__ = ["HopperShape", "hopper_prefill"]
 
 LOG2_E = 1 / math.log(2)
-# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from -inf minus it.
+# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from
+# -inf minus it.
 LOWEST = gl.constexpr(-1e30)
 # Rows of a half: a warpgroup's.
 ROWS = gl.constexpr(64)
@@ -117,9 +121,13 @@ def hopper_prefill(
     return out
 
 
-def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+def _descriptor(
+    tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]
+) -> TensorDescriptor:
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
-    return TensorDescriptor(tensor, shape, strides, box, gl.NVMMASharedLayout.get_default_for(box, dtype))
+    return TensorDescriptor(
+        tensor, shape, strides, box, gl.NVMMASharedLayout.get_default_for(box, dtype)
+    )
 
 
 # Not specialized: one binary for all numbers of tiles.
@@ -167,8 +175,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     key_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
     value_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
     value_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
-    landed = gl.allocate_shared_memory(gl.int64, [1, 1], layout)  # values that the loader has yet to clean
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], layout)  # it is this half's turn to start products
+    landed = gl.allocate_shared_memory(
+        gl.int64, [1, 1], layout
+    )  # values that the loader has yet to clean
+    turns = gl.allocate_shared_memory(
+        gl.int64, [2, 1], layout
+    )  # it is this half's turn to start products
     mbarrier.init(query_full.index(0), count=1)
     mbarrier.init(query_free.index(0), count=2)
     mbarrier.init(landed.index(0), count=1)
@@ -201,7 +213,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _place(turn):  # type: ignore[no-untyped-def]
-    """The program's place in a round of items. Every second round is dealt in reverse: all get a like sum of work."""
+    """The program's place in a round of items. Every second round is dealt in reverse: all get a
+    like sum of work.
+    """
     place = gl.program_id(0)
     return gl.where(turn % 2 == 0, place, gl.num_programs(0) - 1 - place)
 
@@ -216,8 +230,10 @@ def _count_turns(items):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _item(turn, work, head_tiles):  # type: ignore[no-untyped-def]
-    """The program's item of this turn: sequence, which of the `head_tiles` sets of heads, row of the first token, row
-    where the sequence's tokens stop, position of the first token, tokens of the sequence in all."""
+    """The program's item of this turn: sequence, which of the `head_tiles` sets of heads, row of
+    the first token, row where the sequence's tokens stop, position of the first token, tokens of
+    the sequence in all.
+    """
     tiles, query_starts, context_lens, items = work
     item = turn * gl.num_programs(0) + _place(turn)
     tile = tiles + item // head_tiles * 2
@@ -231,7 +247,9 @@ def _item(turn, work, head_tiles):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of a tile see keys in the strips [begin, end), at least one; all see all keys of [whole, ragged)."""
+    """The rows of a tile see keys in the strips [begin, end), at least one; all see all keys of
+    [whole, ragged).
+    """
     begin = 0
     if WINDOW > 0:
         begin = gl.maximum(oldest - WINDOW + 1, 0) // STRIP
@@ -245,7 +263,9 @@ def _strips(oldest, context, TOKENS: gl.constexpr, STRIP: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ignore[no-untyped-def]
-    """Copies the queries of each item and its keys and values. Keys are a strip ahead of values, as they are used."""
+    """Copies the queries of each item and its keys and values. Keys are a strip ahead of values, as
+    they are used.
+    """
     KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     keys, values, block_tables, table_stride, block_rows, head_rows = pool
     query_tile, key_ring, value_ring = buffers
@@ -260,10 +280,14 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ign
     done = 0  # strips of the items before; strip `number` of all lies in slot number % SLOTS
     cleaned = 0
     for turn in range(_count_turns(work[3])):
-        sequence, head_tile, row, stop, oldest, context = _item(turn, work, KV_HEADS * GROUP // HEADS)
+        sequence, head_tile, row, stop, oldest, context = _item(
+            turn, work, KV_HEADS * GROUP // HEADS
+        )
         mbarrier.wait(query_free.index(0), (turn & 1) ^ 1)
         mbarrier.expect(query_full.index(0), queries.block_type.nbytes)
-        tma.async_copy_global_to_shared(queries, [row, head_tile * HEADS, 0], query_full.index(0), query_tile)
+        tma.async_copy_global_to_shared(
+            queries, [row, head_tile * HEADS, 0], query_full.index(0), query_tile
+        )
 
         begin, whole, ragged, end = _strips(oldest, context, TOKENS, STRIP, WINDOW)
         table = block_tables + sequence.to(gl.int64) * table_stride
@@ -283,9 +307,12 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ign
                 exist = context - (strip - 1) * STRIP
                 if exist >= STRIP:
                     mbarrier.expect(value_full.index(slot), STRIP_BYTES)
-                    _copy_strip(values, source, strip - 1, value_full.index(slot), value_ring.index(slot))
+                    _copy_strip(
+                        values, source, strip - 1, value_full.index(slot), value_ring.index(slot)
+                    )
                 else:
-                    # The end of a sequence: a weight of zero times a value that nobody wrote might be a NaN.
+                    # The end of a sequence: a weight of zero times a value that nobody wrote might
+                    # be a NaN.
                     mbarrier.expect(landed.index(0), STRIP_BYTES)
                     _copy_strip(values, source, strip - 1, landed.index(0), value_ring.index(slot))
                     mbarrier.wait(landed.index(0), cleaned & 1)
@@ -298,7 +325,9 @@ def _loader(queries, pool, buffers, full, free, landed, work, how):  # type: ign
 
 @gluon.jit
 def _copy_strip(cache, source, strip, landed, slot):  # type: ignore[no-untyped-def]
-    """A box for each block of the strip. Beyond the sequence's last block that one is read again, and masked later."""
+    """A box for each block of the strip. Beyond the sequence's last block that one is read again,
+    and masked later.
+    """
     table, last_block, block_rows, head_row = source
     BLOCK_TOKENS: gl.constexpr = cache.block_type.shape[0]
     BLOCKS: gl.constexpr = slot.shape[0] // BLOCK_TOKENS
@@ -310,7 +339,9 @@ def _copy_strip(cache, source, strip, landed, slot):  # type: ignore[no-untyped-
 
 @gluon.jit
 def _clear_rows(slot, first):  # type: ignore[no-untyped-def]
-    """Zero the rows of a strip from `first` on; eight at a time, because the loader is one warp with few registers."""
+    """Zero the rows of a strip from `first` on; eight at a time, because the loader is one warp
+    with few registers.
+    """
     STRIP: gl.constexpr = slot.shape[0]
     DIM: gl.constexpr = slot.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [1, 1], [1, 0])
@@ -337,7 +368,9 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
     dtype: gl.constexpr = key_ring.dtype
     mixed_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, mixed_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16]))
+    row_layout: gl.constexpr = gl.SliceLayout(
+        1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16])
+    )
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
 
     flat: gl.constexpr = gl.NVMMASharedLayout(query_tile.layout.swizzle_byte_width, 16, 2)
@@ -348,7 +381,9 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
     item = _item(0, work, KV_HEADS * GROUP // HEADS)
     for turn in range(turn_count):
         sequence, head_tile, row, stop, oldest, context = item
-        item = _item(gl.minimum(turn + 1, turn_count - 1), work, KV_HEADS * GROUP // HEADS)  # long before its use
+        item = _item(
+            gl.minimum(turn + 1, turn_count - 1), work, KV_HEADS * GROUP // HEADS
+        )  # long before its use
         begin, whole, ragged, end = _strips(oldest, context, TOKENS, STRIP, WINDOW)
         rule = (oldest + token, to_exponent, cap)
         mixed = gl.zeros([ROWS, DIM], gl.float32, mixed_layout)
@@ -361,7 +396,9 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
         _pass_turn(HALF, turns, TAKE_TURNS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(key_free.index(done % SLOTS), count=1)
-        weights, top, total, shrink = _softmax(scores, top, total, rule, begin * STRIP, True, WINDOW, SOFTCAP)
+        weights, top, total, shrink = _softmax(
+            scores, top, total, rule, begin * STRIP, True, WINDOW, SOFTCAP
+        )
         state = (mixed, gl.convert_layout(weights.to(dtype), weight_layout), top, total)
 
         rings = (q, key_ring, value_ring, full, free, turns, done - begin)
@@ -394,7 +431,9 @@ def _half(HALF: gl.constexpr, buffers, full, free, turns, work, result, to_expon
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _start_scores(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE_TURNS: gl.constexpr
+):
     """Start q k^T of strip `number` of all, when its keys are there and it is this half's turn."""
     SLOTS: gl.constexpr = key_ring.shape[0]
     STRIP: gl.constexpr = key_ring.shape[1]
@@ -403,8 +442,12 @@ def _start_scores(HALF: gl.constexpr, q, key_ring, key_full, turns, number, TAKE
         mbarrier.wait(turns.index(HALF), (number & 1) ^ (1 - HALF))
     slot = number % SLOTS
     mbarrier.wait(key_full.index(slot), number // SLOTS & 1)
-    zeros = gl.zeros([ROWS, STRIP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16]))
-    return warpgroup_mma(q, key_ring.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    zeros = gl.zeros(
+        [ROWS, STRIP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16])
+    )
+    return warpgroup_mma(
+        q, key_ring.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -415,7 +458,9 @@ def _pass_turn(HALF: gl.constexpr, turns, TAKE_TURNS: gl.constexpr):  # type: ig
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, how):  # type: ignore[no-untyped-def]
-    """Scores and softmax of one strip, beside the weighted sum of the values of the strip before it."""
+    """Scores and softmax of one strip, beside the weighted sum of the values of the strip before
+    it.
+    """
     KV_HEADS, GROUP, HEAD_DIM, WINDOW, SOFTCAP, TAKE_TURNS, HOLD_WAIT = how
     q, key_ring, value_ring, full, free, turns, first_number = rings
     mixed, weights, top, total = state
@@ -429,24 +474,41 @@ def _step(HALF: gl.constexpr, rings, state, rule, strip, MASKED: gl.constexpr, h
     _pass_turn(HALF, turns, TAKE_TURNS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(free[1].index(number % SLOTS), count=1)
-    next_weights, top, total, shrink = _softmax(scores, top, total, rule, strip * STRIP, MASKED, WINDOW, SOFTCAP)
+    next_weights, top, total, shrink = _softmax(
+        scores, top, total, rule, strip * STRIP, MASKED, WINDOW, SOFTCAP
+    )
     if HOLD_WAIT:
         total = _hold(total)
     mixed, weights = warpgroup_mma_wait(0, deps=[mixed, weights])
     mbarrier.arrive(free[2].index(before), count=1)
-    mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, mixed.type.layout)), 1)
+    mixed = mixed * gl.expand_dims(
+        gl.convert_layout(shrink, gl.SliceLayout(1, mixed.type.layout)), 1
+    )
     return mixed, gl.convert_layout(next_weights.to(weights.dtype), weights.type.layout), top, total
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _softmax(scores, top, total, rule, first_key, MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A strip's weights relative to the new maximum; new maximum and sum; the factor for all that was before."""
+def _softmax(  # type: ignore[no-untyped-def]
+    scores,
+    top,
+    total,
+    rule,
+    first_key,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """A strip's weights relative to the new maximum; new maximum and sum; the factor for all that
+    was before.
+    """
     position, to_exponent, cap = rule
     if SOFTCAP:
         scores = cap - 2 * cap / (gl.exp2(scores * to_exponent) + 1)  # cap * tanh
         to_exponent = 1.0
     if MASKED:
-        key = gl.expand_dims(first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0)
+        key = gl.expand_dims(
+            first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0
+        )
         newest = gl.expand_dims(position, 1)
         seen = key <= newest
         if WINDOW > 0:
@@ -461,11 +523,13 @@ def _softmax(scores, top, total, rule, first_key, MASKED: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _hold(total):  # type: ignore[no-untyped-def]
-    """`total`, and no wait that stands behind this is moved ahead of what it is made of: a store depends on it, that
-    never happens, as sums of exponentials are not negative. ptxas would else wait for the value product first, and have
-    nothing to do beside it."""
+    """`total`, and no wait that stands behind this is moved ahead of what it is made of: a store
+    depends on it, that never happens, as sums of exponentials are not negative. ptxas would else
+    wait for the value product first, and have nothing to do beside it.
+    """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $1, 0f00000000; mov.b32 nowhere, 0;"
+        "{ .reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $1, 0f00000000; mov.b32 "
+        "nowhere, 0;"
         " @never st.volatile.shared.f32 [nowhere], $1; mov.b32 $0, $1; }",
         "=f,f",
         [total],

@@ -1,14 +1,17 @@
-"""Memory for a KV pool that other processes of this host can map: a memfd on a CPU, one plain cudaMalloc on a GPU.
+"""Memory for a KV pool that other processes of this host can map: a memfd on a CPU, one plain
+cudaMalloc on a GPU.
 
-Owns how a pool is allocated and what a peer needs to recognise it; mapping a peer's pool is kv_transfer's. Behind the
-pool lies a *nonce*, random bytes that a peer reads to know that it has mapped this very pool and not what some other
-process has at the same place.
+Owns how a pool is allocated and what a peer needs to recognise it; mapping a peer's pool is
+kv_transfer's. Behind the pool lies a *nonce*, random bytes that a peer reads to know that it has
+mapped this very pool and not what some other process has at the same place.
 
-Why a memfd: it has no name, so however a process ends, nothing is left; it is not bounded by the size of /dev/shm (64
-MiB in a container, unless said otherwise); and it can be sealed against shrinking, so a peer's read cannot end in
-SIGBUS. A peer opens it as /proc/PID/fd/FD, which takes the same user and the same PID namespace.
+Why a memfd: it has no name, so however a process ends, nothing is left; it is not bounded by the
+size of /dev/shm (64 MiB in a container, unless said otherwise); and it can be sealed against
+shrinking, so a peer's read cannot end in SIGBUS. A peer opens it as /proc/PID/fd/FD, which takes
+the same user and the same PID namespace.
 
-Why not torch's allocator on a GPU: CUDA IPC cannot share its expandable segments, and would share whole segments of it.
+Why not torch's allocator on a GPU: CUDA IPC cannot share its expandable segments, and would share
+whole segments of it.
 """
 
 from __future__ import annotations
@@ -24,11 +27,20 @@ import torch
 
 from kernels import cuda_runtime
 
-__all__ = ["NONCE_BYTES", "CudaPiece", "PoolMemory", "nonce_offset", "pool_memory", "sealed_memory", "zeros"]
+__all__ = [
+    "NONCE_BYTES",
+    "CudaPiece",
+    "PoolMemory",
+    "nonce_offset",
+    "pool_memory",
+    "sealed_memory",
+    "zeros",
+]
 
 NONCE_BYTES = 32
 _PAGE = 4096
-# CUDA packs smaller allocations into one piece of this size, and an IPC handle would open all of it.
+# CUDA packs smaller allocations into one piece of this size, and an IPC handle would open all of
+# it.
 _CUDA_PIECE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -57,7 +69,10 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         return _on_gpu(num_bytes, device)
     try:
         return _in_memfd(num_bytes)
-    except (AttributeError, OSError):  # another system than Linux, or one that forbids it: only sharing needs it
+    except (
+        AttributeError,
+        OSError,
+    ):  # another system than Linux, or one that forbids it: only sharing needs it
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
@@ -72,7 +87,9 @@ def nonce_offset(num_bytes: int) -> int:
 
 
 def sealed_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd of a fixed size and its bytes, all zero. Raises OSError, AttributeError or ValueError without one."""
+    """A memfd of a fixed size and its bytes, all zero. Raises OSError, AttributeError or ValueError
+    without one.
+    """
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, num_bytes)
@@ -116,7 +133,9 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
         address = cuda_runtime.allocate(-(-(offset + _PAGE) // _CUDA_PIECE) * _CUDA_PIECE)
         piece = CudaPiece(address, offset + NONCE_BYTES)
         memory = PoolMemory(address, num_bytes, os.urandom(NONCE_BYTES), None)
-        weakref.finalize(piece, _forget, memory).atexit = False  # the driver frees what a process leaves
+        weakref.finalize(
+            piece, _forget, memory
+        ).atexit = False  # the driver frees what a process leaves
         _pools[address] = memory
         whole = torch.as_tensor(piece, device=device)
         assert whole.data_ptr() == address  # not a copy

@@ -1,8 +1,10 @@
-"""The tile table of paged prefill attention: which query tokens of which sequence a program computes. Host side, numpy.
+"""The tile table of paged prefill attention: which query tokens of which sequence a program
+computes. Host side, numpy.
 
-A tile has 128 rows: some query heads that share a KV head, times consecutive tokens of one sequence, token-major
-(row = token * heads + head). Heads are packed because a tile then spans few tokens: short chunks and single decode rows
-fill it better, and K and V are read once for all heads of the tile.
+A tile has 128 rows: some query heads that share a KV head, times consecutive tokens of one
+sequence, token-major (row = token * heads + head). Heads are packed because a tile then spans few
+tokens: short chunks and single decode rows fill it better, and K and V are read once for all heads
+of the tile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ TILE_ROWS = 128
 
 
 def tile_heads(group: int) -> int:
-    """Query heads in one tile: the largest power of two that divides `group`, the query heads of one KV head."""
+    """Query heads in one tile: the largest power of two that divides `group`, the query heads of
+    one KV head.
+    """
     return min(group & -group, TILE_ROWS // 2)
 
 
@@ -27,13 +31,19 @@ def tile_tokens(group: int) -> int:
 
 
 def prefill_tiles(
-    query_lens: Sequence[int], context_lens: Sequence[int], *, group: int, head_dim: int, window: int = 0
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    group: int,
+    head_dim: int,
+    window: int = 0,
 ) -> np.ndarray:
-    """Cut each sequence's query tokens into tiles: int32 [tiles, 2] of (sequence, first query token in it).
+    """Cut each sequence's query tokens into tiles: int32 [tiles, 2] of (sequence, first query token
+    in it).
 
-    query_lens are the tokens of this step, context_lens all tokens including them; `window` 0 is full attention.
-    Tiles with many keys come first: programs take them in this order, and small ones fill the last round. Tiles of all
-    head dims are of one size.
+    query_lens are the tokens of this step, context_lens all tokens including them; `window` 0 is
+    full attention. Tiles with many keys come first: programs take them in this order, and small
+    ones fill the last round. Tiles of all head dims are of one size.
     """
     del head_dim
     tokens = tile_tokens(group)

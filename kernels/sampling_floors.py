@@ -1,14 +1,15 @@
-"""The lowest logit that top-k, top-p and min-p leave of each row, found without a sort: the row's *floor*. Triton.
+"""The lowest logit that top-k, top-p and min-p leave of each row, found without a sort: the row's
+*floor*. Triton.
 
 The launches, over tiles of 1024 tokens; rows that are not cut exit at once:
-  _bracket     grid (rows)              two values enclose the floor of top-k and top-p
-  _narrow * 3  grid (tiles / 4, rows)   count or weigh what is above 8 pivots between them, three times
-  _gather      grid (tiles / 4, rows)   list the few hundred logits that are left
-  _cut         grid (rows)              bisect these on the bits of their values
+  _bracket     grid (rows)              two values enclose the floor of top-k and top-p _narrow * 3
+  grid (tiles / 4, rows)   count or weigh what is above 8 pivots between them, three times _gather
+  grid (tiles / 4, rows)   list the few hundred logits that are left _cut         grid (rows)
+  bisect these on the bits of their values
 
-Top-k needs no pivots: k logits or more are as large as the k-th largest of the maxima of 128 tokens each.
-A floor is the same bit for bit in every batch: see masses in `kernels/sampling_slots.py`. Torch twin:
-`kernels/sampling.py`.
+Top-k needs no pivots: k logits or more are as large as the k-th largest of the maxima of 128 tokens
+each. A floor is the same bit for bit in every batch: see masses in `kernels/sampling_slots.py`.
+Torch twin: `kernels/sampling.py`.
 """
 
 # Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
@@ -49,12 +50,13 @@ __all__ = ["find_floors"]
 _TILES_PER_SPLIT = 4
 _PIVOTS = 8
 _PASSES = 3
-# Logits that `_cut` can bisect in registers. Where more are left it reads the row once per bit, which is slow but rare:
-# top-p of a top-k of thousands, or thousands of different logits within 1/500 of the first bracket.
+# Logits that `_cut` can bisect in registers. Where more are left it reads the row once per bit,
+# which is slow but rare: top-p of a top-k of thousands, or thousands of different logits within
+# 1/500 of the first bracket.
 _ROOM = 4096
 
-# The int64 words of a row's bracket: the lowest logit that stays is in (low, high]. What is above a logit is counted
-# for top-k and weighed for top-p; the logit stays if that is less than the limit.
+# The int64 words of a row's bracket: the lowest logit that stays is in (low, high]. What is above a
+# logit is counted for top-k and weighed for top-p; the logit stays if that is less than the limit.
 _LOW = tl.constexpr(0)
 _HIGH = tl.constexpr(1)
 _PEAK = tl.constexpr(2)
@@ -66,7 +68,9 @@ _NO_LIMIT = tl.constexpr(1 << 62)
 
 
 def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[str, Any]) -> None:
-    """floors [rows]: the lowest logit that top-k, top-p and min-p leave, in rows that have any of these."""
+    """floors [rows]: the lowest logit that top-k, top-p and min-p leave, in rows that have any of
+    these.
+    """
     count, num_tiles = tiles.peaks.shape
     splits = triton.cdiv(num_tiles, _TILES_PER_SPLIT)
     subtiles = num_tiles * (TILE // SUBTILE)
@@ -75,7 +79,11 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
     amounts = torch.empty(_PASSES, count, splits, _PIVOTS, dtype=torch.int64, device=device)
     candidates = torch.empty(count, _ROOM, device=device)
     held = torch.empty(count, dtype=torch.int32, device=device)
-    by_split = options | {"TILES": _TILES_PER_SPLIT, "SPLITS": splits, "ALL_SPLITS": triton.next_power_of_2(splits)}
+    by_split = options | {
+        "TILES": _TILES_PER_SPLIT,
+        "SPLITS": splits,
+        "ALL_SPLITS": triton.next_power_of_2(splits),
+    }
     by_split |= {"PIVOTS": _PIVOTS, "ROOM": _ROOM, "num_warps": 4}
 
     _bracket[(count,)](
@@ -88,7 +96,9 @@ def find_floors(rows: Rows, tiles: Tiles, floors: torch.Tensor, options: dict[st
             rows, tiles.peaks, brackets[last], amounts[last], brackets[turn], amounts[turn],
             FIRST=turn == 0, **by_split,
         )  # fmt: skip
-    _gather[(splits, count)](rows, tiles.peaks, brackets[-2], amounts[-1], brackets[-1], candidates, held, **by_split)
+    _gather[(splits, count)](
+        rows, tiles.peaks, brackets[-2], amounts[-1], brackets[-1], candidates, held, **by_split
+    )
     _cut[(count,)](rows, brackets[-1], candidates, held, floors, ROOM=_ROOM, num_warps=8, **options)
 
 
@@ -108,7 +118,9 @@ def _of_bits(ordered):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grain(rows, slot):  # type: ignore[no-untyped-def]
-    """The bits of different logits differ by this at least: an fp32 made of 16 bits ends in zeros, or ones below 0."""
+    """The bits of different logits differ by this at least: an fp32 made of 16 bits ends in zeros,
+    or ones below 0.
+    """
     grain = tl.full([], 2, tl.int64)
     if rows.logits.dtype.element_ty == tl.bfloat16:
         grain = tl.full([], 1 << 16, tl.int64)
@@ -128,7 +140,9 @@ def _just_below(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cuts_twice(rows, slot):  # type: ignore[no-untyped-def]
-    """Whether top-p follows top-k: then all that top-k leaves is needed, not only what lies about its edge."""
+    """Whether top-p follows top-k: then all that top-k leaves is needed, not only what lies about
+    its edge.
+    """
     return (word_of(rows, slot, TOP_K) > 0) & (real_of(rows, slot, TOP_P) < 1)
 
 
@@ -154,18 +168,32 @@ def _bracket(  # type: ignore[no-untyped-def]
     top_k, top_p = word_of(rows, slot, TOP_K), real_of(rows, slot, TOP_P)
     if top_k > SUBTILES:
         index = tl.arange(0, ALL_TILES)
-        minima = tl.load(tiles.minima + row * rows.tiles + index, mask=index < rows.tiles, other=float("inf"))
+        minima = tl.load(
+            tiles.minima + row * rows.tiles + index, mask=index < rows.tiles, other=float("inf")
+        )
         low = _just_below(tl.min(minima, axis=0))
     elif top_k > 0:
         index = tl.arange(0, ALL_SUBTILES)
-        maxima = tl.load(tiles.maxima + row * SUBTILES + index, mask=index < SUBTILES, other=-float("inf"))
+        maxima = tl.load(
+            tiles.maxima + row * SUBTILES + index, mask=index < SUBTILES, other=-float("inf")
+        )
         low = _just_below(_kth_largest(maxima, top_k, _grain(rows, slot)))
     else:
-        # All logits below this together have less mass than the nucleus leaves out; 1 % is for rounding.
+        # All logits below this together have less mass than the nucleus leaves out; 1 % is for
+        # rounding.
         low = peak + tl.log2((1.0 - top_p) * 0.99 * (whole / UNIT) / rows.vocab) / scale
     limit = tl.where(top_k > 0, top_k, (top_p * whole).to(tl.int64))
     above_low = tl.where(top_k > SUBTILES, rows.vocab, 0)
-    _write(bracket, row, low, peak, peak, limit, tl.where(top_k > 0, above_low, whole.to(tl.int64)), limit * 0)
+    _write(
+        bracket,
+        row,
+        low,
+        peak,
+        peak,
+        limit,
+        tl.where(top_k > 0, above_low, whole.to(tl.int64)),
+        limit * 0,
+    )
     tl.store(held + row, 0)
 
 
@@ -186,12 +214,21 @@ def _read(bracket, row):  # type: ignore[no-untyped-def]
     low = tl.load(words + _LOW).to(tl.int32).to(tl.float32, bitcast=True)
     high = tl.load(words + _HIGH).to(tl.int32).to(tl.float32, bitcast=True)
     peak = tl.load(words + _PEAK).to(tl.int32).to(tl.float32, bitcast=True)
-    return low, high, peak, tl.load(words + _LIMIT), tl.load(words + _ABOVE_LOW), tl.load(words + _ABOVE_HIGH)
+    return (
+        low,
+        high,
+        peak,
+        tl.load(words + _LIMIT),
+        tl.load(words + _ABOVE_LOW),
+        tl.load(words + _ABOVE_HIGH),
+    )
 
 
 @triton.jit
 def _kth_largest(values, k, grain):  # type: ignore[no-untyped-def]
-    """A value that no fewer than k are larger than or equal to, and that differs from the k-th by rounding only."""
+    """A value that no fewer than k are larger than or equal to, and that differs from the k-th by
+    rounding only.
+    """
     low, high = _bits_of(tl.min(values, axis=0)) - 1, _bits_of(tl.max(values, axis=0))
     while high - low >= grain:
         middle = (low + high) >> 1
@@ -209,10 +246,14 @@ def _pivots(low, high, PIVOTS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether more logits are in the bracket (all above low, where the nucleus follows) than there is room for."""
+    """Whether more logits are in the bracket (all above low, where the nucleus follows) than there
+    is room for.
+    """
     count = (above_low - tl.where(_cuts_twice(rows, slot), 0, above_high)).to(tl.float32)
     if word_of(rows, slot, TOP_K) == 0:
-        count /= shares_of(low, peak, real_of(rows, slot, SCALE)) * UNIT  # at most: none of them weighs less than low
+        count /= (
+            shares_of(low, peak, real_of(rows, slot, SCALE)) * UNIT
+        )  # at most: none of them weighs less than low
     return count > ROOM
 
 
@@ -221,7 +262,9 @@ def _narrowed(  # type: ignore[no-untyped-def]
     rows, slot, row, bracket, amounts, after,
     SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The row's bracket after the amounts above its pivots are known; the row's first program writes it to `after`."""
+    """The row's bracket after the amounts above its pivots are known; the row's first program
+    writes it to `after`.
+    """
     low, high, peak, limit, above_low, above_high = _read(bracket, row)
     if _is_crowded(rows, slot, low, peak, above_low, above_high, ROOM):
         splits = tl.arange(0, ALL_SPLITS)[:, None]
@@ -229,7 +272,8 @@ def _narrowed(  # type: ignore[no-untyped-def]
         above = tl.sum(tl.load(amounts + places, mask=splits < SPLITS, other=0), axis=0)
         pivots = _pivots(low, high, PIVOTS)
         stays = above < limit
-        # Amounts fall from pivot to pivot, so each of these four is that of the pivot next to the edge.
+        # Amounts fall from pivot to pivot, so each of these four is that of the pivot next to the
+        # edge.
         low = tl.maximum(low, tl.max(tl.where(stays, -float("inf"), pivots), axis=0))
         above_low = tl.minimum(above_low, tl.min(tl.where(stays, _NO_LIMIT, above), axis=0))
         high = tl.minimum(high, tl.min(tl.where(stays, pivots, float("inf")), axis=0))
@@ -245,7 +289,9 @@ def _narrow(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr,
     ROOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Narrow the bracket by what the pass before has found; then count or weigh what is above its new pivots."""
+    """Narrow the bracket by what the pass before has found; then count or weigh what is above its
+    new pivots.
+    """
     wait(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -268,13 +314,17 @@ def _narrow(  # type: ignore[no-untyped-def]
         if tl.load(peaks + row * rows.tiles + tile) > low:
             x = logits_of(rows, slot, row, tile * TILE + tl.arange(0, TILE))
             amount = tl.where(counts, 1.0, shares_of(x, peak, scale))
-            larger = (x[None, :] > pivots[:, None]).to(tl.float32)  # two instructions for each pivot and logit
+            larger = (x[None, :] > pivots[:, None]).to(
+                tl.float32
+            )  # two instructions for each pivot and logit
             above = tl.fma(larger, amount[None, :], above)
     # Eight places are added as fp32, in an order given here; the rest as integers, in any order.
     for _ in tl.static_range(3):
         above = tl.sum(tl.reshape(above, [PIVOTS, 2, above.shape[1] // 2]), axis=1)
     places = (row * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS)
-    tl.store(amounts_after + places, tl.sum((above * tl.where(counts, 1.0, UNIT)).to(tl.int64), axis=1))
+    tl.store(
+        amounts_after + places, tl.sum((above * tl.where(counts, 1.0, UNIT)).to(tl.int64), axis=1)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -283,7 +333,9 @@ def _gather(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, PIVOTS: tl.constexpr,
     ROOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits in the bracket to `candidates` [rows, ROOM] in any order; `held` [rows] counts them."""
+    """Write the logits in the bracket to `candidates` [rows, ROOM] in any order; `held` [rows]
+    counts them.
+    """
     wait(PDL)
     row, split = tl.program_id(1), tl.program_id(0)
     slot = tl.load(rows.slots + row)
@@ -301,17 +353,27 @@ def _gather(  # type: ignore[no-untyped-def]
             within = ((x > low) & (x <= high)).to(tl.int32)
             count = tl.sum(within, axis=0)
             if count > 0:
-                places = tl.atomic_add(held + row, count, sem="relaxed") + tl.cumsum(within, axis=0) - 1
+                places = (
+                    tl.atomic_add(held + row, count, sem="relaxed") + tl.cumsum(within, axis=0) - 1
+                )
                 tl.store(candidates + row * ROOM + places, x, mask=(within != 0) & (places < ROOM))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut(  # type: ignore[no-untyped-def]
-    rows, bracket, candidates, held, floors, ROOM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+    rows,
+    bracket,
+    candidates,
+    held,
+    floors,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The lowest logit that stays, exactly; the higher of it and min-p's is the row's floor.
 
-    Bisected on the bits of fp32, as int64: above `low` there is too much for `low` to stay, above `high` there is not.
+    Bisected on the bits of fp32, as int64: above `low` there is too much for `low` to stay, above
+    `high` there is not.
     """
     wait(PDL)
     row = tl.program_id(0)
@@ -321,7 +383,11 @@ def _cut(  # type: ignore[no-untyped-def]
     if not has_flag(rows, slot, IS_SEARCHED):
         return
     low, high, peak, limit, _above_low, above_high = _read(bracket, row)
-    scale, twice, counts = real_of(rows, slot, SCALE), _cuts_twice(rows, slot), word_of(rows, slot, TOP_K) > 0
+    scale, twice, counts = (
+        real_of(rows, slot, SCALE),
+        _cuts_twice(rows, slot),
+        word_of(rows, slot, TOP_K) > 0,
+    )
     over = tl.where(twice, 0, above_high)  # the amount above all candidates
     high = tl.where(twice, peak, high)
     listed = tl.load(held + row)
@@ -338,17 +404,27 @@ def _cut(  # type: ignore[no-untyped-def]
     top, grain = high, _grain(rows, slot)
     for stage in range(2):
         if (stage == 0) | twice:
-            count_low, mass_low = _above(_of_bits(low), rows, slot, row, values, masses, listed, peak, scale, TILE)
-            count_high, mass_high = _above(_of_bits(high), rows, slot, row, values, masses, listed, peak, scale, TILE)
+            count_low, mass_low = _above(
+                _of_bits(low), rows, slot, row, values, masses, listed, peak, scale, TILE
+            )
+            count_high, mass_high = _above(
+                _of_bits(high), rows, slot, row, values, masses, listed, peak, scale, TILE
+            )
             while (high - low >= grain) & (count_low - count_high > 1):
                 middle = (low + high) >> 1
-                count, mass = _above(_of_bits(middle), rows, slot, row, values, masses, listed, peak, scale, TILE)
-                if tl.where(counts, count.to(tl.int64), mass) + tl.where(listed <= ROOM, over, 0) < limit:
+                count, mass = _above(
+                    _of_bits(middle), rows, slot, row, values, masses, listed, peak, scale, TILE
+                )
+                if (
+                    tl.where(counts, count.to(tl.int64), mass) + tl.where(listed <= ROOM, over, 0)
+                    < limit
+                ):
                     high, count_high, mass_high = middle, count, mass
                 else:
                     low, count_low, mass_low = middle, count, mass
             if (stage == 0) & twice:
-                # All from low to high are equal. Of equals at its edge top-k weighs only as many as make up k.
+                # All from low to high are equal. Of equals at its edge top-k weighs only as many as
+                # make up k.
                 each = (mass_low - mass_high) // tl.maximum(count_low - count_high, 1)
                 of_k = mass_high + each * (tl.minimum(limit, count_low.to(tl.int64)) - count_high)
                 limit = (of_k.to(tl.float32) * real_of(rows, slot, TOP_P)).to(tl.int64)
@@ -360,7 +436,9 @@ def _cut(  # type: ignore[no-untyped-def]
 def _above(  # type: ignore[no-untyped-def]
     edge, rows, slot, row, values, masses, listed, peak, scale, TILE: tl.constexpr
 ):
-    """How many candidates are larger than `edge`, and their mass; of the whole row if they are too many for a list."""
+    """How many candidates are larger than `edge`, and their mass; of the whole row if they are too
+    many for a list.
+    """
     if listed <= values.shape[0]:
         count = tl.sum((values > edge).to(tl.int32), axis=0)
         mass = tl.sum(tl.where(values > edge, masses, 0), axis=0)

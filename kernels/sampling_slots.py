@@ -1,12 +1,14 @@
-"""What each slot's request asks of the sampler, on the device; and a row's logits as its request wants them. Triton.
+"""What each slot's request asks of the sampler, on the device; and a row's logits as its request
+wants them. Triton.
 
-A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1 is padding. Logits
-are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden tokens, penalties and a guide's mask are
-applied wherever a tile is read (`logits_of`), so that no copy exists.
+A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1
+is padding. Logits are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden
+tokens, penalties and a guide's mask are applied wherever a tile is read (`logits_of`), so that no
+copy exists.
 
-A *share* is a probability in units of the likeliest token's. *Masses* are shares to be added: as integers in units of
-2**-40, or in pairs, so no layout that the compiler chooses, and no order of the hardware's, changes a bit of the sums.
-The launches are in `kernels/fused_sampling.py`.
+A *share* is a probability in units of the likeliest token's. *Masses* are shares to be added: as
+integers in units of 2**-40, or in pairs, so no layout that the compiler chooses, and no order of
+the hardware's, changes a bit of the sums. The launches are in `kernels/fused_sampling.py`.
 """
 
 # Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
@@ -55,7 +57,8 @@ __all__ = [
 ]
 
 MAX_BIASES = 1024
-# Tokens of a tile, which a program reads at a time, and of its parts, whose maxima bound the k-th largest logit.
+# Tokens of a tile, which a program reads at a time, and of its parts, whose maxima bound the k-th
+# largest logit.
 TILE = 1024
 SUBTILE = 128
 
@@ -97,12 +100,17 @@ UNIT = tl.constexpr(float(1 << 40))
 class SlotTables:
     """What the device knows of each slot. 131 MB for 256 slots and 128,256 tokens.
 
-    Spare slots come behind the others. They have no notes and no biases: their requests must not be adjusted.
+    Spare slots come behind the others. They have no notes and no biases: their requests must not be
+    adjusted.
     """
 
     parameters: torch.Tensor  # int32 [slots + spare, 16]
-    notes: torch.Tensor  # int32 [slots, vocab]; read only of slots with bias, min_tokens or penalties
-    biases: torch.Tensor  # int32 [slots, MAX_BIASES, 2]: token ids, ascending, and the bits of their fp32 bias
+    notes: (
+        torch.Tensor
+    )  # int32 [slots, vocab]; read only of slots with bias, min_tokens or penalties
+    biases: (
+        torch.Tensor
+    )  # int32 [slots, MAX_BIASES, 2]: token ids, ascending, and the bits of their fp32 bias
     sampled: torch.Tensor  # int64 [slots + spare]: the newest token
 
     @classmethod
@@ -145,13 +153,16 @@ def record_of(
 ) -> bytes:
     """A slot's parameters as the kernels read them, 64 bytes.
 
-    token_index: that of the next token. top_k: 0 if it cuts nothing. biases: how many tokens have one.
+    token_index: that of the next token. top_k: 0 if it cuts nothing. biases: how many tokens have
+    one.
     """
     random = temperature > 0
     searched = random and (top_k > 0 or top_p < 1)
     cut = searched or (random and min_p > 0)
     penalized = repetition != 1.0 or presence != 0 or frequency != 0
-    flags = cut * 1 | searched * 2 | (biases > 0) * 4 | (token_index < min_tokens) * 8 | penalized * 16
+    flags = (
+        cut * 1 | searched * 2 | (biases > 0) * 4 | (token_index < min_tokens) * 8 | penalized * 16
+    )
     # Lower temperatures are as good as this one, whose inverse is finite.
     scale = math.log2(math.e) / max(temperature, 1e-30) if random else 0.0
     floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
@@ -162,7 +173,9 @@ def record_of(
 
 
 def note_of(*, count: Any = 0, in_prompt: Any = 0, ends: Any = 0, has_bias: Any = 0) -> Any:
-    """The word in `SlotTables.notes` of one token, or of an array of them; the last three are 0 or 1."""
+    """The word in `SlotTables.notes` of one token, or of an array of them; the last three are 0 or
+    1.
+    """
     return count | in_prompt * _IN_PROMPT.value | ends * _ENDS.value | has_bias * _HAS_BIAS.value
 
 
@@ -182,7 +195,9 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What is known of each tile, [rows, tiles]. The maxima [rows, tiles * 8] and minima are for top-k."""
+    """What is known of each tile, [rows, tiles]. The maxima [rows, tiles * 8] and minima are for
+    top-k.
+    """
 
     peaks: torch.Tensor
     sums: torch.Tensor
@@ -191,13 +206,15 @@ class Tiles(NamedTuple):
     minima: torch.Tensor | None
 
 
-# --- one row: its parameters, its logits ----------------------------------------------------------------------------
+# --- one row: its parameters, its logits
+# ----------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     if PDL:
-        # The next kernel reads and writes nothing before its own wait, so it may come as soon as there is room.
+        # The next kernel reads and writes nothing before its own wait, so it may come as soon as
+        # there is room.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -221,7 +238,9 @@ def has_flag(rows, slot, flag: tl.constexpr):  # type: ignore[no-untyped-def]
 def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
     """Logits of `tokens` in one row, adjusted and masked, fp32; -inf beyond the vocabulary."""
     inside = tokens < rows.vocab
-    x = tl.load(rows.logits + row.to(tl.int64) * rows.stride + tokens, mask=inside, other=-float("inf"))
+    x = tl.load(
+        rows.logits + row.to(tl.int64) * rows.stride + tokens, mask=inside, other=-float("inf")
+    )
     x = x.to(tl.float32)
     if rows.notes is not None:
         if has_flag(rows, slot, IS_ADJUSTED):
@@ -230,14 +249,18 @@ def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
         place = tl.load(rows.mask_of_row + row)
         if place >= 0:
             words = (rows.vocab + 31) // 32
-            word = tl.load(rows.mask_words + place.to(tl.int64) * words + (tokens >> 5), mask=inside, other=0)
+            word = tl.load(
+                rows.mask_words + place.to(tl.int64) * words + (tokens >> 5), mask=inside, other=0
+            )
             x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, -float("inf"))
     return x
 
 
 @triton.jit
 def _adjusted(x, rows, slot, tokens, inside):  # type: ignore[no-untyped-def]
-    """Bias, tokens that may not end the text yet, penalties; in the order of paged_engine/sampler.py."""
+    """Bias, tokens that may not end the text yet, penalties; in the order of
+    paged_engine/sampler.py.
+    """
     note = tl.load(rows.notes + slot.to(tl.int64) * rows.vocab + tokens, mask=inside, other=0)
     if has_flag(rows, slot, IS_BIASED):
         x = _biased(x, rows, slot, tokens, (note & _HAS_BIAS) != 0)
@@ -248,7 +271,9 @@ def _adjusted(x, rows, slot, tokens, inside):  # type: ignore[no-untyped-def]
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where((note & (_COUNT | _IN_PROMPT)) != 0, repeated, x)
         count = note & _COUNT
-        penalty = real_of(rows, slot, PRESENCE) + real_of(rows, slot, FREQUENCY) * count.to(tl.float32)
+        penalty = real_of(rows, slot, PRESENCE) + real_of(rows, slot, FREQUENCY) * count.to(
+            tl.float32
+        )
         x = tl.where(count > 0, x - penalty, x)
     return x
 

@@ -1,32 +1,40 @@
-"""y = x W^T for few rows of x, as fast as the weights can be read (Triton; kernels in `kernels/skinny_kernels.py`).
+"""y = x W^T for few rows of x, as fast as the weights can be read (Triton; kernels in
+`kernels/skinny_kernels.py`).
 
-A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of the 8B shape. Three
-kernels; all add in fp32 and round once:
+A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of
+the 8B shape. Three kernels; all add in fp32 and round once:
 
-- `vector_kernel`, one row of x. Grid: one program per `block_n` weight rows; multiply-adds on weights in registers.
-  fp8 weights are widened there (x stays as it is), with the instruction that converts two at a time.
-- `ring_kernel` of `kernels/skinny_hopper.py`, up to 64 rows of 16 bits on Hopper: one warp loads, four multiply.
-- `tile_kernel`, any number of rows. Grid: weight tiles x split. The weight is the left operand of the tensor core,
-  acc[block_n, BM] = W[block_n, block_k] x^T[block_k, BM], so that 64 of its rows fill a wgmma whatever BM is (16, 32,
-  64 or 128; rows beyond M are zeros). Where the tiles are too few for the GPU, programs share the K of a tile: each
-  leaves its sums in a workspace; the one that arrives last adds all of them in the order of K and resets the counter.
-  fp8 weights meet fp8 rows, so nothing is converted, and half the bytes are read.
+- `vector_kernel`, one row of x. Grid: one program per `block_n` weight rows; multiply-adds on
+  weights in registers.
+  fp8 weights are widened there (x stays as it is), with the instruction that converts two at a
+  time.
+- `ring_kernel` of `kernels/skinny_hopper.py`, up to 64 rows of 16 bits on Hopper: one warp loads,
+  four multiply.
+- `tile_kernel`, any number of rows. Grid: weight tiles x split. The weight is the left operand of
+  the tensor core,
+  acc[block_n, BM] = W[block_n, block_k] x^T[block_k, BM], so that 64 of its rows fill a wgmma
+  whatever BM is (16, 32, 64 or 128; rows beyond M are zeros). Where the tiles are too few for the
+  GPU, programs share the K of a tile: each leaves its sums in a workspace; the one that arrives
+  last adds all of them in the order of K and resets the counter. fp8 weights meet fp8 rows, so
+  nothing is converted, and half the bytes are read.
 
-Around the product, in the same launch: scales of fp8 weights and rows, bias, gated activation or residual after it. Not
-RMSNorm before it: each program would norm all of x (ARCHITECTURE.md has the milliseconds).
+Around the product, in the same launch: scales of fp8 weights and rows, bias, gated activation or
+residual after it. Not RMSNorm before it: each program would norm all of x (ARCHITECTURE.md has the
+milliseconds).
 
-Between launches, with `pdl=True` (programmatic dependent launch, Hopper and later): a kernel of 8 to 55 us loses 2 to
-4 us to its launch, its first loads and its last programs, while the memory idles. So every program here first says that
-the next kernel may start (`gdc_launch_dependents`). Once all programs of this kernel run, the next kernel's take the
-places of those that end. They must wait for what this kernel writes (`gdc_wait`), but weights never change: before they
-wait, they fetch their first weights, into registers (vector), shared memory (ring) or L2 (tile: `prefetch` bytes of
-each row), and the memory stays busy over the seam.
+Between launches, with `pdl=True` (programmatic dependent launch, Hopper and later): a kernel of 8
+to 55 us loses 2 to 4 us to its launch, its first loads and its last programs, while the memory
+idles. So every program here first says that the next kernel may start (`gdc_launch_dependents`).
+Once all programs of this kernel run, the next kernel's take the places of those that end. They must
+wait for what this kernel writes (`gdc_wait`), but weights never change: before they wait, they
+fetch their first weights, into registers (vector), shared memory (ring) or L2 (tile: `prefetch`
+bytes of each row), and the memory stays busy over the seam.
 
-Bits: equal inputs give equal bits, and a row's bits do not depend on the other rows. They depend on how many rows there
-are only where that number chooses the kernel, `block_k` or `split`.
+Bits: equal inputs give equal bits, and a row's bits do not depend on the other rows. They depend on
+how many rows there are only where that number chooses the kernel, `block_k` or `split`.
 
-The workspace is one per GPU: calls on one GPU must be ordered (one stream). The first call makes it, so it must not be
-under graph capture.
+The workspace is one per GPU: calls on one GPU must be ordered (one stream). The first call makes
+it, so it must not be under graph capture.
 """
 
 from __future__ import annotations
@@ -61,7 +69,9 @@ MAX_ROWS = 128
 """The most rows of x. Where cuBLAS is faster, `kernels/gpu_linear.py` takes that."""
 
 RING_ROWS = 64
-"""The most rows of x for the ring kernel. At 128, x would be as many bytes as the weight on their way to the SMs."""
+"""The most rows of x for the ring kernel. At 128, x would be as many bytes as the weight on their
+way to the SMs.
+"""
 
 _PARTIAL_SUMS = 8 << 20
 """fp32 numbers in the workspace (32 MiB): split x N x BM."""
@@ -72,7 +82,9 @@ _RING_REGISTERS = 128  # per thread: two programs of 256 threads share an SM
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """What a program of the vector kernel works on. With a gate: block_n gate rows and as many up rows."""
+    """What a program of the vector kernel works on. With a gate: block_n gate rows and as many up
+    rows.
+    """
 
     block_n: int
     block_k: int
@@ -81,7 +93,9 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class TensorTile:
-    """What a program of the tile kernel works on. With a gate: block_n gate rows and as many up rows."""
+    """What a program of the tile kernel works on. With a gate: block_n gate rows and as many up
+    rows.
+    """
 
     block_n: int
     block_k: int
@@ -93,7 +107,9 @@ class TensorTile:
     tma: bool = False
     """Loads through the tensor memory accelerator (Hopper and later)."""
     prefetch: int = 1024
-    """Bytes of each weight row that are fetched into L2 before `gdc_wait`; 0 or a power of two from 512 on."""
+    """Bytes of each weight row that are fetched into L2 before `gdc_wait`; 0 or a power of two from
+    512 on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +128,12 @@ Tile = VectorTile | TensorTile | RingTile
 
 
 def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
-    """The tile for x [rows, K] and a weight, the best of a sweep on an H200 over the weights of Llama-3.1-8B.
+    """The tile for x [rows, K] and a weight, the best of a sweep on an H200 over the weights of
+    Llama-3.1-8B.
 
-    One row: 2 weight rows at a time. More, in the tile kernel: a pipeline of about 100 KB, so that two programs share
-    an SM, and a split that gives each SM two or three. With more rows, fewer columns at a time, as the tile of x has
-    its part in a stage.
+    One row: 2 weight rows at a time. More, in the tile kernel: a pipeline of about 100 KB, so that
+    two programs share an SM, and a split that gives each SM two or three. With more rows, fewer
+    columns at a time, as the tile of x has its part in a stage.
     """
     (rows, k), device, fp8 = x.shape, x.device, weight.dtype == torch.float8_e4m3fn
     n = len(weight) // 2 if gated else len(weight)
@@ -146,8 +163,10 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
 
 @functools.cache
 def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
-    """The tile with the fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer than it
-    saves from 32 rows on. Cached, because a step without a graph asks for each of its products."""
+    """The tile with the fewest bytes, to load and to leave, for the busiest SM. To add four parts
+    takes longer than it saves from 32 rows on. Cached, because a step without a graph asks for each
+    of its products.
+    """
     steps, sms = cdiv(k, 64), _processors(device)
     splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
 
@@ -165,7 +184,9 @@ def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) 
 
 
 def _space(rows: int) -> int:
-    """Weight rows for which a slot of the ring has room: whole products of the tensor core, a power of two."""
+    """Weight rows for which a slot of the ring has room: whole products of the tensor core, a power
+    of two.
+    """
     return max(64, int(power_of_2(rows)))
 
 
@@ -189,7 +210,9 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
 
 
 def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
-    """Programs for one tile: as many as give each SM two or three, if each still has a pipeline to fill."""
+    """Programs for one tile: as many as give each SM two or three, if each still has a pipeline to
+    fill.
+    """
     return int(max(1, min(3 * _processors(device) // cdiv(n, block_n), k // (4 * block_k), most)))
 
 
@@ -208,13 +231,15 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x W^T and what goes with it: x [M, K], weight [N, K] -> [M, N], for 1 to MAX_ROWS rows.
 
-    In this order: the product; times x_scale [M, 1] and weight_scale [N], both fp32, of fp8 rows and weights; plus bias
-    [N]; plus residual [M, N] (`out` may be that tensor). With a `gate`, weight [2 N, K], weight_scale and bias have the
-    gate's rows first, and the result is act(gate) * up. Rounded once, at the end.
+    In this order: the product; times x_scale [M, 1] and weight_scale [N], both fp32, of fp8 rows
+    and weights; plus bias [N]; plus residual [M, N] (`out` may be that tensor). With a `gate`,
+    weight [2 N, K], weight_scale and bias have the gate's rows first, and the result is act(gate) *
+    up. Rounded once, at the end.
 
-    x, residual, out: bf16 or fp16, columns contiguous. weight: of x's type and contiguous; K is 8 times a number.
-    float8_e4m3fn weights: one row of x may be as above; more of them must be float8_e4m3fn too, with x_scale and `out`;
-    K is 16 times a number. `tile`: instead of `default_tile`.
+    x, residual, out: bf16 or fp16, columns contiguous. weight: of x's type and contiguous; K is 8
+    times a number. float8_e4m3fn weights: one row of x may be as above; more of them must be
+    float8_e4m3fn too, with x_scale and `out`; K is 16 times a number. `tile`: instead of
+    `default_tile`.
     """
     rows, k = x.shape
     n = weight.shape[0] // (1 if gate is None else 2)
@@ -291,11 +316,16 @@ def _check(
     if x.dtype not in (torch.bfloat16, torch.float16) and (not fp8 or vector):
         raise ValueError(f"x is {x.dtype}, must be bfloat16 or float16, or fp8 with a TensorTile")
     if weight.dtype != x.dtype and not (vector and weight.dtype == torch.float8_e4m3fn):
-        raise ValueError(f"weight is {weight.dtype}, must be as x, {x.dtype}, or fp8 with a VectorTile")
+        raise ValueError(
+            f"weight is {weight.dtype}, must be as x, {x.dtype}, or fp8 with a VectorTile"
+        )
     if fp8 != (x_scale is not None) or (fp8 and out is None):
         raise ValueError("fp8 rows come with x_scale and out, others without x_scale")
     if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 * n")
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 "
+            f"* n"
+        )
     if weight.dtype == torch.float8_e4m3fn and k % 16:
         raise ValueError(f"{k} columns of an fp8 weight, must be 16 * n")
     if vector and (x.data_ptr() | weight.data_ptr()) % 8:
@@ -303,20 +333,33 @@ def _check(
     if gate is not None and residual is not None:
         raise ValueError("a gated product takes no residual")
     if isinstance(tile, RingTile) and not fits_ring(weight):
-        raise ValueError(f"{tile} is not for a weight {tuple(weight.shape)} of {weight.dtype} on {weight.device}")
+        raise ValueError(
+            f"{tile} is not for a weight {tuple(weight.shape)} of {weight.dtype} on {weight.device}"
+        )
     if not isinstance(tile, VectorTile) and tile.split > 1:
-        of, space = (tile.rows, _space(tile.rows)) if isinstance(tile, RingTile) else (tile.block_n, tile.block_n)
+        of, space = (
+            (tile.rows, _space(tile.rows))
+            if isinstance(tile, RingTile)
+            else (tile.block_n, tile.block_n)
+        )
         tiles = cdiv(weight.shape[0], of)
         sums = tiles * tile.split * space * max(16, power_of_2(rows))
         if gate is not None or tiles > _MOST_TILES or sums > _PARTIAL_SUMS:
-            raise ValueError(f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} outputs")
+            raise ValueError(
+                f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} "
+                f"outputs"
+            )
 
 
 def _descriptors(
     x: torch.Tensor, weight: torch.Tensor, block_m: int, tile: TensorTile
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """x and weight for the TMA, or None where the tile or the tensors' alignment asks for plain loads."""
-    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, weight))
+    """x and weight for the TMA, or None where the tile or the tensors' alignment asks for plain
+    loads.
+    """
+    aligned = all(
+        t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, weight)
+    )
     if not tile.tma or not aligned:
         return None, None
     return (
@@ -336,13 +379,17 @@ def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
 
 @functools.cache
 def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of programs that share K; and how many of each tile's programs have arrived, 0 between launches."""
+    """Sums of programs that share K; and how many of each tile's programs have arrived, 0 between
+    launches.
+    """
     sums = torch.empty(_PARTIAL_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def fits_ring(weight: torch.Tensor) -> bool:
-    """Whether the ring kernel serves this weight: 16 bits, on Hopper, and such that TMA can read it in groups."""
+    """Whether the ring kernel serves this weight: 16 bits, on Hopper, and such that TMA can read it
+    in groups.
+    """
     whole = len(weight) % 16 == 0 and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
     return whole and weight.dtype in (torch.bfloat16, torch.float16) and _is_hopper(weight.device)
 
@@ -360,4 +407,8 @@ def _converts_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )

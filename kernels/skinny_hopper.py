@@ -1,21 +1,25 @@
-"""y = x W^T for 2 to 64 rows of x on Hopper, in Gluon: what `tile_kernel` of `kernels/skinny_kernels.py` does, faster.
+"""y = x W^T for 2 to 64 rows of x on Hopper, in Gluon: what `tile_kernel` of
+`kernels/skinny_kernels.py` does, faster.
 
-A program multiplies ROWS weight rows by all of x, over all columns or, so that all SMs have their share of a small
-weight, over a part of them. Its warps have two jobs. The *loader* copies weights and x to shared memory by TMA, 64
-columns at a time, into a ring of slots. It fills the ring with weights before it waits for the kernel that writes x.
-The other four multiply (wgmma, the weight on the left), and finish the rows. What makes it fast is how much is under
-way: a step of 32 requests took 5.31 ms with rings of 200 KB per SM and 5.88 ms with half of that (H200, 8B shape).
+A program multiplies ROWS weight rows by all of x, over all columns or, so that all SMs have their
+share of a small weight, over a part of them. Its warps have two jobs. The *loader* copies weights
+and x to shared memory by TMA, 64 columns at a time, into a ring of slots. It fills the ring with
+weights before it waits for the kernel that writes x. The other four multiply (wgmma, the weight on
+the left), and finish the rows. What makes it fast is how much is under way: a step of 32 requests
+took 5.31 ms with rings of 200 KB per SM and 5.88 ms with half of that (H200, 8B shape).
 
-Weight rows are handled in groups of 16: two halves of 8, which come from wherever the descriptor says. For a gate, the
-first half is of the gate's rows and the second of up's, so that the thread that has one has the other too.
+Weight rows are handled in groups of 16: two halves of 8, which come from wherever the descriptor
+says. For a gate, the first half is of the gate's rows and the second of up's, so that the thread
+that has one has the other too.
 
-Shapes: x [M, K], weight [N, K] or gated [2 N, K]; BM is M rounded up to 16, 32 or 64, SPACE is ROWS rounded up to a
-power of two (the rows between are computed from what lies there, and dropped).
-Grid: (cdiv(rows of the weight, ROWS) * SPLIT,). Programs that share a tile leave their sums in a workspace, as those of
-`tile_kernel` do: the last to arrive adds them in the order of K.
+Shapes: x [M, K], weight [N, K] or gated [2 N, K]; BM is M rounded up to 16, 32 or 64, SPACE is ROWS
+rounded up to a power of two (the rows between are computed from what lies there, and dropped).
+Grid: (cdiv(rows of the weight, ROWS) * SPLIT,). Programs that share a tile leave their sums in a
+workspace, as those of `tile_kernel` do: the last to arrive adds them in the order of K.
 
-What it does not do is to send x to several SMs at once (Triton 3.6 has no multicast): at 128 rows half as much of x as
-of the weight goes from L2 to the SMs, and that way is no wider than 1.5 times the memory's.
+What it does not do is to send x to several SMs at once (Triton 3.6 has no multicast): at 128 rows
+half as much of x as of the weight goes from L2 to the SMs, and that way is no wider than 1.5 times
+the memory's.
 """
 
 # ruff: noqa: N803, N806, RUF059
@@ -29,7 +33,12 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -40,24 +49,34 @@ COLUMNS = gl.constexpr(64)
 GROUP = gl.constexpr(16)
 """Weight rows of a group."""
 LOADER_REGISTERS = gl.constexpr(40)
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # by its name of Triton 3.7, and of 3.6
+_barrier = (
+    gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+)  # by its name of Triton 3.7, and of 3.6
 
 
 def ring_descriptors(
     x: torch.Tensor, weight: torch.Tensor, *, block_m: int, rows: int, gated: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """x [M, K] and the weight, of which each group is a box [1, 2, 8, COLUMNS] and a box has as many as fit `rows`."""
+    """x [M, K] and the weight, of which each group is a box [1, 2, 8, COLUMNS] and a box has as
+    many as fit `rows`.
+    """
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     groups = rows // GROUP.value
     of_rows, columns = weight.shape
-    half = of_rows // 2 * columns if gated else 8 * columns  # from a group's first half to its second
+    half = (
+        of_rows // 2 * columns if gated else 8 * columns
+    )  # from a group's first half to its second
     group = (8 if gated else 16) * columns
     box = [groups & -groups, 2, 8, COLUMNS.value]
     x_box = [block_m, COLUMNS.value]
     return (
         TensorDescriptor(x, list(x.shape), list(x.stride()), x_box, _layout(*x_box, dtype=dtype)),
         TensorDescriptor(
-            weight, [of_rows // 16, 2, 8, columns], [group, half, columns, 1], box, _layout(*box, dtype=dtype)
+            weight,
+            [of_rows // 16, 2, 8, columns],
+            [group, half, columns, 1],
+            box,
+            _layout(*box, dtype=dtype),
         ),
     )
 
@@ -93,7 +112,9 @@ def ring_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     BM: gl.constexpr = x.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, BM, COLUMNS], x.layout)
-    weight_ring = gl.allocate_shared_memory(weight.dtype, [SLOTS, SPACE // GROUP, 2, 8, COLUMNS], weight.layout)
+    weight_ring = gl.allocate_shared_memory(
+        weight.dtype, [SLOTS, SPACE // GROUP, 2, 8, COLUMNS], weight.layout
+    )
     # `full`: TMA has written a slot. `free`: it has been multiplied.
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -136,12 +157,18 @@ def _loader(  # type: ignore[no-untyped-def]
         gdc_wait()
     for i in gl.static_range(SLOTS):
         if i < steps:
-            tma.async_copy_global_to_shared(x, [0, (first + i) * COLUMNS], full.index(i), x_ring.index(i))
+            tma.async_copy_global_to_shared(
+                x, [0, (first + i) * COLUMNS], full.index(i), x_ring.index(i)
+            )
     for step in range(SLOTS, steps):
         slot = step % SLOTS
         mbarrier.wait(free.index(slot), (step // SLOTS & 1) ^ 1)
-        _copy_weights(x, weight, tile, first + step, full.index(slot), weight_ring.index(slot), ROWS)
-        tma.async_copy_global_to_shared(x, [0, (first + step) * COLUMNS], full.index(slot), x_ring.index(slot))
+        _copy_weights(
+            x, weight, tile, first + step, full.index(slot), weight_ring.index(slot), ROWS
+        )
+        tma.async_copy_global_to_shared(
+            x, [0, (first + step) * COLUMNS], full.index(slot), x_ring.index(slot)
+        )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -206,8 +233,10 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _place(row, m):  # type: ignore[no-untyped-def]
-    """Where a program leaves its sums [SPACE, BM]: pair after pair of each thread's registers, so that those of a warp
-    lie together. A thread has rows r and r + 8 of each 64, and of each 8 rows of x two neighbours."""
+    """Where a program leaves its sums [SPACE, BM]: pair after pair of each thread's registers, so
+    that those of a warp lie together. A thread has rows r and r + 8 of each 64, and of each 8 rows
+    of x two neighbours.
+    """
     BM: gl.constexpr = m.shape[1]
     thread = row // 16 % 4 * 32 + row % 8 * 4 + m // 2 % 4
     pair = (row // 64 * 2 + row // 8 % 2) * (BM // 8) + m // 8

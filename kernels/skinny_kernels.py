@@ -1,8 +1,9 @@
 """The two Triton kernels of `kernels/skinny_gemm.py`, which explains them and launches them.
 
-Names in capitals are known when a kernel is compiled. M rows of x, N outputs, K columns; a program has BN weight rows,
-BM rows of x, and BK columns at a time. A gated weight is [2 N, K]: N gate rows, then N up rows, and a program has BN of
-each. Scales, gate, bias and so on are there if their argument is not None.
+Names in capitals are known when a kernel is compiled. M rows of x, N outputs, K columns; a program
+has BN weight rows, BM rows of x, and BK columns at a time. A gated weight is [2 N, K]: N gate rows,
+then N up rows, and a program has BN of each. Scales, gate, bias and so on are there if their
+argument is not None.
 """
 
 # ruff: noqa: N803, N806
@@ -16,7 +17,9 @@ import triton.language as tl
 __all__ = ["PREFETCH_PIECE", "tile_kernel", "vector_kernel"]
 
 PREFETCH_PIECE = tl.constexpr(512)
-"""Bytes of one prefetch instruction. A warp issues those of its threads one by one, so they should not be many."""
+"""Bytes of one prefetch instruction. A warp issues those of its threads one by one, so they should
+not be many.
+"""
 
 
 @triton.jit
@@ -27,9 +30,10 @@ def vector_kernel(
 ):  # fmt: skip
     """x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
 
-    x and weight come as words of four columns: int64, or int32 where the weight is fp8. A word has one accumulator, and
-    stays packed from its load to its use; so there are registers for enough loads under way. A thread has two words of
-    x and of each weight row (int32 would allow four), so that no layout is converted.
+    x and weight come as words of four columns: int64, or int32 where the weight is fp8. A word has
+    one accumulator, and stays packed from its load to its use; so there are registers for enough
+    loads under way. A thread has two words of x and of each weight row (int32 would allow four), so
+    that no layout is converted.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = K // 4
@@ -41,7 +45,8 @@ def vector_kernel(
     columns = tl.max_contiguous(tl.arange(0, BW), 2)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # A chunk of weights is asked for before the one ahead of it is used; the first, before the wait.
+    # A chunk of weights is asked for before the one ahead of it is used; the first, before the
+    # wait.
     ahead = _words_once(rows, columns, WORDS)
     up_ahead = _words_once(up_rows, columns, WORDS) if GATE is not None else ahead
     if PDL:
@@ -61,7 +66,9 @@ def vector_kernel(
 
     acc = tl.sum(acc, axis=1, keep_dims=True)
     up_acc = tl.sum(up_acc, axis=1, keep_dims=True) if GATE is not None else acc
-    _finish(acc, up_acc, tl.arange(0, 1), n, 1, N, None, weight_scale, bias, residual, out, 0, 0, GATE)
+    _finish(
+        acc, up_acc, tl.arange(0, 1), n, 1, N, None, weight_scale, bias, residual, out, 0, 0, GATE
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -73,10 +80,12 @@ def tile_kernel(
 ):  # fmt: skip
     """x [M, K] -> out [M, N]. Grid (cdiv(N, BN) * SPLIT,).
 
-    With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors of x and weight, loads go through the TMA.
+    With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors of x and weight, loads go through
+    the TMA.
     """
     CHUNK: tl.constexpr = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    # Hopper's tensor core adds fp8 products with 14 bits; after so many columns they are added to fp32 in registers.
+    # Hopper's tensor core adds fp8 products with 14 bits; after so many columns they are added to
+    # fp32 in registers.
     FEW_BITS: tl.constexpr = BK if x_scale is not None else None
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     begin = part * CHUNK
@@ -123,7 +132,9 @@ def tile_kernel(
 
 
 @triton.jit
-def _leave_sums(acc, tile, part, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
+def _leave_sums(
+    acc, tile, part, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr
+):
     """Store a part's BN x BM sums; how many parts of this tile were there before."""
     place = partials + (tile * SPLIT + part) * BN * BM
     tl.store(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
@@ -137,7 +148,9 @@ def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLI
     acc = tl.zeros((BN, BM), tl.float32)
     for part in tl.static_range(SPLIT):
         place = partials + (tile * SPLIT + part) * BN * BM
-        acc += tl.load(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], cache_modifier=".cg")
+        acc += tl.load(
+            place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], cache_modifier=".cg"
+        )
     tl.store(arrivals + tile, 0)
     return acc
 
@@ -159,7 +172,9 @@ def _finish(
     inside = (m < M)[:, None] & (n < N)[None, :]
     m = m.to(tl.int64)[:, None]
     if residual is not None:
-        y += tl.load(residual + m * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(residual + m * residual_stride + n[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + m * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -204,14 +219,20 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 @triton.jit
 def _words_once(rows, k, WORDS: tl.constexpr):
-    """Words [BN, BW] of rows [BN, 1] and word numbers k [1, BW]. They leave the caches first, so that x stays."""
+    """Words [BN, BW] of rows [BN, 1] and word numbers k [1, BW]. They leave the caches first, so
+    that x stays.
+    """
     return tl.load(rows + k, mask=k < WORDS, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.constexpr):
     """acc + the products of the weights in `words` with `four` of x."""
-    weights = _four_of_16_bits(words, DTYPE) if words.dtype == tl.int64 else _four_of_8_bits(words, FP8_INSTRUCTION)
+    weights = (
+        _four_of_16_bits(words, DTYPE)
+        if words.dtype == tl.int64
+        else _four_of_8_bits(words, FP8_INSTRUCTION)
+    )
     for i in tl.static_range(4):
         acc += weights[i] * four[i]
     return acc
@@ -220,7 +241,12 @@ def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.con
 @triton.jit
 def _four_of_16_bits(words, DTYPE: tl.constexpr):
     """int64 words -> their four numbers of DTYPE as fp32, from the lowest bits on."""
-    return _low(words, DTYPE), _low(words >> 16, DTYPE), _low(words >> 32, DTYPE), _low(words >> 48, DTYPE)
+    return (
+        _low(words, DTYPE),
+        _low(words >> 16, DTYPE),
+        _low(words >> 32, DTYPE),
+        _low(words >> 48, DTYPE),
+    )
 
 
 @triton.jit
@@ -231,15 +257,23 @@ def _low(words, DTYPE: tl.constexpr):
 @triton.jit
 def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
     """int32 words -> their four e4m3 numbers as fp32, from the lowest bits on."""
-    if FP8_INSTRUCTION:  # two at a time to fp16, and from there without unpacking (LLVM would do that)
+    if (
+        FP8_INSTRUCTION
+    ):  # two at a time to fp16, and from there without unpacking (LLVM would do that)
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b, c, d; .reg .b32 ab, cd; mov.b32 {a, b}, $4; "
-            "cvt.rn.f16x2.e4m3x2 ab, a; cvt.rn.f16x2.e4m3x2 cd, b; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd; "
+            "cvt.rn.f16x2.e4m3x2 ab, a; cvt.rn.f16x2.e4m3x2 cd, b; mov.b32 {a, b}, ab; mov.b32 "
+            "{c, d}, cd; "
             "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
             "=f,=f,=f,=f,r", [words],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
-    return _wide_e4m3(words), _wide_e4m3(words >> 8), _wide_e4m3(words >> 16), _wide_e4m3(words >> 24)
+    return (
+        _wide_e4m3(words),
+        _wide_e4m3(words >> 8),
+        _wide_e4m3(words >> 16),
+        _wide_e4m3(words >> 24),
+    )
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Which fetched blocks are compared with their source by checksum, and what comes of it. Pure.
 
-Owns the draw, and what is known of one fetch's drawn blocks: the source's checksums and ours; no arithmetic on bytes.
-The draw is a function of lease, block and share, so whoever knows these knows what was drawn, in whichever order blocks
-come and however often they are asked for.
+Owns the draw, and what is known of one fetch's drawn blocks: the source's checksums and ours; no
+arithmetic on bytes. The draw is a function of lease, block and share, so whoever knows these knows
+what was drawn, in whichever order blocks come and however often they are asked for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ CHECKSUM_BYTES = 8  # of a KV head's part of a block (kernels/block_checksums.py
 
 
 def drawn(lease: LeaseId, blocks: Sequence[int], share: float) -> list[int]:
-    """Of these blocks, named by the source's ids, those that are checked: each with the probability `share`."""
+    """Of these blocks, named by the source's ids, those that are checked: each with the probability
+    `share`.
+    """
     if share >= 1 or share <= 0:
         return list(blocks) if share >= 1 else []
-    # Multiples of a random odd number, modulo 2**64: 0.1 us a block, and neighbours are spread over a lease evenly.
+    # Multiples of a random odd number, modulo 2**64: 0.1 us a block, and neighbours are spread over
+    # a lease evenly.
     digest = hashlib.blake2b(f"{lease.epoch}/{lease.request_id}".encode(), digest_size=8).digest()
     seed, limit = int.from_bytes(digest, "little") | 1, int(share * _WRAP)
     return [block for block in blocks if (block + 1) * seed % _WRAP < limit]
@@ -34,7 +37,9 @@ def drawn(lease: LeaseId, blocks: Sequence[int], share: float) -> list[int]:
 def in_our_order(checksums: bytes, order: Sequence[int]) -> bytes:
     """A source's checksums of a block as ours lie: of each KV head of each of our ranks.
 
-    `order`: where each of these lies in the source's. Empty, which equals none of ours, if their number is wrong."""
+    `order`: where each of these lies in the source's. Empty, which equals none of ours, if their
+    number is wrong.
+    """
     size = CHECKSUM_BYTES
     if len(checksums) < (max(order) + 1) * size:
         return b""
@@ -67,14 +72,20 @@ class Checks:
     @property
     def wrong(self) -> list[int]:
         """Places of blocks that are not what the source has."""
-        return sorted(place for place, ours in self._ours.items() if self._theirs.get(place, ours) != ours)
+        return sorted(
+            place for place, ours in self._ours.items() if self._theirs.get(place, ours) != ours
+        )
 
     @property
     def sound(self) -> float:
-        """How many first blocks a fetch that fails may keep, as far as is known here; none if any block is wrong."""
+        """How many first blocks a fetch that fails may keep, as far as is known here; none if any
+        block is wrong.
+        """
         if self.wrong:
             return 0
-        open_places = (at for at in self.places.values() if at not in self._theirs or at not in self._ours)
+        open_places = (
+            at for at in self.places.values() if at not in self._theirs or at not in self._ours
+        )
         return min(open_places, default=float("inf"))
 
     def between(self, first: int, end: int) -> list[int]:

@@ -1,10 +1,12 @@
-"""Checksums of blocks of an engine's pools: a thread in each rank's process, and on rank 0 all of them as one.
+"""Checksums of blocks of an engine's pools: a thread in each rank's process, and on rank 0 all of
+them as one.
 
-Both ends of a transfer ask here: a source for blocks that are offered, a reader for blocks that have landed. Neither
-the step loop nor a data plane waits: a rank's thread has a stream of its own on a GPU, and lets go of the GIL while it
-sums. What it reads was written before it was asked: a source is asked only for blocks of steps whose end the host has
-seen (paged_engine/ranks.py says why that holds on all ranks), a reader for blocks whose READ has ended; a launch that
-follows sees both. Whether they stay as they are is for the lease to say, so answers may be about blocks that have
+Both ends of a transfer ask here: a source for blocks that are offered, a reader for blocks that
+have landed. Neither the step loop nor a data plane waits: a rank's thread has a stream of its own
+on a GPU, and lets go of the GIL while it sums. What it reads was written before it was asked: a
+source is asked only for blocks of steps whose end the host has seen (paged_engine/ranks.py says why
+that holds on all ranks), a reader for blocks whose READ has ended; a launch that follows sees both.
+Whether they stay as they are is for the lease to say, so answers may be about blocks that have
 changed since, and whoever asked must know whether it still counts.
 """
 
@@ -44,8 +46,12 @@ class _HostSide:
         from kernels import block_checksums
 
         slice_bytes = _slice_bytes(region, kv_heads, block_checksums.WORD_BYTES)
-        whole = (ctypes.c_uint8 * (region.num_blocks * region.block_bytes)).from_address(region.address)
-        self._pool = np.ctypeslib.as_array(whole).view(np.int64).reshape(region.num_blocks, kv_heads, -1)
+        whole = (ctypes.c_uint8 * (region.num_blocks * region.block_bytes)).from_address(
+            region.address
+        )
+        self._pool = (
+            np.ctypeslib.as_array(whole).view(np.int64).reshape(region.num_blocks, kv_heads, -1)
+        )
         self._keys = block_checksums.keys(slice_bytes // block_checksums.WORD_BYTES)
         self._sums = block_checksums.block_checksums
 
@@ -54,7 +60,9 @@ class _HostSide:
 
 
 class _GpuSide:
-    """The thread's current stream is ours, of the lowest priority: waiting programs of steps go first."""
+    """The thread's current stream is ours, of the lowest priority: waiting programs of steps go
+    first.
+    """
 
     def __init__(self, region: PoolRegion, kv_heads: int) -> None:
         import torch
@@ -78,7 +86,9 @@ class _GpuSide:
         count, stream = len(blocks), self._stream.cuda_stream
         self._host_ids.numpy()[:count] = blocks
         self._copy(self._ids.data_ptr(), self._host_ids.data_ptr(), 4 * count, stream)
-        found = self._kernel(self._address, self._ids[:count], kv_heads=self._kv_heads, slice_bytes=self._slice_bytes)
+        found = self._kernel(
+            self._address, self._ids[:count], kv_heads=self._kv_heads, slice_bytes=self._slice_bytes
+        )
         self._copy(self._host_sums.data_ptr(), found.data_ptr(), 8 * count * self._kv_heads, stream)
         self._stream.synchronize()
         return _packed(self._host_sums[:count].numpy())
@@ -87,8 +97,12 @@ class _GpuSide:
 class ChecksumThread:
     """Over this process's own pool. `ask` may be called from any thread and returns at once."""
 
-    def __init__(self, region: PoolRegion, kv_heads: int, broke: Callable[[Exception], None]) -> None:
-        """`kv_heads`: of this rank. `broke` is called from the thread if it ends by an error of ours."""
+    def __init__(
+        self, region: PoolRegion, kv_heads: int, broke: Callable[[Exception], None]
+    ) -> None:
+        """`kv_heads`: of this rank. `broke` is called from the thread if it ends by an error of
+        ours.
+        """
         self._region, self._kv_heads, self._broke = region, kv_heads, broke
         self._asked: queue.Queue[tuple[Sequence[int], Done] | None] = queue.Queue()
         self._opened: queue.Queue[Exception | None] = queue.Queue()
@@ -103,7 +117,9 @@ class ChecksumThread:
             raise error
 
     def ask(self, blocks: Sequence[int], done: Done) -> None:
-        """`done` is called from our thread, with the checksums of each of these blocks, at most `MOST_BLOCKS`."""
+        """`done` is called from our thread, with the checksums of each of these blocks, at most
+        `MOST_BLOCKS`.
+        """
         self._asked.put((blocks, done))
 
     def silent_s(self) -> float:
@@ -145,19 +161,27 @@ class _Question:
 
 
 class Checksums:
-    """Of all ranks of an engine. Methods may be called from any thread and return at once, but for `close`."""
+    """Of all ranks of an engine. Methods may be called from any thread and return at once, but for
+    `close`.
+    """
 
-    def __init__(self, own: ChecksumThread, ranks: int, tell: Callable[[int, int, Sequence[int]], None]) -> None:
-        """`tell` hands a question (rank, its number, blocks) to another rank, whose answer comes to `heard`."""
+    def __init__(
+        self, own: ChecksumThread, ranks: int, tell: Callable[[int, int, Sequence[int]], None]
+    ) -> None:
+        """`tell` hands a question (rank, its number, blocks) to another rank, whose answer comes to
+        `heard`.
+        """
         self._own, self._ranks, self._tell = own, ranks, tell
         self._lock = threading.Lock()
         self._questions: dict[int, _Question] = {}
         self._numbers = 0
 
     def ask(self, blocks: Sequence[int], done: Done) -> None:
-        """`done` is called from any thread: of each block its checksums, those of rank 0's KV heads first.
+        """`done` is called from any thread: of each block its checksums, those of rank 0's KV heads
+        first.
 
-        At most `MOST_BLOCKS` blocks."""
+        At most `MOST_BLOCKS` blocks.
+        """
         with self._lock:
             self._numbers += 1
             number = self._numbers
@@ -192,7 +216,8 @@ def _slice_bytes(region: PoolRegion, kv_heads: int, unit: int) -> int:
     slice_bytes, rest = divmod(region.block_bytes, kv_heads)
     if rest or slice_bytes % unit:
         raise ConfigError(
-            f"kv_checksums reads {unit} bytes of a KV head at a time, and a block of {region.block_bytes} bytes has "
+            f"kv_checksums reads {unit} bytes of a KV head at a time, and a block of "
+            f"{region.block_bytes} bytes has "
             f"{kv_heads} heads; leave kv_checksums out"
         )
     return slice_bytes

@@ -1,4 +1,6 @@
-"""Typed values as msgpack frames of a limited size: how all of kv_transfer's messages are written and read."""
+"""Typed values as msgpack frames of a limited size: how all of kv_transfer's messages are written
+and read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Codec(Generic[T]):
         return frame
 
     def decode(self, frame: bytes) -> T:
-        """Raises msgspec.DecodeError (also for wrong types), or ValueError: too long, or nested too deeply."""
+        """Raises msgspec.DecodeError (also for wrong types), or ValueError: too long, or nested too
+        deeply.
+        """
         self._check(frame)
         try:
             return self._decoder.decode(frame)

@@ -33,7 +33,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Command: tell the peer that we are through with this lease; its answer goes to `confirmed` with this token."""
+    """Command: tell the peer that we are through with this lease; its answer goes to `confirmed`
+    with this token.
+    """
 
     peer: PeerKey
     lease: LeaseId
@@ -43,7 +45,9 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """Command: renew this lease now, not with the next heartbeat; its answer proves what has been read."""
+    """Command: renew this lease now, not with the next heartbeat; its answer proves what has been
+    read.
+    """
 
     peer: PeerKey
     lease: LeaseId
@@ -51,7 +55,9 @@ class Prove:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Command: have the peer send the checksums of these blocks of a lease, by its own ids; they go to `vouched`."""
+    """Command: have the peer send the checksums of these blocks of a lease, by its own ids; they go
+    to `vouched`.
+    """
 
     peer: PeerKey
     lease: LeaseId

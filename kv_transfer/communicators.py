@@ -1,15 +1,19 @@
-"""Two processes that send and receive memory, behind one small interface; and NCCL between GPUs behind it.
+"""Two processes that send and receive memory, behind one small interface; and NCCL between GPUs
+behind it.
 
-Owns groups of two ranks, 0 sends and 1 receives, and how a wait on them ends: done, or PeerLost after a deadline, a
-lost connection or `interrupt`. Refuses to know blocks, pools or pairs. Between CPUs it is kv_transfer/over_tcp.py.
+Owns groups of two ranks, 0 sends and 1 receives, and how a wait on them ends: done, or PeerLost
+after a deadline, a lost connection or `interrupt`. Refuses to know blocks, pools or pairs. Between
+CPUs it is kv_transfer/over_tcp.py.
 
-NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the whole process down
-when an operation times out or the peer is lost (unless an environment variable, which the tensor-parallel group of this
-process needs otherwise, says no). Two ranks meet, and their GPUs connect, in a communicator that does not block (NCCL
-2.14 and later): each call returns at once and is polled, so that `ncclCommAbort` is always possible. But each call of
-such a communicator makes a thread, 150 to 230 us an operation. So bytes move in a child of it that does block: it is
-split off without blocking, too, and has its parent's connections (`splitShare`; NCCL 2.18 and later), so that its calls
-have nobody to wait for: they put a kernel into a stream, in 15 us. That one's end is polled, again.
+NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the
+whole process down when an operation times out or the peer is lost (unless an environment variable,
+which the tensor-parallel group of this process needs otherwise, says no). Two ranks meet, and their
+GPUs connect, in a communicator that does not block (NCCL 2.14 and later): each call returns at once
+and is polled, so that `ncclCommAbort` is always possible. But each call of such a communicator
+makes a thread, 150 to 230 us an operation. So bytes move in a child of it that does block: it is
+split off without blocking, too, and has its parent's connections (`splitShare`; NCCL 2.18 and
+later), so that its calls have nobody to wait for: they put a kernel into a stream, in 15 us. That
+one's end is polled, again.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from wire.errors import ConfigError, PeerLost
 __all__ = ["RECEIVES", "SENDS", "Backend", "Communicator", "NcclBackend", "Work"]
 
 SENDS, RECEIVES = 0, 1  # ranks
-# How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64 MiB over NVLink: 190
-# us; the other end's launches).
+# How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64
+# MiB over NVLink: 190 us; the other end's launches).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
 
 
@@ -35,7 +39,9 @@ class Work(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
-        """Return when it is done. Raises PeerLost once it has taken as long as the backend's patience."""
+        """Return when it is done. Raises PeerLost once it has taken as long as the backend's
+        patience.
+        """
 
 
 class Communicator(Protocol):
@@ -55,10 +61,14 @@ class Communicator(Protocol):
 
 
 class Backend(Protocol):
-    """What makes communicators. Both calls wait for the other side until `deadline` by the monotonic clock, or until
-    this one has `given_up`, which is asked again and again. Both raise PeerLost."""
+    """What makes communicators. Both calls wait for the other side until `deadline` by the
+    monotonic clock, or until this one has `given_up`, which is asked again and again. Both raise
+    PeerLost.
+    """
 
-    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def invite(
+        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
+    ) -> Communicator:
         """The receiving side: `say` to the other one what it must know, once, and meet it."""
 
     def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
@@ -70,7 +80,9 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.18; newer libraries fill in what they have added, by `size` and `version`."""
+    """ncclConfig_t as of NCCL 2.18; newer libraries fill in what they have added, by `size` and
+    `version`.
+    """
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -98,7 +110,9 @@ class NcclBackend:
         try:
             self.library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
-            raise ConfigError(f"kv_connector nccl needs NCCL, which comes with torch for CUDA: {error}") from error
+            raise ConfigError(
+                f"kv_connector nccl needs NCCL, which comes with torch for CUDA: {error}"
+            ) from error
         pointer, number = ctypes.c_void_p, ctypes.c_int
         self.library.ncclGetErrorString.restype = ctypes.c_char_p
         self.library.ncclCommInitRankConfig.argtypes = [pointer, number, _UniqueId, number, pointer]
@@ -106,11 +120,18 @@ class NcclBackend:
         self.library.ncclCommSplit.argtypes = [pointer, number, number, pointer, pointer]
         self.library.ncclCommAbort.argtypes = [pointer]
         for name in ("ncclSend", "ncclRecv"):
-            getattr(self.library, name).argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
+            getattr(self.library, name).argtypes = [
+                pointer,
+                ctypes.c_size_t,
+                number,
+                number,
+                pointer,
+                pointer,
+            ]
         self.device = device
         self.patience_s = patience_s
-        # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung one hold up another.
-        # So we keep ours, and reuse one only when nothing runs on it any more.
+        # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung
+        # one hold up another. So we keep ours, and reuse one only when nothing runs on it any more.
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
@@ -119,7 +140,9 @@ class NcclBackend:
         self.check(self.library.ncclGetUniqueId(ctypes.byref(unique_id)), "make a unique id")
         return bytes(unique_id)
 
-    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def invite(
+        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
+    ) -> Communicator:
         """See Backend."""
         facts = self.facts()
         say(facts)
@@ -129,10 +152,14 @@ class NcclBackend:
         """See Backend."""
         return self.open(SENDS, facts, given_up, deadline)
 
-    def open(self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def open(
+        self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
+    ) -> Communicator:
         """Meet the other rank of this unique id. Raises PeerLost."""
         if len(facts) != ctypes.sizeof(_UniqueId):
-            raise PeerLost(f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}")
+            raise PeerLost(
+                f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}"
+            )
         communicator = _NcclCommunicator(self, 1 - rank, given_up)
         try:
             communicator.meet(rank, _UniqueId.from_buffer_copy(facts), deadline)
@@ -144,7 +171,9 @@ class NcclBackend:
     def check(self, result: int, doing: str) -> None:
         """Raises PeerLost unless NCCL has done it, or does it now."""
         if result not in (_SUCCESS, _IN_PROGRESS):
-            raise PeerLost(f"NCCL could not {doing}: {self.library.ncclGetErrorString(result).decode()}")
+            raise PeerLost(
+                f"NCCL could not {doing}: {self.library.ncclGetErrorString(result).decode()}"
+            )
 
 
 class _NcclCommunicator:
@@ -163,7 +192,9 @@ class _NcclCommunicator:
 
     def meet(self, rank: int, unique_id: _UniqueId, deadline: float) -> None:
         init = self._backend.library.ncclCommInitRankConfig
-        result = init(ctypes.byref(self._parent), 2, unique_id, rank, ctypes.byref(self._config(blocking=0)))
+        result = init(
+            ctypes.byref(self._parent), 2, unique_id, rank, ctypes.byref(self._config(blocking=0))
+        )
         self._backend.check(result, "start a communicator")
         self.settle("meet the other rank", deadline)
         # The first operation connects the two GPUs, by all channels whatever its size.
@@ -175,7 +206,9 @@ class _NcclCommunicator:
         """From here on calls block."""
         doing = "split a communicator"
         config = ctypes.byref(self._config(blocking=1))
-        result = self._backend.library.ncclCommSplit(self._parent, 0, rank, ctypes.byref(self._child), config)
+        result = self._backend.library.ncclCommSplit(
+            self._parent, 0, rank, ctypes.byref(self._child), config
+        )
         self._backend.check(result, doing)
         # It is the parent that tells the child's state until there is one.
         self.settle(doing, deadline)
@@ -197,7 +230,9 @@ class _NcclCommunicator:
         self._interrupted = True
 
     def close(self) -> None:
-        """Abort: local, whatever the other side does. Its kernels end by a flag, which they look at now and then."""
+        """Abort: local, whatever the other side does. Its kernels end by a flag, which they look at
+        now and then.
+        """
         # The parent's ends a split that is under way, which may leave a child.
         for comm in (self._child, self._parent, self._child):
             if comm:
@@ -217,7 +252,9 @@ class _NcclCommunicator:
     def state(self, doing: str) -> int:
         """What NCCL says of this communicator, without waiting."""
         state = ctypes.c_int(_IN_PROGRESS)
-        self._backend.check(self._backend.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing)
+        self._backend.check(
+            self._backend.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing
+        )
         return state.value
 
     def patiently(self, doing: str, began: float, deadline: float) -> None:
@@ -232,15 +269,20 @@ class _NcclCommunicator:
     def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> Work:
         wire = self._wire
         wire.wait_stream(torch.cuda.current_stream(self._backend.device))
-        result = operation(staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream)
+        result = operation(
+            staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream
+        )
         self._backend.check(result, "start a transfer")
-        # Of a communicator that does not block, not before this has ended is there a kernel in the stream.
+        # Of a communicator that does not block, not before this has ended is there a kernel in the
+        # stream.
         self.settle("start a transfer", time.monotonic() + self._backend.patience_s)
         return _NcclWork(self, wire.record_event(), self._backend.patience_s)
 
 
 class _NcclWork:
-    def __init__(self, communicator: _NcclCommunicator, done: torch.cuda.Event, patience_s: float) -> None:
+    def __init__(
+        self, communicator: _NcclCommunicator, done: torch.cuda.Event, patience_s: float
+    ) -> None:
         self._communicator = communicator
         self._done = done
         self._patience_s = patience_s

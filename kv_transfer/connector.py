@@ -1,8 +1,9 @@
 """The connector interface: all that an engine process asks of whatever moves KV between nodes.
 
-One connector serves both ends. As the *source* it keeps a lease on offered blocks until the reader releases them, the
-router does, or the lease runs out. As the *reader* it keeps the source's lease alive from `watch` on, and fetches. It
-never touches scheduler or block pool: what happened is told in `events()`, which the step loop drains.
+One connector serves both ends. As the *source* it keeps a lease on offered blocks until the reader
+releases them, the router does, or the lease runs out. As the *reader* it keeps the source's lease
+alive from `watch` on, and fetches. It never touches scheduler or block pool: what happened is told
+in `events()`, which the step loop drains.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PoolRegion:
-    """The KV pool of this rank: `num_blocks` blocks, block i at `address + i * block_bytes`, contiguous."""
+    """The KV pool of this rank: `num_blocks` blocks, block i at `address + i * block_bytes`,
+    contiguous.
+    """
 
     address: int
     num_blocks: int
@@ -42,7 +45,9 @@ class PoolRegion:
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What a request whose KV is complete has generated: tokens, and their log-probabilities if it wants any."""
+    """What a request whose KV is complete has generated: tokens, and their log-probabilities if it
+    wants any.
+    """
 
     generated: list[int]
     logprobs: list[TokenLogprobs] = []
@@ -50,7 +55,9 @@ class Completion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Source: nobody needs the offered blocks of this request any more. `expired` if only the lease ended it."""
+    """Source: nobody needs the offered blocks of this request any more. `expired` if only the lease
+    ended it.
+    """
 
     request_id: str
     expired: bool
@@ -58,7 +65,9 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Reader: all bytes are in, and the source still held them for us when the last one arrived (fenced)."""
+    """Reader: all bytes are in, and the source still held them for us when the last one arrived
+    (fenced).
+    """
 
     request_id: str
     num_bytes: int
@@ -66,7 +75,9 @@ class Fetched:
     completion: Completion | None = None
     """Of a growing ticket: how the source's part of the request has ended."""
     exposed_s: float = 0.0
-    """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was later."""
+    """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was
+    later.
+    """
     read_s: float = 0.0
     """Seconds in which the data plane was reading."""
     told_at: float | None = field(default=None, compare=False)
@@ -75,9 +86,12 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched until Settled.
+    """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched
+    until Settled.
 
-    Not so the first `proven` of them: their bytes are in, and the source held them until after that."""
+    Not so the first `proven` of them: their bytes are in, and the source held them until after
+    that.
+    """
 
     request_id: str
     reason: str
@@ -92,7 +106,9 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more. Follows each once."""
+    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more.
+    Follows each once.
+    """
 
     request_id: str
 
@@ -151,7 +167,9 @@ class Connector(Protocol):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Names of the data planes that peers can use, the best first; some are opened when one asks for them."""
+        """Names of the data planes that peers can use, the best first; some are opened when one
+        asks for them.
+        """
 
     def offer(
         self,
@@ -161,36 +179,52 @@ class Connector(Protocol):
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
     ) -> KvTransferParams:
-        """Source: lease these blocks to whoever comes with the returned params. One Released follows.
+        """Source: lease these blocks to whoever comes with the returned params. One Released
+        follows.
 
-        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there."""
+        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there.
+        """
 
     def grow(self, request_id: str, ready: int) -> None:
         """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
 
     def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
-        """Source: all KV of a growing offer is there. The params for a reader that comes now; None for unknown ids."""
+        """Source: all KV of a growing offer is there. The params for a reader that comes now; None
+        for unknown ids.
+        """
 
     def prolong(self, request_id: str) -> None:
-        """Source: the lease begins anew, because somebody waits who has no connector. Unknown ids are ignored."""
+        """Source: the lease begins anew, because somebody waits who has no connector. Unknown ids
+        are ignored.
+        """
 
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""
 
     def watch(self, request_id: str, params: KvTransferParams) -> None:
-        """Reader: this request will want that KV; keep its lease alive from now on (also while it queues)."""
+        """Reader: this request will want that KV; keep its lease alive from now on (also while it
+        queues).
+        """
 
-    def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
-        """Reader: read remote block i into local block i; the request is watched. One Fetched or FetchFailed follows.
+    def fetch(
+        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> None:
+        """Reader: read remote block i into local block i; the request is watched. One Fetched or
+        FetchFailed follows.
 
-        Empty lists fetch nothing and release the source's lease (the reader had all of it cached)."""
+        Empty lists fetch nothing and release the source's lease (the reader had all of it cached).
+        """
 
     def cancel(self, request_id: str) -> None:
-        """Reader: the request is gone. Releases the source's lease. Exactly one Settled follows if a fetch was running
-        (and no Fetched after it); nothing follows a request that was only watched."""
+        """Reader: the request is gone. Releases the source's lease. Exactly one Settled follows if
+        a fetch was running (and no Fetched after it); nothing follows a request that was only
+        watched.
+        """
 
     def way(self, params: KvTransferParams) -> Way | None:
-        """Reader: how the KV of this ticket's source is read; None while that is not known, or no more."""
+        """Reader: how the KV of this ticket's source is read; None while that is not known, or no
+        more.
+        """
 
     def events(self) -> list[Event]:
         """What happened since the last call, in order."""

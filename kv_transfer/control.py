@@ -1,11 +1,13 @@
-"""The control channel: one thread and all its sockets. A ROUTER that peers dial, and a DEALER per peer we read from.
+"""The control channel: one thread and all its sockets. A ROUTER that peers dial, and a DEALER per
+peer we read from.
 
-Carries messages and tells when a connection is gone; what they mean is the desk's. Neither blocks nor answers for a
-slow peer: sends never wait, and every deadline is kept by `ControlDesk.beat`, which this thread calls at least as often
-as it asks for, whatever the step loop does.
+Carries messages and tells when a connection is gone; what they mean is the desk's. Neither blocks
+nor answers for a slow peer: sends never wait, and every deadline is kept by `ControlDesk.beat`,
+which this thread calls at least as often as it asks for, whatever the step loop does.
 
-With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE); nobody without the secret gets a word
-in or out. Without one, it is neither, and the configuration allows loopback addresses only.
+With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE); nobody without
+the secret gets a word in or out. Without one, it is neither, and the configuration allows loopback
+addresses only.
 """
 
 from __future__ import annotations
@@ -45,16 +47,18 @@ BURST = 256
 LINGER_MS = 100
 # A host that is there says at once that nobody listens.
 KNOCK_S = 0.3
-# What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size limit.
+# What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size
+# limit.
 CURVE_OVERHEAD_BYTES = 33
-# A source that has another secret, or one where we have none, hangs up during the handshake without a word (measured:
-# all of them are "no detail", as a connection that was cut is).
+# A source that has another secret, or one where we have none, hangs up during the handshake without
+# a word (measured: all of them are "no detail", as a connection that was cut is).
 NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 NO_HANDSHAKE |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
 ENDED = "has ended or was refused"
 ENDED_EARLY = (
-    "ended during the handshake: it was cut, or the node there has another cluster_secret; if it happens again, set "
+    "ended during the handshake: it was cut, or the node there has another cluster_secret; if it "
+    "happens again, set "
     "the same KVRELAY_CLUSTER_SECRET on all nodes"
 )
 
@@ -69,7 +73,9 @@ class ControlDesk(Protocol):
         """As the reader: a peer that we dialled said this."""
 
     def gone(self, peer: PeerKey, how: str) -> None:
-        """As the reader: the connection to this peer is over; `how` goes on where "the connection to it" begins."""
+        """As the reader: the connection to this peer is over; `how` goes on where "the connection
+        to it" begins.
+        """
 
     def vanished(self, peer: PeerKey) -> None:
         """As the reader, from any thread: the process of this peer is not there any more."""
@@ -82,12 +88,16 @@ class ControlDesk(Protocol):
 
 
 class ControlThread:
-    """See the module. Public methods may be called from any thread and return at once, except `close`."""
+    """See the module. Public methods may be called from any thread and return at once, except
+    `close`.
+    """
 
     def __init__(self, desk: ControlDesk, host: str, port: int, secret: str) -> None:
-        """Listens from here on, to peers with the same secret (to all of this machine if it is empty).
+        """Listens from here on, to peers with the same secret (to all of this machine if it is
+        empty).
 
-        Raises ConfigError if the address cannot be had, or zmq cannot encrypt."""
+        Raises ConfigError if the address cannot be had, or zmq cannot encrypt.
+        """
         self._desk = desk
         self._keys = _keys(secret) if secret else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -115,11 +125,15 @@ class ControlThread:
         self._post(partial(self._dial, peer, encode(hello)))
 
     def say(self, peer: PeerKey, message: Message) -> None:
-        """Send to a peer that was dialled. Lost without a word if the peer is gone or does not take what it has."""
+        """Send to a peer that was dialled. Lost without a word if the peer is gone or does not take
+        what it has.
+        """
         self._post(partial(self._say, peer, encode(message)))
 
     def tell(self, sender: bytes, message: Message) -> None:
-        """Send to a peer that has dialled us, by the name it had in `answer`. Lost without a word if it is gone."""
+        """Send to a peer that has dialled us, by the name it had in `answer`. Lost without a word
+        if it is gone.
+        """
         self._post(partial(self._tell, sender, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
@@ -127,9 +141,11 @@ class ControlThread:
         self._post(partial(self._hang_up, peer))
 
     def knock(self, peer: PeerKey) -> None:
-        """Find out whether the process of a peer is there. `vanished` follows if its host says that nobody listens.
+        """Find out whether the process of a peer is there. `vanished` follows if its host says that
+        nobody listens.
 
-        Zmq does not tell a refused connection from one that could not be made."""
+        Zmq does not tell a refused connection from one that could not be made.
+        """
         threading.Thread(target=self._knock, args=(peer,), name="kv-knock", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
@@ -147,7 +163,9 @@ class ControlThread:
 
     def _knock(self, peer: PeerKey) -> None:
         try:
-            for family, kind, _, _, address in socket.getaddrinfo(*peer[:2], type=socket.SOCK_STREAM):
+            for family, kind, _, _, address in socket.getaddrinfo(
+                *peer[:2], type=socket.SOCK_STREAM
+            ):
                 with socket.socket(family, kind) as door:
                     door.settimeout(KNOCK_S)
                     if door.connect_ex(address) != errno.ECONNREFUSED:
@@ -177,7 +195,8 @@ class ControlThread:
             self._serve()
         for peer in [p for p, dealer in self._dealers.items() if dealer in ready]:
             self._listen(peer)
-        # After the messages: a peer's last words count even if the connection ended right behind them.
+        # After the messages: a peer's last words count even if the connection ended right behind
+        # them.
         for peer in [p for p, monitor in self._monitors.items() if monitor in ready]:
             event = recv_monitor_message(self._monitors[peer], zmq.NOBLOCK)["event"]
             self._hang_up(peer)
@@ -201,9 +220,12 @@ class ControlThread:
                     None if answer is None else encode(answer)
                 )  # ValueError too: an answer may be longer than a question
             except (msgspec.DecodeError, ValueError):
-                reply = encode(Refused(f"message not understood; this node speaks protocol {HANDOVER}"))
+                reply = encode(
+                    Refused(f"message not understood; this node speaks protocol {HANDOVER}")
+                )
             if reply is not None:
-                # A reader that does not take its answers loses them, and then its leases; nobody waits for it.
+                # A reader that does not take its answers loses them, and then its leases; nobody
+                # waits for it.
                 with contextlib.suppress(zmq.Again):
                     self._router.send_multipart([sender, reply], zmq.NOBLOCK)
 
@@ -220,7 +242,9 @@ class ControlThread:
                 (frame,) = frames
                 message = decode(frame)
             except (msgspec.DecodeError, ValueError):
-                log.warning("peer %s:%d sent a message that is not understood", peer.host, peer.port)
+                log.warning(
+                    "peer %s:%d sent a message that is not understood", peer.host, peer.port
+                )
                 continue
             self._desk.hear(peer, message)
 
@@ -242,7 +266,8 @@ class ControlThread:
     def _say(self, peer: PeerKey, frame: bytes) -> None:
         dealer = self._dealers.get(peer)
         if dealer is not None:
-            # Full (1,000 messages) means that the peer has not read for long: its lease or our deadline ends it.
+            # Full (1,000 messages) means that the peer has not read for long: its lease or our
+            # deadline ends it.
             with contextlib.suppress(zmq.Again):
                 dealer.send(frame, zmq.NOBLOCK)
 
@@ -283,17 +308,22 @@ class ControlThread:
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
-    """The cluster's CURVE key pair, (public, secret), the same on every node. Raises ConfigError without CURVE.
+    """The cluster's CURVE key pair, (public, secret), the same on every node. Raises ConfigError
+    without CURVE.
 
-    No ZAP handler lists who may come in: a client shows with its very first message that it knows the server's public
-    key, CURVE never sends that key in the clear, and here it is made of the secret and published nowhere. So the
-    handshake alone proves to both ends that the other one has the secret.
+    No ZAP handler lists who may come in: a client shows with its very first message that it knows
+    the server's public key, CURVE never sends that key in the clear, and here it is made of the
+    secret and published nowhere. So the handshake alone proves to both ends that the other one has
+    the secret.
     """
     if not zmq.has("curve"):
         raise ConfigError(
-            f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without here; take pyzmq from a "
+            f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without "
+            f"here; take pyzmq from a "
             "wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
         )
     # Any 32 bytes are a secret key.
-    mine = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-curve").digest())
+    mine = z85.encode(
+        hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-curve").digest()
+    )
     return zmq.curve_public(mine), mine

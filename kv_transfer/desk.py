@@ -1,7 +1,9 @@
-"""The part of a connector that is the same for every data plane: leases, fetches, peers and the talk between nodes.
+"""The part of a connector that is the same for every data plane: leases, fetches, peers and the
+talk between nodes.
 
-`Desk` implements the `Connector` interface over a `DataPlane`. It owns the lock under which the pure tables change, and
-two threads that do nothing but carry: `ControlThread` (sockets, heartbeats, deadlines) and `PlaneThread` (bytes).
+`Desk` implements the `Connector` interface over a `DataPlane`. It owns the lock under which the
+pure tables change, and two threads that do nothing but carry: `ControlThread` (sockets, heartbeats,
+deadlines) and `PlaneThread` (bytes).
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from kv_transfer.fetches import FetchTable
 from kv_transfer.growth import GrowthTable
 from kv_transfer.lease_words import LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
-from kv_transfer.messages import End, Ended, Follow, Hello, Message, Refused, Renew, Renewed, Welcome
+from kv_transfer.messages import (
+    End,
+    Ended,
+    Follow,
+    Hello,
+    Message,
+    Refused,
+    Renew,
+    Renewed,
+    Welcome,
+)
 from kv_transfer.peers import Peers
 from kv_transfer.plane_choice import Planes
 from kv_transfer.planes import DataPlane
@@ -40,13 +52,15 @@ __all__ = ["Desk"]
 MAX_ID_CHARS = 256
 # Two threads to join, and close() promises a second.
 JOIN_S = 0.4
-# A step loop that has not looked for so long hangs: what it was computing will not be there. One step of a long prompt
-# on a CPU takes seconds.
+# A step loop that has not looked for so long hangs: what it was computing will not be there. One
+# step of a long prompt on a CPU takes seconds.
 STALL_S = 60.0
 
 
 class Desk:
-    """A connector over data planes. See `kv_transfer.connector.Connector` for the contract of its methods."""
+    """A connector over data planes. See `kv_transfer.connector.Connector` for the contract of its
+    methods.
+    """
 
     def __init__(
         self,
@@ -58,10 +72,13 @@ class Desk:
         planes: Mapping[str, DataPlane],
         link: RankLink | None = None,
     ) -> None:
-        """Serves from here on. `planes`: the best first; those of several that cannot be had here are left out.
+        """Serves from here on. `planes`: the best first; those of several that cannot be had here
+        are left out.
 
-        `region` and `planes` are this process's; `link` leads to those of the engine's other ranks, if it has any.
-        `wake` is called from any thread when `events` has something. Raises ConfigError."""
+        `region` and `planes` are this process's; `link` leads to those of the engine's other ranks,
+        if it has any. `wake` is called from any thread when `events` has something. Raises
+        ConfigError.
+        """
         self._engine_id = engine_id
         self._generation = uuid.uuid4().hex
         self._fingerprint = fingerprint
@@ -76,23 +93,33 @@ class Desk:
         self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
-        num_bytes = len(heads) * region.block_bytes  # of a block on all ranks, which hold equally many heads
+        num_bytes = (
+            len(heads) * region.block_bytes
+        )  # of a block on all ranks, which hold equally many heads
         self._fetches = FetchTable(
-            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes),
+            FetchLimits(
+                config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes
+            ),
             config.kv_checksums,
         )
         self._heard_at = float("-inf")  # of any reader
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = Planes(planes, self, region, heads[0], self.opened, link, checksums=config.kv_checksums > 0)
+            self._planes = Planes(
+                planes, self, region, heads[0], self.opened, link, checksums=config.kv_checksums > 0
+            )
         except KvrelayError:
             self._control.close(JOIN_S)
             if link is not None:
                 link.close(JOIN_S)
             raise
-        self._peers = Peers(Hello(engine_id, fingerprint, []), config, self._fetches, self._control, self._planes)
-        self._callers: dict[bytes, list[str]] = {}  # who waits for a Welcome until these planes are open
+        self._peers = Peers(
+            Hello(engine_id, fingerprint, []), config, self._fetches, self._control, self._planes
+        )
+        self._callers: dict[
+            bytes, list[str]
+        ] = {}  # who waits for a Welcome until these planes are open
         self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
@@ -126,9 +153,13 @@ class Desk:
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
     ) -> KvTransferParams:
-        """Source: see Connector. Raises ValueError for a request that is offered already, or too long an id."""
+        """Source: see Connector. Raises ValueError for a request that is offered already, or too
+        long an id.
+        """
         if len(request_id) > MAX_ID_CHARS:
-            raise ValueError(f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}")
+            raise ValueError(
+                f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}"
+            )
         with self._turn():
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
             self._words.begin(lease)
@@ -153,7 +184,9 @@ class Desk:
         secret, now = self._config.cluster_secret, time.time()
         if ready is not None:
             # As it will be when it is complete: whether it grows is signed, too.
-            self._offers[request_id] = signed(msgspec.structs.replace(ticket, growing=False), secret, now)
+            self._offers[request_id] = signed(
+                msgspec.structs.replace(ticket, growing=False), secret, now
+            )
         return signed(ticket, secret, now)
 
     def grow(self, request_id: str, ready: int) -> None:
@@ -181,19 +214,25 @@ class Desk:
             self._leases.release(request_id)
 
     def watch(self, request_id: str, params: KvTransferParams) -> None:
-        """Reader: see Connector. Raises ValueError if the request is watched already, or not settled yet."""
+        """Reader: see Connector. Raises ValueError if the request is watched already, or not
+        settled yet.
+        """
         peer = _source(params)
         lease = LeaseId(params.remote_request_id or "", params.lease_epoch)
         refused = refusal(params, self._config.cluster_secret, time.time())
         now = time.monotonic()
         with self._turn():
-            self._fetches.watch(request_id, peer, lease, _blocks(params) if params.growing else None)
+            self._fetches.watch(
+                request_id, peer, lease, _blocks(params) if params.growing else None
+            )
             if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
                 self._fetches.doom(
                     request_id,
                     Incompatible(
-                        "kv_transfer_params must name remote_host, remote_port, generation and a remote_request_id of"
-                        f" at most {MAX_ID_CHARS} characters, got {peer.host!r}, {peer.port}, {peer.generation!r} and"
+                        "kv_transfer_params must name remote_host, remote_port, generation and a "
+                        "remote_request_id of"
+                        f" at most {MAX_ID_CHARS} characters, got {peer.host!r}, {peer.port}, "
+                        f"{peer.generation!r} and"
                         f" {lease.request_id[:MAX_ID_CHARS]!r}"
                     ),
                 )
@@ -203,10 +242,17 @@ class Desk:
             else:
                 self._peers.want(request_id, peer, lease, now)
 
-    def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
-        """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the pool."""
+    def fetch(
+        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> None:
+        """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the
+        pool.
+        """
         if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
-            raise ValueError(f"local blocks {list(local_blocks)} reach outside the pool of {self._region.num_blocks}")
+            raise ValueError(
+                f"local blocks {list(local_blocks)} reach outside the pool of "
+                f"{self._region.num_blocks}"
+            )
         with self._turn():
             self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
 
@@ -223,7 +269,9 @@ class Desk:
     def events(self) -> list[Event]:
         """See Connector. Raises RuntimeError if a thread of this connector has ended."""
         if self._broken is not None:
-            raise RuntimeError(f"a thread of the KV connector has ended: {self._broken}") from self._broken
+            raise RuntimeError(
+                f"a thread of the KV connector has ended: {self._broken}"
+            ) from self._broken
         with self._lock:
             self._stepped_at = time.monotonic()
             news: list[Event] = [*self._leases.events, *self._fetches.events]
@@ -252,11 +300,14 @@ class Desk:
             )
 
     def close(self) -> None:
-        """See Connector. Leases that we watch are given back; a read that is in flight is left to its fate."""
+        """See Connector. Leases that we watch are given back; a read that is in flight is left to
+        its fate.
+        """
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        # The planes first: who finds nobody at our address takes it that nothing of ours is on its way any more.
+        # The planes first: who finds nobody at our address takes it that nothing of ours is on its
+        # way any more.
         self._planes.close(JOIN_S)
         self._control.close(JOIN_S)
 
@@ -280,9 +331,12 @@ class Desk:
                 return self._vouch(sender, message)
             if isinstance(message, Follow):
                 self._leases.want(message.lease)
-                return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
+                return self._growths.follow(message.lease, sender) or Renewed(
+                    now, [], [message.lease]
+                )
             if isinstance(message, End):
-                # A reader whose place another one has taken ends nothing; but what it has read counts while it is held.
+                # A reader whose place another one has taken ends nothing; but what it has read
+                # counts while it is held.
                 replaced = self._growths.superseded(message.lease, sender)
                 end = self._leases.holds if replaced else self._leases.end
                 return Ended(message.token, end(message.lease, now))
@@ -304,7 +358,9 @@ class Desk:
             self._peers.vanished(peer, time.monotonic())
 
     def beat(self, now: float) -> float:
-        """Leases that end, fetches that are late, peers to hear from. Returns seconds until something is due."""
+        """Leases that end, fetches that are late, peers to hear from. Returns seconds until
+        something is due.
+        """
         self._beat_at = now
         self._planes.expire(now)
         with self._turn():
@@ -337,7 +393,9 @@ class Desk:
             self._fetches.read_ended(read_id, time.monotonic())
             self._peers.read_over(peer)
 
-    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         """A read broke."""
         with self._turn():
             if isinstance(error, PeerLost):
@@ -346,7 +404,9 @@ class Desk:
             self._peers.read_over(peer)
 
     def serving(self) -> bool:
-        """Whether peers may be reading from here: leases are out, or a reader has said something lately."""
+        """Whether peers may be reading from here: leases are out, or a reader has said something
+        lately.
+        """
         return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
     def broke(self, error: Exception) -> None:
@@ -356,7 +416,9 @@ class Desk:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One change of the tables: under the lock, its commands carried out in order, the step loop woken after it."""
+        """One change of the tables: under the lock, its commands carried out in order, the step
+        loop woken after it.
+        """
         with self._lock:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
@@ -405,7 +467,9 @@ class Desk:
         )
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
-        """Source: the answer follows when they are summed, if the lease still holds then. Of other blocks none does."""
+        """Source: the answer follows when they are summed, if the lease still holds then. Of other
+        blocks none does.
+        """
         if self._planes.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
             return Renewed(time.monotonic(), [], [asked.lease])
         return None

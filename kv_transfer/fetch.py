@@ -1,6 +1,7 @@
 """One fetch: what it waits for, how far it is, and when it is late. Pure: `now` is an argument.
 
-Owns the numbers of a single fetch and their invariants; what becomes of it is the table's (`kv_transfer/fetches.py`).
+Owns the numbers of a single fetch and their invariants; what becomes of it is the table's
+(`kv_transfer/fetches.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from wire.errors import KvrelayError, PeerLost, TransferTimeout
 
 __all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
 
-# Part of the lease that the entry fence gives away to clock drift and to the way of an acknowledgement.
+# Part of the lease that the entry fence gives away to clock drift and to the way of an
+# acknowledgement.
 MARGIN = 0.1
 
 
@@ -61,7 +63,9 @@ class Fetch:
     read_id: int | None = None  # of the READ in flight
     taken: int = 0  # of our blocks, those whose READ was posted
     landed: int = 0  # and of these, those that are in
-    ends: list[tuple[float, int]] = field(default_factory=list)  # of READs: when, and `landed` then; not proven yet
+    ends: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # of READs: when, and `landed` then; not proven yet
     proven: int = 0  # of those that are in, those which the source has held since
     retried: bool = False
     token: int = 0  # of the End that is to confirm it
@@ -76,7 +80,9 @@ class Fetch:
 
     @property
     def announced(self) -> int:
-        """Of our blocks, those that can be read: the ticket's last ones are ours, the others were cached here."""
+        """Of our blocks, those that can be read: the ticket's last ones are ours, the others were
+        cached here.
+        """
         if self.complete:
             return len(self.local_blocks)
         return max(0, self.ready - (self.blocks - len(self.local_blocks)))
@@ -106,7 +112,9 @@ class Fetch:
     @property
     def due(self) -> float:
         """When it will be late, if nothing happens until then."""
-        return float("inf") if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
+        return (
+            float("inf") if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
+        )
 
     def late(self, now: float) -> KvrelayError | None:
         """Why it fails now by its limits alone; None while it may go on."""
@@ -115,7 +123,8 @@ class Fetch:
         where, limits = f"{self.peer.host}:{self.peer.port}", self.limits
         if now >= self._silent_at:
             return PeerLost(
-                f"{where} computes the prompt but has not renewed its lease for {limits.lease_s:g} s; it hangs, or the"
+                f"{where} computes the prompt but has not renewed its lease for "
+                f"{limits.lease_s:g} s; it hangs, or the"
                 " network between us does"
             )
         doing = {
@@ -128,7 +137,8 @@ class Fetch:
         fewer = ", or lower kv_checksums" if "checksums" in doing else ""
         return TransferTimeout(
             f"fetch of {len(self.local_blocks)} blocks from {where} took longer than"
-            f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and transfer_floor_bytes_s set"
+            f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and "
+            f"transfer_floor_bytes_s set"
             f" the limit{fewer}"
         )
 
@@ -137,10 +147,14 @@ class Fetch:
         """When a source that computes for us has said nothing for a lease."""
         if self.complete or self.state in (State.WATCHED, State.ABANDONED):
             return float("inf")
-        return max(self.held_until + MARGIN * self.limits.lease_s, self.asked_at + self.limits.lease_s)
+        return max(
+            self.held_until + MARGIN * self.limits.lease_s, self.asked_at + self.limits.lease_s
+        )
 
     def check(self) -> None:
-        """Assert the invariants: a READ is in flight in the two states that have one, and abandoned means just that."""
+        """Assert the invariants: a READ is in flight in the two states that have one, and abandoned
+        means just that.
+        """
         assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
         timed = self.state is not State.WATCHED and self.complete
         assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self

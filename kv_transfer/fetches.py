@@ -1,32 +1,38 @@
-"""Fetches of the reader side: what each watched request waits for, and when its KV may be admitted. Pure: `now` is an
-argument.
+"""Fetches of the reader side: what each watched request waits for, and when its KV may be admitted.
+Pure: `now` is an argument.
 
-Owns the two fences and the quarantine; no clock, no sockets, no memory. What is to be done is left in `commands`, what
-the step loop must know in `events`.
+Owns the two fences and the quarantine; no clock, no sockets, no memory. What is to be done is left
+in `commands`, what the step loop must know in `events`.
 
-The fences. A READ *starts* only while the lease is surely held: the last acknowledged renewal was sent less than a
-lease (minus a margin) ago by our clock. So no read is posted towards a source that went silent, whose bytes could land
-at any later time. KV is *admitted* only when the source confirms, after the last byte, that it held the lease until
-then. Our clock alone would not do for that: a source may end a lease early (its router released it), and a reader that
-slept cannot tell from its own clock what was overwritten before it woke.
+The fences. A READ *starts* only while the lease is surely held: the last acknowledged renewal was
+sent less than a lease (minus a margin) ago by our clock. So no read is posted towards a source that
+went silent, whose bytes could land at any later time. KV is *admitted* only when the source
+confirms, after the last byte, that it held the lease until then. Our clock alone would not do for
+that: a source may end a lease early (its router released it), and a reader that slept cannot tell
+from its own clock what was overwritten before it woke.
 
-The proof. What was read is right if the source held the lease at any later time. So blocks of READs that have ended are
-*proven* by a renewal that was sent after their end and acknowledged as kept; one is sent at once where more is to come.
-A fetch that fails says how many of its first blocks are proven: those need not be computed again.
+The proof. What was read is right if the source held the lease at any later time. So blocks of READs
+that have ended are *proven* by a renewal that was sent after their end and acknowledged as kept;
+one is sent at once where more is to come. A fetch that fails says how many of its first blocks are
+proven: those need not be computed again.
 
-Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ takes what has been
-announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of
-the source's next renewal: the prompt is being computed, and may take as long as it takes.
+Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ
+takes what has been announced since the last one, and the fetch ends when the KV is complete and
+read. Until then its deadline is that of the source's next renewal: the prompt is being computed,
+and may take as long as it takes.
 
-The checks. A share of the blocks is drawn (kv_transfer/checks.py), and their checksums, as the source computes them,
-are compared with ours of what has landed. The source is asked as each READ begins, so that the answer is on its way
-while the bytes are, and is let go when it has answered: before that nothing it sums may be overwritten. The exit fence
-comes first: bytes that differ because the lease was lost are LeaseLost, and only what the source held until the end and
-is different here is KvCorrupted. Of that nothing is kept, and nothing behind a drawn block that is not compared yet.
+The checks. A share of the blocks is drawn (kv_transfer/checks.py), and their checksums, as the
+source computes them, are compared with ours of what has landed. The source is asked as each READ
+begins, so that the answer is on its way while the bytes are, and is let go when it has answered:
+before that nothing it sums may be overwritten. The exit fence comes first: bytes that differ
+because the lease was lost are LeaseLost, and only what the source held until the end and is
+different here is KvCorrupted. Of that nothing is kept, and nothing behind a drawn block that is not
+compared yet.
 
-The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane has said that nothing
-of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled handle and goes on writing (seen: 969 of
-1024 MiB landed after the release). A peer that is lost meanwhile may be met again; the READ stays its own.
+The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane
+has said that nothing of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled
+handle and goes on writing (seen: 969 of 1024 MiB landed after the release). A peer that is lost
+meanwhile may be met again; the READ stays its own.
 """
 
 from __future__ import annotations
@@ -50,8 +56,9 @@ def sentence(error: KvrelayError) -> str:
 
 
 class FetchTable:
-    """All watched and running fetches of one reader. Every fetch ends in Fetched, or in FetchFailed or a cancel and
-    then Settled; each exactly once."""
+    """All watched and running fetches of one reader. Every fetch ends in Fetched, or in FetchFailed
+    or a cancel and then Settled; each exactly once.
+    """
 
     def __init__(self, limits: FetchLimits, checked_share: float = 0.0) -> None:
         self.limits = limits
@@ -71,29 +78,47 @@ class FetchTable:
         self._vouching: set[PeerKey] = set()
         self._reads = 0
 
-    def watch(self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None) -> None:
-        """Begin to care for a lease. `growing`: how many blocks its KV will have; None: all of it is there.
+    def watch(
+        self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None
+    ) -> None:
+        """Begin to care for a lease. `growing`: how many blocks its KV will have; None: all of it
+        is there.
 
-        Raises ValueError if the request is watched, or not settled yet."""
+        Raises ValueError if the request is watched, or not settled yet.
+        """
         if request_id in self._fetches:
-            raise ValueError(f"request {request_id!r} is already {self._fetches[request_id].state.name.lower()}")
+            raise ValueError(
+                f"request {request_id!r} is already {self._fetches[request_id].state.name.lower()}"
+            )
         fetch = Fetch(request_id, peer, lease, self.limits)
-        fetch.growing, fetch.blocks, fetch.complete = growing is not None, growing or 0, growing is None
+        fetch.growing, fetch.blocks, fetch.complete = (
+            growing is not None,
+            growing or 0,
+            growing is None,
+        )
         self._fetches[request_id] = fetch
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
         """A watched request whose KV cannot be had: its fetch will fail at once."""
         self._lose(self._fetches[request_id], error)
 
-    def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int], now: float) -> None:
+    def fetch(
+        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int], now: float
+    ) -> None:
         """The request wants its KV now; no blocks means it had all of it cached.
 
-        Raises ValueError if the request is not watched, or asks twice, or the lists differ in length."""
+        Raises ValueError if the request is not watched, or asks twice, or the lists differ in
+        length.
+        """
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.state is not State.WATCHED:
-            raise ValueError(f"request {request_id!r} is {fetch.state.name.lower() if fetch else 'not watched'}")
+            raise ValueError(
+                f"request {request_id!r} is {fetch.state.name.lower() if fetch else 'not watched'}"
+            )
         if len(remote_blocks) != len(local_blocks):
-            raise ValueError(f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones")
+            raise ValueError(
+                f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones"
+            )
         if fetch.growing and len(remote_blocks) > fetch.blocks:
             raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.blocks}")
         fetch.remote_blocks, fetch.local_blocks = tuple(remote_blocks), tuple(local_blocks)
@@ -148,8 +173,12 @@ class FetchTable:
             if fetch.state is not State.CHECKING:  # else it has held all that we need of it
                 self._lose(fetch, error)
 
-    def grown(self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float) -> None:
-        """The first `ready` blocks of this lease can be read; all of them, if there is a completion."""
+    def grown(
+        self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float
+    ) -> None:
+        """The first `ready` blocks of this lease can be read; all of them, if there is a
+        completion.
+        """
         for fetch in self._of(peer):
             if fetch.lease != lease or fetch.complete:
                 continue
@@ -161,7 +190,12 @@ class FetchTable:
             self._start(fetch, now)
 
     def renewed(
-        self, peer: PeerKey, kept: Iterable[LeaseId], lost: Iterable[LeaseId], sent_at: float, now: float
+        self,
+        peer: PeerKey,
+        kept: Iterable[LeaseId],
+        lost: Iterable[LeaseId],
+        sent_at: float,
+        now: float,
     ) -> None:
         """The peer has answered the renewal that we sent at `sent_at`."""
         still, gone = set(kept), set(lost)
@@ -170,7 +204,8 @@ class FetchTable:
                 fetch.kept(sent_at)
                 self._start(fetch, now)
             elif fetch.lease in gone and not fetch.released:
-                # Once released, the answer to the End decides: a renewal behind it in the queue finds no lease.
+                # Once released, the answer to the End decides: a renewal behind it in the queue
+                # finds no lease.
                 self._lose(fetch, self._lease_lost(fetch))
 
     def confirmed(self, peer: PeerKey, token: int, *, held: bool, now: float) -> None:
@@ -183,7 +218,9 @@ class FetchTable:
             else:
                 self._fail(fetch, self._lease_lost(fetch))
 
-    def vouched(self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float) -> None:
+    def vouched(
+        self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float
+    ) -> None:
         """The peer has sent checksums of blocks of this lease, by its own ids."""
         for fetch in self._of(peer):
             if fetch.lease == lease:
@@ -213,10 +250,15 @@ class FetchTable:
         if fetch.state is not State.CONFIRMING:  # else the answer to its End is the proof
             self.commands.append(Prove(fetch.peer, fetch.lease))
 
-    def read_failed(self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool) -> None:
-        """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another `read_failed` follows.
+    def read_failed(
+        self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
+    ) -> None:
+        """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another
+        `read_failed` follows.
 
-        It is tried again once, where that can help: the peer is there, and nothing of the first try is on its way."""
+        It is tried again once, where that can help: the peer is there, and nothing of the first try
+        is on its way.
+        """
         fetch = self._reading(read_id)
         if fetch is None:
             return
@@ -250,11 +292,19 @@ class FetchTable:
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:
         """Leases of which we want to hear how far they are."""
-        return [f.lease for f in self._of(peer) if not f.complete and f.lost is None and f.state is not State.ABANDONED]
+        return [
+            f.lease
+            for f in self._of(peer)
+            if not f.complete and f.lost is None and f.state is not State.ABANDONED
+        ]
 
     def leases(self, peer: PeerKey) -> list[LeaseId]:
         """Leases to renew at this peer."""
-        return [f.lease for f in self._of(peer) if f.lost is None and not f.released and f.state is not State.ABANDONED]
+        return [
+            f.lease
+            for f in self._of(peer)
+            if f.lost is None and not f.released and f.state is not State.ABANDONED
+        ]
 
     def unanswered(self, peer: PeerKey) -> list[Ask]:
         """Checksums for which this peer was asked and which it has not sent."""
@@ -279,7 +329,9 @@ class FetchTable:
         return next((f for f in self._fetches.values() if f.read_id == read_id), None)
 
     def _start(self, fetch: Fetch, now: float) -> None:
-        """WAITING -> READING what was announced, if the entry fence is open; or, with all in, -> CONFIRMING."""
+        """WAITING -> READING what was announced, if the entry fence is open; or, with all in, ->
+        CONFIRMING.
+        """
         if fetch.state is not State.WAITING:
             return
         announced = fetch.announced
@@ -290,7 +342,9 @@ class FetchTable:
             fetch.read_id, fetch.state = self._reads, State.READING
             part = slice(fetch.taken, announced)
             fetch.taken, fetch.posted_at = announced, now
-            self.commands.append(Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part]))
+            self.commands.append(
+                Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part])
+            )
             self._draw(fetch, part)
         elif fetch.complete and not fetch.checks.unanswered:
             self._reads += 1
@@ -298,7 +352,9 @@ class FetchTable:
             self._end_lease(fetch)
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
-        """Ask the source for the checksums of those that are to be checked of the blocks that are read now."""
+        """Ask the source for the checksums of those that are to be checked of the blocks that are
+        read now.
+        """
         remote = fetch.remote_blocks[part]
         chosen = set(drawn(fetch.lease, remote, self._checked_share))
         places = {block: part.start + at for at, block in enumerate(remote) if block in chosen}
@@ -314,10 +370,14 @@ class FetchTable:
             some = places[first : first + MOST_BLOCKS]
             self._reads += 1
             fetch.checks.ask(self._reads, some)
-            self.commands.append(Sum(self._reads, tuple(fetch.local_blocks[place] for place in some)))
+            self.commands.append(
+                Sum(self._reads, tuple(fetch.local_blocks[place] for place in some))
+            )
 
     def _admit(self, fetch: Fetch, now: float) -> None:
-        """The source held it all until the last byte was in. It is ours if it is also what the source has."""
+        """The source held it all until the last byte was in. It is ours if it is also what the
+        source has.
+        """
         checks = fetch.checks
         if not checks.settled:
             fetch.state = State.CHECKING
@@ -333,8 +393,10 @@ class FetchTable:
             fetch,
             KvCorrupted(
                 f"{len(checks.wrong)} of {len(checks.places)} blocks that were checked are not what"
-                f" {fetch.peer.host}:{fetch.peer.port} has, the first of them its block {fetch.remote_blocks[first]},"
-                f" which is {fetch.local_blocks[first]} here; test the memory, GPUs and network between the two"
+                f" {fetch.peer.host}:{fetch.peer.port} has, the first of them its block "
+                f"{fetch.remote_blocks[first]},"
+                f" which is {fetch.local_blocks[first]} here; test the memory, GPUs and network "
+                f"between the two"
             ),
         )
 
@@ -344,7 +406,8 @@ class FetchTable:
 
     def _lease_lost(self, fetch: Fetch) -> LeaseLost:
         return LeaseLost(
-            f"{fetch.peer.host}:{fetch.peer.port} no longer holds the blocks of request {fetch.lease.request_id!r}:"
+            f"{fetch.peer.host}:{fetch.peer.port} no longer holds the blocks of request "
+            f"{fetch.lease.request_id!r}:"
             f" released there, or not renewed for {self.limits.lease_s:g} s"
         )
 

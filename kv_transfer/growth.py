@@ -1,8 +1,9 @@
-"""How far offered KV has grown, and which reader wants to hear of it: the source's side of a growing ticket. Pure.
+"""How far offered KV has grown, and which reader wants to hear of it: the source's side of a
+growing ticket. Pure.
 
-Owns a line per lease and the news that are to be told; no clock, no sockets, no blocks. A reader that follows a lease
-hears where it stands, and again each time it has grown. One reader at a time follows a lease: a second one is there
-because the first has failed.
+Owns a line per lease and the news that are to be told; no clock, no sockets, no blocks. A reader
+that follows a lease hears where it stands, and again each time it has grown. One reader at a time
+follows a lease: a second one is there because the first has failed.
 """
 
 from __future__ import annotations
@@ -52,14 +53,18 @@ class GrowthTable:
             self._tell(growth)
 
     def complete(self, request_id: str, ready: int, completion: Completion) -> None:
-        """All blocks can be read, and this is what the request has generated. Unknown ids are ignored."""
+        """All blocks can be read, and this is what the request has generated. Unknown ids are
+        ignored.
+        """
         growth = self._growths.get(request_id)
         if growth is not None and growth.completion is None:
             growth.ready, growth.completion = ready, completion
             self._tell(growth)
 
     def follow(self, lease: LeaseId, follower: bytes) -> Grown | None:
-        """A reader wants to hear: where it stands now, and from now on in `news`. None if the lease is not known."""
+        """A reader wants to hear: where it stands now, and from now on in `news`. None if the lease
+        is not known.
+        """
         growth = self._growths.get(lease.request_id)
         if growth is None or growth.lease != lease:
             return None
@@ -69,10 +74,14 @@ class GrowthTable:
     def readable(self, lease: LeaseId) -> tuple[int, ...] | None:
         """The blocks that can be read under this lease; None if it is not known, or over."""
         growth = self._growths.get(lease.request_id)
-        return growth.blocks[: growth.ready] if growth is not None and growth.lease == lease else None
+        return (
+            growth.blocks[: growth.ready] if growth is not None and growth.lease == lease else None
+        )
 
     def vouch(self, lease: LeaseId, checksums: dict[int, bytes]) -> Grown | None:
-        """What a reader is told that has asked for these, however the lease stands now; None if it is over."""
+        """What a reader is told that has asked for these, however the lease stands now; None if it
+        is over.
+        """
         growth = self._growths.get(lease.request_id)
         if growth is None or growth.lease != lease:
             return None
@@ -81,7 +90,9 @@ class GrowthTable:
     def superseded(self, lease: LeaseId, reader: bytes) -> bool:
         """Whether another reader has followed this lease since."""
         growth = self._growths.get(lease.request_id)
-        return growth is not None and growth.lease == lease and growth.follower not in (None, reader)
+        return (
+            growth is not None and growth.lease == lease and growth.follower not in (None, reader)
+        )
 
     def forget(self, request_id: str) -> None:
         """The lease has ended. Unknown ids are ignored."""

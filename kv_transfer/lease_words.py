@@ -1,9 +1,11 @@
-"""Which leases a source holds, in memory that readers on its host can look into: the exit fence without a question.
+"""Which leases a source holds, in memory that readers on its host can look into: the exit fence
+without a question.
 
-The source has one word per lease: its epoch, while the lease is held. A word is cleared under the desk's lock, before
-the step loop hears that the lease has ended and can use the blocks again. So a reader that finds the epoch there after
-its last byte has the right bytes. If it does not, it has learned nothing (many leases share few words) and asks. What
-a killed or stopped source has left there stays true: nobody writes to its blocks any more, or not yet.
+The source has one word per lease: its epoch, while the lease is held. A word is cleared under the
+desk's lock, before the step loop hears that the lease has ended and can use the blocks again. So a
+reader that finds the epoch there after its last byte has the right bytes. If it does not, it has
+learned nothing (many leases share few words) and asks. What a killed or stopped source has left
+there stays true: nobody writes to its blocks any more, or not yet.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class HeldWords:
 
     def __init__(self, place: HostFile, generation: str, engine_id: str) -> None:
         """Raises TransferError if that memory cannot be seen from here, or is another's."""
-        memory = mapped(place, _GENERATION_BYTES + _WORDS * _WORD_BYTES, engine_id, "table of leases")
+        memory = mapped(
+            place, _GENERATION_BYTES + _WORDS * _WORD_BYTES, engine_id, "table of leases"
+        )
         if memory[:_GENERATION_BYTES] != generation.encode():
             raise TransferError(f"what {engine_id} said is its table of leases is another's")
         self._words = memoryview(memory)[_GENERATION_BYTES:].cast("Q")

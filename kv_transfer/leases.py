@@ -1,8 +1,9 @@
-"""Leases of the source side: which offered KV is still held, and until when. Pure: `now` is an argument.
+"""Leases of the source side: which offered KV is still held, and until when. Pure: `now` is an
+argument.
 
-Owns nothing but the table: no clock, no sockets, no blocks. A lease ends exactly once; each end is told in `events`.
-While its KV grows a lease has no end of its own: whoever computes the prompt is waited for, as the router waits. Its
-time begins when the KV is complete.
+Owns nothing but the table: no clock, no sockets, no blocks. A lease ends exactly once; each end is
+told in `events`. While its KV grows a lease has no end of its own: whoever computes the prompt is
+waited for, as the router waits. Its time begins when the KV is complete.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class LeaseTable:
         self.granted = 0
         self.released = 0
         self.expired = 0
-        # Request id -> (epoch, expires at). Every grant and renewal moves to the end and all leases are equally long,
-        # so the order is the order of expiry: a sweep costs what it expires, not what is held.
+        # Request id -> (epoch, expires at). Every grant and renewal moves to the end and all leases
+        # are equally long, so the order is the order of expiry: a sweep costs what it expires, not
+        # what is held.
         self._held: dict[str, tuple[int, float]] = {}
         self._growing: dict[str, int] = {}  # request id -> epoch
         self._unwanted: set[str] = set()  # of these, those whose reader has given up
@@ -44,7 +46,9 @@ class LeaseTable:
     def grant(self, request_id: str, now: float, *, growing: bool = False) -> LeaseId:
         """Begin a lease. Raises ValueError if the request has one already."""
         if request_id in self._held or request_id in self._growing:
-            raise ValueError(f"request {request_id!r} already has a lease; release it before offering it again")
+            raise ValueError(
+                f"request {request_id!r} already has a lease; release it before offering it again"
+            )
         self.granted += 1
         if growing:
             self._growing[request_id] = self.granted
@@ -53,9 +57,11 @@ class LeaseTable:
         return LeaseId(request_id, self.granted)
 
     def complete(self, request_id: str, now: float) -> bool:
-        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended.
+        """The KV of a growing lease is all there: its time begins. False if it is not growing, or
+        has ended.
 
-        It ends now if its reader has given up and no other one has come."""
+        It ends now if its reader has given up and no other one has come.
+        """
         if request_id in self._unwanted:
             self.release(request_id)
         epoch = self._growing.pop(request_id, None)
@@ -81,7 +87,9 @@ class LeaseTable:
             self._held[request_id] = (held[0], now + self.lease_s)
 
     def holds(self, lease: LeaseId, now: float) -> bool:
-        """Whether complete KV was held under this lease until now: a reader's proof, or its refusal."""
+        """Whether complete KV was held under this lease until now: a reader's proof, or its
+        refusal.
+        """
         self.expire(now)
         held, _ = self._split([lease])
         return bool(held) and lease.request_id not in self._growing
@@ -89,7 +97,9 @@ class LeaseTable:
     def end(self, lease: LeaseId, now: float) -> bool:
         """The reader is through with it. Returns whether it was held until now.
 
-        While its KV grows a reader that gives up does not end it: there may be another one soon (`want`)."""
+        While its KV grows a reader that gives up does not end it: there may be another one soon
+        (`want`).
+        """
         if self._growing.get(lease.request_id) == lease.epoch:
             self._unwanted.add(lease.request_id)
         return self.holds(lease, now) and self.release(lease.request_id)
@@ -116,7 +126,9 @@ class LeaseTable:
         return next((expires_at for _, expires_at in self._held.values()), None)
 
     def check(self) -> None:
-        """Assert the invariants: every lease is held or has ended once, and the order is that of expiry."""
+        """Assert the invariants: every lease is held or has ended once, and the order is that of
+        expiry.
+        """
         assert self.granted == self.released + self.expired + len(self)
         assert not self._held.keys() & self._growing.keys()
         assert self._unwanted <= self._growing.keys()

@@ -1,4 +1,5 @@
-"""The data planes of a rank other than 0: over its own pool, and led by rank 0's desk, which says when each is opened.
+"""The data planes of a rank other than 0: over its own pool, and led by rank 0's desk, which says
+when each is opened.
 
 Owns the planes' threads of this process; decides nothing.
 """
@@ -54,7 +55,9 @@ class LedPlanes:
         meeting: Meeting,
         lost: Callable[[str], None],
     ) -> None:
-        """Prepares the planes and tells rank 0. `lost` is called, from another thread, if rank 0 is."""
+        """Prepares the planes and tells rank 0. `lost` is called, from another thread, if rank 0
+        is.
+        """
         self._threads: dict[str, PlaneThread] = {}
         self.serving = False
         """Whether peers may be reading from this engine."""
@@ -138,7 +141,9 @@ class _Voice:
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
         self._planes.link.say(ReadEnded(self._kind, peer, read_id))
 
-    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         self._planes.link.say(ReadFailed(self._kind, peer, read_id, _said(error), in_flight))
 
     def serving(self) -> bool:

@@ -1,4 +1,5 @@
-"""Pools of a GPU that peers map: what a peer must be told, the mapping by CUDA IPC, and the kernel that reads it.
+"""Pools of a GPU that peers map: what a peer must be told, the mapping by CUDA IPC, and the kernel
+that reads it.
 
 A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
 """
@@ -21,8 +22,9 @@ from wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
 
-# One launch copies so much (0.36 ms at 370 GB/s), and so many launches of a transfer wait in the stream: enough for the
-# millisecond until `poll` is called again, and all that there is to wait for before a pool is unmapped.
+# One launch copies so much (0.36 ms at 370 GB/s), and so many launches of a transfer wait in the
+# stream: enough for the millisecond until `poll` is called again, and all that there is to wait for
+# before a pool is unmapped.
 SLICE_BYTES = 128 << 20
 SLICES_AHEAD = 4
 
@@ -37,9 +39,11 @@ class GpuPiece(msgspec.Struct, frozen=True, tag="gpu"):
 
 @dataclass(slots=True)
 class _Table:
-    """Block ids of a read: remote ones, then local ones; int32, on both sides. Taken again when the read has ended.
+    """Block ids of a read: remote ones, then local ones; int32, on both sides. Taken again when the
+    read has ended.
 
-    Pinned memory made for each read would cost half a millisecond."""
+    Pinned memory made for each read would cost half a millisecond.
+    """
 
     host: Any
     written: Any  # numpy's view of `host`
@@ -64,7 +68,8 @@ class _GpuRead:
 class GpuSide:
     """All methods run on one thread; see kv_transfer/via_direct.py, `Side`.
 
-    A read that breaks raises torch's own error: the GPU is lost to this process, which has to end."""
+    A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
+    """
 
     def __init__(self, region: PoolRegion) -> None:
         kind, _, number = region.device.partition(":")
@@ -83,17 +88,21 @@ class GpuSide:
         self._torch, self._cuda, self._kernel = torch, cuda_runtime, gather_blocks
         if self._region.block_bytes % gather_blocks.VECTOR_BYTES:
             raise ConfigError(
-                f"kv_connector direct copies {gather_blocks.VECTOR_BYTES} bytes at a time, and a block has "
+                f"kv_connector direct copies {gather_blocks.VECTOR_BYTES} bytes at a time, and a "
+                f"block has "
                 f"{self._region.block_bytes}; use kv_connector nixl"
             )
         torch.cuda.set_device(self._device)
-        # 0 is the lowest priority that CUDA has: waiting programs of any stream of a higher one go first.
+        # 0 is the lowest priority that CUDA has: waiting programs of any stream of a higher one go
+        # first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)  # of this thread, which does nothing else
         try:
             handle = cuda_runtime.handle_of(memory.address)
         except cuda_runtime.CudaError as error:
-            raise ConfigError(f"the KV pool cannot be shared with other processes: {error}") from error
+            raise ConfigError(
+                f"the KV pool cannot be shared with other processes: {error}"
+            ) from error
         # Compile: block 0 is the null block, which nobody reads, onto itself.
         ourselves = Source("", "", self._region, b"")
         read = self.start(ourselves, memory.address, [0], [0])
@@ -102,28 +111,37 @@ class GpuSide:
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
 
     def map(self, source: Source, place: GpuPiece) -> int:
-        """The address of the peer's pool, for kernels on our GPU. Raises TransferError naming what is missing."""
+        """The address of the peer's pool, for kernels on our GPU. Raises TransferError naming what
+        is missing.
+        """
         cuda, who = self._torch.cuda, source.engine_id
         # CUDA opens memory of a GPU that CUDA_VISIBLE_DEVICES hides, but cannot be asked about it.
         visible = {self._uuid(index): index for index in range(cuda.device_count())}
         theirs = visible.get(place.gpu, self._device)
         if theirs != self._device and not cuda.can_device_access_peer(self._device, theirs):
-            raise TransferError(f"GPU {self._device} cannot read from GPU {theirs}, which has the KV pool of {who}")
+            raise TransferError(
+                f"GPU {self._device} cannot read from GPU {theirs}, which has the KV pool of {who}"
+            )
         try:
             return self._cuda.open_handle(place.handle)
         except (self._cuda.CudaError, ValueError) as error:  # ValueError: no handle at all
             raise TransferError(
-                f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs {self._lacking(place, visible)}"
+                f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs "
+                f"{self._lacking(place, visible)}"
             ) from error
 
     def nonce(self, pool: int, offset: int) -> bytes:
         """What lies there behind the pool. Raises TransferError if it cannot be read."""
         torch = self._torch
-        found = torch.zeros(NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        found = torch.zeros(
+            NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device)
+        )
         try:
             self._cuda.copy(found.data_ptr(), pool + offset, NONCE_BYTES, self._stream.cuda_stream)
         except self._cuda.CudaError as error:
-            raise TransferError(f"a peer's KV pool is mapped but cannot be read: {error}") from error
+            raise TransferError(
+                f"a peer's KV pool is mapped but cannot be read: {error}"
+            ) from error
         return bytes(found.tolist())
 
     def unmap(self, pool: int) -> None:
@@ -133,13 +151,17 @@ class GpuSide:
         with contextlib.suppress(self._cuda.CudaError):
             self._cuda.close_handle(pool)
 
-    def start(self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
+    def start(
+        self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> _GpuRead:
         """Launch the first slices."""
         count, part = len(remote_blocks), source.part
         table = self._tables.pop() if self._tables else self._new_table()
         table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
         # torch's own copy takes a third of a millisecond here.
-        self._cuda.copy(table.gpu.data_ptr(), table.host.data_ptr(), 2 * count * 4, self._stream.cuda_stream)
+        self._cuda.copy(
+            table.gpu.data_ptr(), table.host.data_ptr(), 2 * count * 4, self._stream.cuda_stream
+        )
         read = _GpuRead(
             pool + part.remote_start,
             self._region.address + part.local_start,
@@ -167,7 +189,9 @@ class GpuSide:
         """For as many blocks as our pool has: no read writes one twice."""
         size = 2 * self._region.num_blocks
         host = self._torch.empty(size, dtype=self._torch.int32, pin_memory=True)
-        gpu = self._torch.empty(size, dtype=self._torch.int32, device=self._torch.device("cuda", self._device))
+        gpu = self._torch.empty(
+            size, dtype=self._torch.int32, device=self._torch.device("cuda", self._device)
+        )
         return _Table(host, host.numpy(), gpu)
 
     def _launch(self, read: _GpuRead) -> None:
@@ -193,7 +217,9 @@ class GpuSide:
     def _lacking(self, place: GpuPiece, visible: dict[str, int]) -> str:
         lacking = []
         if place.ipc_namespace != _ipc_namespace():
-            lacking.append("one IPC namespace for both nodes (containers: docker run --ipc, hostIPC)")
+            lacking.append(
+                "one IPC namespace for both nodes (containers: docker run --ipc, hostIPC)"
+            )
         if place.gpu not in visible:
             lacking.append(f"the peer's GPU {place.gpu} in this container too")
         return " and ".join(lacking) or "a GPU and driver that support it"

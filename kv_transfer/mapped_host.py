@@ -1,4 +1,5 @@
-"""Pools of a CPU that peers map: what a peer must be told, the mapping, and copying out of it with numpy.
+"""Pools of a CPU that peers map: what a peer must be told, the mapping, and copying out of it with
+numpy.
 
 A pool is a memfd (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
 """
@@ -19,8 +20,8 @@ from kv_transfer.shares import Share
 
 __all__ = ["HostSide", "runs"]
 
-# One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The plane's thread
-# sleeps up to 1 ms between two calls.
+# One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The
+# plane's thread sleeps up to 1 ms between two calls.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
 
@@ -38,13 +39,17 @@ class HostSide:
 
         self._np = np
         assert memory.file is not None
-        self._local = np.ctypeslib.as_array((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address))
+        self._local = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * memory.num_bytes).from_address(memory.address)
+        )
         return place_of(memory.file)
 
     def map(self, source: Source, place: HostFile) -> Any:
-        """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last reference.
+        """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last
+        reference.
 
-        Raises TransferError naming what is missing."""
+        Raises TransferError naming what is missing.
+        """
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
         mapping = mapped(place, size, source.engine_id, "KV pool")
         return self._np.frombuffer(mapping, dtype=self._np.uint8)
@@ -69,7 +74,9 @@ class HostSide:
         return read
 
     def poll(self, handle: Iterator[None]) -> bool:
-        """Copy for a while if it is this read's turn. One after the other: sharing would make the first ones late."""
+        """Copy for a while if it is this read's turn. One after the other: sharing would make the
+        first ones late.
+        """
         if handle is not self._reads[0]:
             return False
         until = time.monotonic() + SLICE_S
@@ -82,18 +89,26 @@ class HostSide:
     def _copy(self, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
         """One step per item; numpy lets go of the GIL in it."""
         for remote, local, count in pieces:
-            source, target, left = (number * self._region.block_bytes for number in (remote, local, count))
+            source, target, left = (
+                number * self._region.block_bytes for number in (remote, local, count)
+            )
             while left:
                 step = min(left, STEP_BYTES)
                 self._np.copyto(self._local[target : target + step], pool[source : source + step])
                 source, target, left = source + step, target + step, left - step
                 yield
 
-    def _copy_part(self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
-        """The same where the bytes of neighbours are not neighbours: a rectangle of rows of equal length per item."""
+    def _copy_part(
+        self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]
+    ) -> Iterator[None]:
+        """The same where the bytes of neighbours are not neighbours: a rectangle of rows of equal
+        length per item.
+        """
         part, theirs, ours = peer.part, peer.region, self._region
         pool_bytes = theirs.num_blocks * theirs.block_bytes
-        source = pool[:pool_bytes].reshape(theirs.num_blocks, theirs.block_bytes)[:, part.remote_start :]
+        source = pool[:pool_bytes].reshape(theirs.num_blocks, theirs.block_bytes)[
+            :, part.remote_start :
+        ]
         target = self._local.reshape(ours.num_blocks, ours.block_bytes)[:, part.local_start :]
         width = min(part.num_bytes, STEP_BYTES)
         rows = max(1, STEP_BYTES // width)
@@ -103,12 +118,15 @@ class HostSide:
                 for start in range(0, part.num_bytes, width):
                     columns = slice(start, min(start + width, part.num_bytes))
                     self._np.copyto(
-                        target[local + row : local + end, columns], source[remote + row : remote + end, columns]
+                        target[local + row : local + end, columns],
+                        source[remote + row : remote + end, columns],
                     )
                     yield
 
 
-def runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(
+    remote_blocks: Sequence[int], local_blocks: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
     """(remote, local, count) of blocks that follow one another on both sides."""
     run: tuple[int, int, int] | None = None
     for remote, local in zip(remote_blocks, local_blocks, strict=True):

@@ -1,6 +1,8 @@
-"""What two connectors say to each other on the control channel: typed msgpack, one message per frame, size-limited.
+"""What two connectors say to each other on the control channel: typed msgpack, one message per
+frame, size-limited.
 
-Owns the words, not the talk. The planes' metadata is opaque bytes: it is handed on only after the fingerprints agreed.
+Owns the words, not the talk. The planes' metadata is opaque bytes: it is handed on only after the
+fingerprints agreed.
 """
 
 from __future__ import annotations
@@ -35,12 +37,16 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Reader -> source, first, and again with each plane that it needs. Who reads, and what its KV looks like."""
+    """Reader -> source, first, and again with each plane that it needs. Who reads, and what its KV
+    looks like.
+    """
 
     engine_id: str
     fingerprint: Fingerprint
     opens: list[str] | None = None
-    """Planes that are to be open when the Welcome comes. None is of a release that wants all of them."""
+    """Planes that are to be open when the Welcome comes. None is of a release that wants all of
+    them.
+    """
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -74,7 +80,9 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True):
-    """Reader -> source, every heartbeat. `sent_at` is the reader's own monotonic clock, echoed to it."""
+    """Reader -> source, every heartbeat. `sent_at` is the reader's own monotonic clock, echoed to
+    it.
+    """
 
     sent_at: float
     leases: list[LeaseId]
@@ -89,7 +97,9 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """Reader -> source: through with this lease. Answered always; only a token other than 0 is waited for."""
+    """Reader -> source: through with this lease. Answered always; only a token other than 0 is
+    waited for.
+    """
 
     lease: LeaseId
     token: int
@@ -103,16 +113,20 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it has grown.
+    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it
+    has grown.
 
-    With `checksums` it asks for those of these blocks, in a Grown, and for nothing else."""
+    With `checksums` it asks for those of these blocks, in a Grown, and for nothing else.
+    """
 
     lease: LeaseId
     checksums: list[int] = []
 
 
 class Grown(msgspec.Struct, tag="grown", frozen=True):
-    """Source -> reader: the first `ready` blocks of the ticket can be read; all of them with a completion."""
+    """Source -> reader: the first `ready` blocks of the ticket can be read; all of them with a
+    completion.
+    """
 
     lease: LeaseId
     ready: int

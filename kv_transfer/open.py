@@ -28,12 +28,22 @@ def open_connector(
     wake: Callable[[], None],
     link: RankLink | None = None,
 ) -> Connector:
-    """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has, and open the best.
+    """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has,
+    and open the best.
 
-    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any, which call
-    `join_connector`. `wake` is called from any thread when `events` has something. Raises ConfigError if no plane can
-    be had, or the control channel's address."""
-    return Desk(engine_id, fingerprint, region, config, wake, _planes(engine_id, region, terms_of(config)), link)
+    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any,
+    which call `join_connector`. `wake` is called from any thread when `events` has something.
+    Raises ConfigError if no plane can be had, or the control channel's address.
+    """
+    return Desk(
+        engine_id,
+        fingerprint,
+        region,
+        config,
+        wake,
+        _planes(engine_id, region, terms_of(config)),
+        link,
+    )
 
 
 def join_connector(
@@ -41,17 +51,26 @@ def join_connector(
 ) -> LedPlanes:
     """Prepare the planes of a rank other than 0, which opens them when rank 0 says so.
 
-    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if rank 0 is lost."""
+    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
+    rank 0 is lost.
+    """
     terms = PlaneTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
-    return LedPlanes(rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost)
+    return LedPlanes(
+        rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost
+    )
 
 
 def terms_of(config: TransferConfig, rank_heads: int = 0) -> PlaneTerms:
-    """What planes must know of the configuration; `rank_heads`: how many KV heads each of several ranks has."""
+    """What planes must know of the configuration; `rank_heads`: how many KV heads each of several
+    ranks has.
+    """
     kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
-    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
+    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
+    # has lost it.
     summed_heads = rank_heads if config.kv_checksums else 0
-    return PlaneTerms(kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads)
+    return PlaneTerms(
+        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
+    )
 
 
 def _planes(name: str, region: PoolRegion, terms: PlaneTerms) -> dict[str, DataPlane]:

@@ -1,14 +1,17 @@
-"""Two processes on CPUs that send and receive memory: a TCP connection for each pair, opened by whoever was invited.
+"""Two processes on CPUs that send and receive memory: a TCP connection for each pair, opened by
+whoever was invited.
 
-Owns how the two ends find each other and how a wait ends: done, or PeerLost after a deadline, a lost connection or
-`interrupt`. Refuses to know blocks, pools or pairs.
+Owns how the two ends find each other and how a wait ends: done, or PeerLost after a deadline, a
+lost connection or `interrupt`. Refuses to know blocks, pools or pairs.
 
-The reader listens at a port of its own for as long as the two meet, and says where, with a token, over the encrypted
-control socket. Who does not show that token is no peer: nothing else of its is looked at, and it is hung up on. (gloo
-of torch 2.13, which was here, takes whoever says a small number first for the peer: 56 bytes of anybody's end the
-process, by an exception in a thread of gloo's that nobody can catch. And it never closes a connection of a stranger's.)
+The reader listens at a port of its own for as long as the two meet, and says where, with a token,
+over the encrypted control socket. Who does not show that token is no peer: nothing else of its is
+looked at, and it is hung up on. (gloo of torch 2.13, which was here, takes whoever says a small
+number first for the peer: 56 bytes of anybody's end the process, by an exception in a thread of
+gloo's that nobody can catch. And it never closes a connection of a stranger's.)
 
-A slice moves while it is waited for, on the pair's own thread; how far ahead it is, is what the kernel's buffers hold.
+A slice moves while it is waited for, on the pair's own thread; how far ahead it is, is what the
+kernel's buffers hold.
 """
 
 from __future__ import annotations
@@ -56,23 +59,31 @@ class TcpBackend:
         self._host = host
         self._patience_s = patience_s
 
-    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def invite(
+        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
+    ) -> Communicator:
         """See Backend."""
         token = os.urandom(TOKEN_BYTES)
         try:
             with _listening(self._host) as listener:
                 host, port, *_ = listener.getsockname()
                 say(msgspec.msgpack.encode(Invitation(_said(self._host, host), port, token)))
-                return _TcpCommunicator(_guest(listener, token, given_up, deadline), self._patience_s)
+                return _TcpCommunicator(
+                    _guest(listener, token, given_up, deadline), self._patience_s
+                )
         except OSError as error:
-            raise PeerLost(f"cannot wait for the source at kv_host {self._host!r}: {error}") from error
+            raise PeerLost(
+                f"cannot wait for the source at kv_host {self._host!r}: {error}"
+            ) from error
 
     def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
         """See Backend."""
         try:
             to = msgspec.msgpack.decode(facts, type=Invitation)
         except MALFORMED as error:
-            raise PeerLost("the reader does not say where it waits; it may be of another release") from error
+            raise PeerLost(
+                "the reader does not say where it waits; it may be of another release"
+            ) from error
         try:
             sock = _connected(to, given_up, deadline)
         except OSError as error:
@@ -83,8 +94,10 @@ class TcpBackend:
 def _said(host: str, number: str) -> str:
     """What the source dials, of a reader at `host` that listens at this number.
 
-    A name may have other numbers, too, and over there another one of them first. A wildcard is nobody's address, and a
-    number of one link means nothing without its interface, which only `host` names."""
+    A name may have other numbers, too, and over there another one of them first. A wildcard is
+    nobody's address, and a number of one link means nothing without its interface, which only
+    `host` names.
+    """
     bound = ipaddress.ip_address(number)
     return host if bound.is_unspecified or bound.is_link_local else number
 
@@ -99,7 +112,9 @@ def _listening(host: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def _guest(listener: socket.socket, token: bytes, given_up: Callable[[], bool], deadline: float) -> socket.socket:
+def _guest(
+    listener: socket.socket, token: bytes, given_up: Callable[[], bool], deadline: float
+) -> socket.socket:
     """The first who shows the token. Raises PeerLost, OSError."""
     strangers: dict[socket.socket, bytes] = {}
     with contextlib.ExitStack() as at_the_end, selectors.DefaultSelector() as selector:
@@ -130,7 +145,9 @@ def _hang_up_on(strangers: dict[socket.socket, bytes]) -> None:
         stranger.close()
 
 
-def _let_in(listener: socket.socket, strangers: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+def _let_in(
+    listener: socket.socket, strangers: dict[socket.socket, bytes], selector: selectors.BaseSelector
+) -> None:
     try:
         sock, _ = listener.accept()
     except (BlockingIOError, ConnectionError):  # it has gone again
@@ -187,7 +204,9 @@ class _TcpCommunicator:
     def __init__(self, sock: socket.socket, patience_s: float) -> None:
         self._sock = sock
         self._patience_s = patience_s
-        self._closing = threading.Lock()  # the number of a socket that was closed is soon another one's
+        self._closing = (
+            threading.Lock()
+        )  # the number of a socket that was closed is soon another one's
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, staging: torch.Tensor) -> Work:
@@ -209,7 +228,11 @@ class _TcpWork:
     """Waited for in the order in which they were begun."""
 
     def __init__(
-        self, sock: socket.socket, move: Callable[[memoryview], int], staging: torch.Tensor, patience_s: float
+        self,
+        sock: socket.socket,
+        move: Callable[[memoryview], int],
+        staging: torch.Tensor,
+        patience_s: float,
     ) -> None:
         self._sock, self._move = sock, move
         self._left = memoryview(staging.numpy())  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""How much memory all pairs of a process may take together: staging, and what their communicators need.
+"""How much memory all pairs of a process may take together: staging, and what their communicators
+need.
 
-Refuses to know who has to give way when somebody waits for room; `wanted` says that somebody does. Bytes, seconds.
+Refuses to know who has to give way when somebody waits for room; `wanted` says that somebody does.
+Bytes, seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Budget:
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def share(self, num_bytes: int, deadline: float, given_up: Callable[[], bool]) -> Iterator[None]:
+    def share(
+        self, num_bytes: int, deadline: float, given_up: Callable[[], bool]
+    ) -> Iterator[None]:
         """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
         with self._changed:
             self.waiting += 1
@@ -41,8 +45,10 @@ class Budget:
             self.waiting -= 1
             if self.used_bytes + num_bytes > self.limit_bytes:
                 raise PeerLost(
-                    f"no room for another pair of {num_bytes} bytes: pairs in use hold {self.used_bytes} of"
-                    f" {self.limit_bytes}; let fewer nodes read from each other, or take kv_connector nixl"
+                    f"no room for another pair of {num_bytes} bytes: pairs in use hold "
+                    f"{self.used_bytes} of"
+                    f" {self.limit_bytes}; let fewer nodes read from each other, or take "
+                    f"kv_connector nixl"
                 )
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)

@@ -1,11 +1,13 @@
 """The NCCL plane's control socket: one thread on which readers ask and a source answers.
 
-Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory is short. A ROUTER
-that readers dial, a DEALER for each peer we read from. A thread of its own, because a source must answer when it is
-asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that.
+Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory
+is short. A ROUTER that readers dial, a DEALER for each peer we read from. A thread of its own,
+because a source must answer when it is asked: its data plane's thread looks around every 2 ms, and
+many transfers are shorter than that.
 
-Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata, which travels over the
-desk's channel to peers that were welcomed, and nowhere else; without it nobody gets through the handshake.
+Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata,
+which travels over the desk's channel to peers that were welcomed, and nowhere else; without it
+nobody gets through the handshake.
 """
 
 from __future__ import annotations
@@ -66,10 +68,14 @@ class _Source:
 
 
 class PairControl:
-    """See the module. Public methods may be called from any thread and return at once, except `close`."""
+    """See the module. Public methods may be called from any thread and return at once, except
+    `close`.
+    """
 
     def __init__(self, host: str, terms: Terms) -> None:
-        """Listens from here on; zmq must have CURVE. Raises ConfigError if the address cannot be had."""
+        """Listens from here on; zmq must have CURVE. Raises ConfigError if the address cannot be
+        had.
+        """
         self._terms = terms
         terms.budget.wanted = partial(self._post, self._make_room)
         self.broken: Exception | None = None
@@ -109,7 +115,9 @@ class PairControl:
         self._post(partial(self._hang_up, generation, "nothing is read from it any more"))
 
     def close(self) -> None:
-        """End the thread, its sockets and all pairs: from the return of this call on no pair touches the pool."""
+        """End the thread, its sockets and all pairs: from the return of this call on no pair
+        touches the pool.
+        """
         self._closing = True
         self._poke()
         self._thread.join()
@@ -119,7 +127,8 @@ class PairControl:
             while not self._closing:
                 self._turn()
         except Exception as error:
-            # The edge of this thread: the plane's thread, which tells the step loop, looks at `broken`.
+            # The edge of this thread: the plane's thread, which tells the step loop, looks at
+            # `broken`.
             log.exception("control socket of the NCCL plane ended")
             self.broken = error
         finally:
@@ -132,10 +141,13 @@ class PairControl:
             self._serve()
         for source in [s for s in self._sources.values() if s.dealer in ready]:
             self._listen(source)
-        # After the messages: a peer's last words count even if the connection ended right behind them.
+        # After the messages: a peer's last words count even if the connection ended right behind
+        # them.
         for source in [s for s in self._sources.values() if s.monitor in ready]:
             recv_monitor_message(source.monitor, zmq.NOBLOCK)
-            self._hang_up(source.generation, f"the connection to {source.where} has ended or was refused")
+            self._hang_up(
+                source.generation, f"the connection to {source.where} has ended or was refused"
+            )
         while self._todo:
             self._todo.popleft()()
 
@@ -174,10 +186,15 @@ class PairControl:
     def _meet(self, sender: bytes, meet: Meet) -> None:
         limit = self._terms.slice_bytes
         if not 0 < meet.slice_bytes <= limit or meet.pair in self._readers:
-            reason = f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, or the pair exists"
+            reason = (
+                f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, "
+                f"or the pair exists"
+            )
             self._tell_reader(sender, Part(meet.pair, reason))
             return
-        pair = SourcePair(meet, self._terms, partial(self._post_to_reader, sender), self._post_ended)
+        pair = SourcePair(
+            meet, self._terms, partial(self._post_to_reader, sender), self._post_ended
+        )
         self._readers[meet.pair] = sender, pair
         pair.start()
 
@@ -188,7 +205,9 @@ class PairControl:
         dealer.curve_serverkey = address.key
         # No reconnecting under our feet: behind the same address there may be another process.
         dealer.reconnect_ivl = -1
-        source = _Source(generation, f"{address.host}:{address.port}", dealer, dealer.get_monitor_socket(GONE))
+        source = _Source(
+            generation, f"{address.host}:{address.port}", dealer, dealer.get_monitor_socket(GONE)
+        )
         self._sources[generation] = source
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(source.monitor, zmq.POLLIN)
@@ -200,7 +219,9 @@ class PairControl:
     def _read(self, generation: str, transfer: Transfer) -> None:
         source = self._sources.get(generation)
         if source is None:
-            transfer.error = PeerLost("the connection to the source's NCCL plane has ended or was refused")
+            transfer.error = PeerLost(
+                "the connection to the source's NCCL plane has ended or was refused"
+            )
             return
         if source.pair is None or not source.pair.read(transfer):
             say = partial(self._post_to_source, generation)
@@ -232,7 +253,8 @@ class PairControl:
         if not message.idle:
             pair.abort(why)
             return
-        # It closes what has long been idle: only who slept, or asks at that very moment, has asked for anything.
+        # It closes what has long been idle: only who slept, or asks at that very moment, has asked
+        # for anything.
         for transfer in pair.unheard(why):
             self._read(source.generation, transfer)
 
@@ -252,10 +274,16 @@ class PairControl:
     # Both.
 
     def _make_room(self) -> None:
-        """Memory is short: of the pairs that are idle those end that have been it for longest, one for each who waits.
+        """Memory is short: of the pairs that are idle those end that have been it for longest, one
+        for each who waits.
 
-        One that becomes idle later sees for itself that somebody waits."""
-        idle = [(since, pair) for pair in self._pairs() if (since := pair.idle_since) is not None and pair.over is None]
+        One that becomes idle later sees for itself that somebody waits.
+        """
+        idle = [
+            (since, pair)
+            for pair in self._pairs()
+            if (since := pair.idle_since) is not None and pair.over is None
+        ]
         for _, pair in sorted(idle, key=lambda at: at[0])[: self._terms.budget.waiting]:
             pair.part()
 
@@ -291,7 +319,8 @@ class PairControl:
         self._say(self._router, [sender, encode(message)])
 
     def _say(self, sock: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        # Full (1,000 messages) means that the peer has not read for long: patience ends what waits for it.
+        # Full (1,000 messages) means that the peer has not read for long: patience ends what waits
+        # for it.
         with contextlib.suppress(zmq.Again):
             sock.send_multipart(frames, zmq.NOBLOCK)
 

@@ -1,6 +1,8 @@
-"""The two ends of a pair: a source that sends what it is asked for, and a reader that asks and receives.
+"""The two ends of a pair: a source that sends what it is asked for, and a reader that asks and
+receives.
 
-Owns what the one does with a slice and what the other does; the order of slices is kv_transfer/pairs.py's.
+Owns what the one does with a slice and what the other does; the order of slices is
+kv_transfer/pairs.py's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class SourcePair(Pair):
     """Sends what it is asked for."""
 
     def __init__(
-        self, meet: Meet, terms: Terms, say: Callable[[PairMessage], None], ended: Callable[[Pair], None]
+        self,
+        meet: Meet,
+        terms: Terms,
+        say: Callable[[PairMessage], None],
+        ended: Callable[[Pair], None],
     ) -> None:
         """A reader wants to meet."""
         super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
@@ -42,9 +48,13 @@ class SourcePair(Pair):
                 raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
             num_blocks = self._terms.pool.num_blocks
             if not blocks or not all(0 <= block < num_blocks for block in blocks):
-                raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
+                raise ValueError(
+                    f"asked for none, or for some outside a pool of {num_blocks} blocks"
+                )
             if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
-                raise ValueError(f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}")
+                raise ValueError(
+                    f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}"
+                )
             self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
@@ -52,11 +62,15 @@ class SourcePair(Pair):
         return self._terms.backend.join(self._facts, self._given_up, self._deadline)
 
     def _leave(self) -> float:
-        """Only the reader knows whether it is still receiving, or has asked; one that is gone is not waited for."""
+        """Only the reader knows whether it is still receiving, or has asked; one that is gone is
+        not waited for.
+        """
         self._say(Leave(self.name))
         return self._terms.patience_s
 
-    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+    def _begin(
+        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
+    ) -> Work:
         with self._touching():
             lane.gather(move.places, move.piece, stage)
         return communicator.send(stage)
@@ -94,7 +108,9 @@ class ReaderPair(Pair):
         return True
 
     def unheard(self, error: TransferError) -> list[Transfer]:
-        """The source has closed this pair as idle: end it, and what it has not heard of is for another pair."""
+        """The source has closed this pair as idle: end it, and what it has not heard of is for
+        another pair.
+        """
         return self._end_now(error)
 
     def _ask(self, transfer: Transfer) -> None:
@@ -114,17 +130,22 @@ class ReaderPair(Pair):
                 self._ask(transfer)
             self._introduced = True
 
-    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+    def _begin(
+        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
+    ) -> Work:
         return communicator.recv(stage)
 
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
-        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in the same stream would
-        carry rubbish into the pool."""
+        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in
+        the same stream would carry rubbish into the pool.
+        """
         work.wait()
         with self._touching():
             lane.scatter(move.places, move.piece, stage)
         if move.last:
             if not within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
-                raise PeerLost(f"copies into the pool have not ended for {self._terms.patience_s:g} s")
+                raise PeerLost(
+                    f"copies into the pool have not ended for {self._terms.patience_s:g} s"
+                )
             self._done(move.transfer)
             lane.forget(move.places)

@@ -1,6 +1,8 @@
-"""What the two ends of a pair say to each other beside the bytes: typed msgpack, one message per frame, size-limited.
+"""What the two ends of a pair say to each other beside the bytes: typed msgpack, one message per
+frame, size-limited.
 
-Owns the words of the NCCL plane's own control socket, and the address that travels as its metadata; not the talk.
+Owns the words of the NCCL plane's own control socket, and the address that travels as its metadata;
+not the talk.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ MAX_PAIR_MESSAGE_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The plane's metadata: where its control socket is, and the CURVE key without which nobody gets a word in."""
+    """The plane's metadata: where its control socket is, and the CURVE key without which nobody
+    gets a word in.
+    """
 
     host: str
     port: int
     key: bytes
     tcp: bool = False
-    """Pairs on CPUs meet by kv_transfer/over_tcp.py. The release before had gloo there, and no version tells of it."""
+    """Pairs on CPUs meet by kv_transfer/over_tcp.py. The release before had gloo there, and no
+    version tells of it.
+    """
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
@@ -42,11 +48,15 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     slice_bytes: int
     """Transfers are cut into slices of at most this size, by both sides alike."""
     facts: bytes
-    """How the source finds the reader: the unique id of a communicator of NCCL, or an invitation to a connection."""
+    """How the source finds the reader: the unique id of a communicator of NCCL, or an invitation to
+    a connection.
+    """
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they were asked for."""
+    """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they
+    were asked for.
+    """
 
     pair: bytes
     blocks: list[int]
@@ -60,7 +70,9 @@ class Part(msgspec.Struct, tag="part", frozen=True):
     pair: bytes
     reason: str
     idle: bool = False
-    """All that was asked for has been sent. What has been asked for since then, this end has not heard."""
+    """All that was asked for has been sent. What has been asked for since then, this end has not
+    heard.
+    """
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):

@@ -1,18 +1,21 @@
-"""Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread of its own.
+"""Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread
+of its own.
 
-Owns the two-rank communicator of a pair, its staging (`STAGES` slices, so that copying overlaps with sending) and what
-may be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+Owns the two-rank communicator of a pair, its staging (`STAGES` slices, so that copying overlaps
+with sending) and what may be touched when it ends. Refuses to know sockets: what is to be said goes
+to `say`, and who dies is told by `abort`.
 
-A pair is a conveyor belt: as soon as a stage is free the next slice is begun, of the same transfer or of the next one.
-So there are always `STAGES` slices under way, each end has launched them ahead, and a slice's time on the wire hides
-what the host does for another one.
+A pair is a conveyor belt: as soon as a stage is free the next slice is begun, of the same transfer
+or of the next one. So there are always `STAGES` slices under way, each end has launched them ahead,
+and a slice's time on the wire hides what the host does for another one.
 
-Why a thread for each pair: meeting the other rank blocks, on a CPU bytes move while they are waited for, and a hung
-peer must hold up neither the data plane's thread nor other pairs.
+Why a thread for each pair: meeting the other rank blocks, on a CPU bytes move while they are waited
+for, and a hung peer must hold up neither the data plane's thread nor other pairs.
 
-Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the staging memory of
-their pair alone, which is given back only when its communicator is closed; and the copy from staging into the pool
-happens under a lock that `abort` takes. So a transfer of an aborted pair is over at once, without any quarantine.
+Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to
+the staging memory of their pair alone, which is given back only when its communicator is closed;
+and the copy from staging into the pool happens under a lock that `abort` takes. So a transfer of an
+aborted pair is over at once, without any quarantine.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ __all__ = ["READER", "SOURCE", "Move", "Pair", "Terms", "Transfer", "within"]
 
 log = logging.getLogger(__name__)
 
-# A pair that nobody has read through for this long is closed, and made again on demand. The source waits twice as long:
-# then its reader is gone, for it would have closed it first.
+# A pair that nobody has read through for this long is closed, and made again on demand. The source
+# waits twice as long: then its reader is gone, for it would have closed it first.
 IDLE_S = 60.0
-# One slice is on the wire, one waits behind it, and one is being copied: between two of them the host has the time of a
-# slice on the wire to see that one has ended and to launch another one.
+# One slice is on the wire, one waits behind it, and one is being copied: between two of them the
+# host has the time of a slice on the wire to see that one has ended and to launch another one.
 STAGES = 3
 # A copy takes less than 100 us where nobody is in its way.
 SETTLE_S, POLL_S = 0.1, 20e-6
@@ -57,7 +60,9 @@ SOURCE, READER = SENDS, RECEIVES
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all pairs of a process share. A pair must be met within `meet_s`, and moves a slice every `patience_s`."""
+    """What all pairs of a process share. A pair must be met within `meet_s`, and moves a slice
+    every `patience_s`.
+    """
 
     pool: BlockPool
     backend: Backend
@@ -95,7 +100,9 @@ class Move(NamedTuple):
 
 
 class Pair(abc.ABC):
-    """One end of a pair. Public methods may be called from any thread; none waits for the other side."""
+    """One end of a pair. Public methods may be called from any thread; none waits for the other
+    side.
+    """
 
     def __init__(
         self,
@@ -106,7 +113,9 @@ class Pair(abc.ABC):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        """`say` sends to the other end; `ended` is called by the pair's thread when all its memory is given back."""
+        """`say` sends to the other end; `ended` is called by the pair's thread when all its memory
+        is given back.
+        """
         self.name = name
         self.slice_bytes = slice_bytes
         self.idle_since: float | None = None
@@ -140,12 +149,16 @@ class Pair(abc.ABC):
     def abort(self, error: TransferError) -> None:
         """End at once. From the return of this call on the pool is not touched any more.
 
-        (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers have an error.)"""
+        (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers
+        have an error.)
+        """
         for transfer in self._end_now(error):
             transfer.error = self.over
 
     def _end_now(self, error: TransferError) -> list[Transfer]:
-        """The same; those transfers that are not through, if nothing of them is being copied any more."""
+        """The same; those transfers that are not through, if nothing of them is being copied any
+        more.
+        """
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
@@ -172,12 +185,15 @@ class Pair(abc.ABC):
         try:
             self._live()
         except KvrelayError as error:
-            if self._rank == READER:  # the source may have said why, and its word still be on its way
+            if (
+                self._rank == READER
+            ):  # the source may have said why, and its word still be on its way
                 with self._changed:
                     self._changed.wait_for(self._given_up, HEAR_S)
             self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
         except Exception as error:
-            # The edge of this thread: an error of ours or of the device ends this pair, and its transfers hear of it.
+            # The edge of this thread: an error of ours or of the device ends this pair, and its
+            # transfers hear of it.
             log.exception("a pair ended")
             self.abort(PeerLost(f"a pair ended by {type(error).__name__}: {error}"))
         finally:
@@ -229,7 +245,9 @@ class Pair(abc.ABC):
         return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
 
     @abc.abstractmethod
-    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+    def _begin(
+        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
+    ) -> Work:
         """Launch a slice; `stage` is free."""
 
     @abc.abstractmethod
@@ -262,9 +280,13 @@ class Pair(abc.ABC):
         """Wait for a transfer, or until it is time to end."""
         self.idle_since = time.monotonic()
         self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
-        if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
+        if (
+            self._unwanted or self._terms.budget.waiting
+        ):  # whoever waits for memory gets that of idle pairs
             self.part()
-        while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
+        while (
+            not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0
+        ):
             self._changed.wait(left_s)
         self._check()
         if self._jobs:

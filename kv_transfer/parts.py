@@ -1,8 +1,9 @@
-"""A peer and its reads in parts: each rank of ours reads from the ranks of the source that hold its heads. Pure.
+"""A peer and its reads in parts: each rank of ours reads from the ranks of the source that hold its
+heads. Pure.
 
-Owns what is known of the parts, and what they make together; no threads, no sockets, no lock. A peer is joined when all
-parts are. A read has ended when all its parts have. It fails with the first part that does, and is in flight until no
-part is: so long its blocks stay in quarantine.
+Owns what is known of the parts, and what they make together; no threads, no sockets, no lock. A
+peer is joined when all parts are. A read has ended when all its parts have. It fails with the first
+part that does, and is in flight until no part is: so long its blocks stay in quarantine.
 """
 
 from __future__ import annotations
@@ -69,13 +70,17 @@ class _Read:
 
 
 class PartTable:
-    """Peers and reads that are known here. A part's news come in order, those of different parts in any order."""
+    """Peers and reads that are known here. A part's news come in order, those of different parts in
+    any order.
+    """
 
     def __init__(self) -> None:
         self._peers: dict[PeerKey, _Peer] = {}
         self._of: dict[Part, PeerKey] = {}
         self._asked: Counter[Part] = Counter()
-        """Joins that were asked for and not answered: of several, only the last answer is about this attempt."""
+        """Joins that were asked for and not answered: of several, only the last answer is about
+        this attempt.
+        """
         self._reads: dict[int, _Read] = {}
 
     def __len__(self) -> int:
@@ -102,7 +107,9 @@ class PartTable:
         return parts
 
     def joined(self, part: Part, error: KvrelayError | None) -> Joined | None:
-        """A part has joined, or never will. `drop_peer` must follow an error at once, and its parts be told."""
+        """A part has joined, or never will. `drop_peer` must follow an error at once, and its parts
+        be told.
+        """
         self._asked[part] -= 1
         if self._asked[part] > 0:
             return None
@@ -120,7 +127,10 @@ class PartTable:
         """What each part is to read. Raises KeyError for a peer that is not known."""
         parts = self._peers[read.peer].parts
         self._reads[read.read_id] = _Read(read.peer, set(parts))
-        return [(part, read if part.source == read.peer else replace(read, peer=part.source)) for part in parts]
+        return [
+            (part, read if part.source == read.peer else replace(read, peer=part.source))
+            for part in parts
+        ]
 
     def read_ended(self, part: Part, read_id: int) -> Finished | Failed | None:
         """All bytes of a part are in."""
@@ -138,7 +148,9 @@ class PartTable:
         read.error = error
         return Failed(read.peer, read_id, error, in_flight=True)
 
-    def _over(self, part: Part, read_id: int, error: KvrelayError | None) -> Finished | Failed | None:
+    def _over(
+        self, part: Part, read_id: int, error: KvrelayError | None
+    ) -> Finished | Failed | None:
         """Nothing of this part will land any more."""
         read = self._reads.get(read_id)
         if read is None:
@@ -146,7 +158,11 @@ class PartTable:
         read.running.discard(part)
         first, read.error = read.error is None, read.error or error
         if read.running:
-            return Failed(read.peer, read_id, error, in_flight=True) if error is not None and first else None
+            return (
+                Failed(read.peer, read_id, error, in_flight=True)
+                if error is not None and first
+                else None
+            )
         del self._reads[read_id]
         if read.error is not None:
             return Failed(read.peer, read_id, read.error, in_flight=False)

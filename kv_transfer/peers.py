@@ -1,13 +1,15 @@
 """The peers that a node reads from: meeting them, the plane between us, renewals, and their loss.
 
-Owns the table of peers and what is said to each; no lock, no clock and no threads. The desk calls with its lock held,
-and says in `now` what its clock says. What a lost peer means for a fetch is the fetches' to say.
+Owns the table of peers and what is said to each; no lock, no clock and no threads. The desk calls
+with its lock held, and says in `now` what its clock says. What a lost peer means for a fetch is the
+fetches' to say.
 
-Three things that end apart from one another. The *connection* to a peer: its fetches fail, and the next one dials
-again. The *plane's* way to it, which only the plane can see: it is joined anew, when no READ is on the old way. And the
-*process*: it is gone only if somebody else answers for it, or its host says that nobody listens there any more. A peer
-whose READ hangs is remembered for as long as it does, and dialled with every heartbeat: it may need our word to go on
-sending, and nobody else tells us that its process is gone.
+Three things that end apart from one another. The *connection* to a peer: its fetches fail, and the
+next one dials again. The *plane's* way to it, which only the plane can see: it is joined anew, when
+no READ is on the old way. And the *process*: it is gone only if somebody else answers for it, or
+its host says that nobody listens there any more. A peer whose READ hangs is remembered for as long
+as it does, and dialled with every heartbeat: it may need our word to go on sending, and nobody else
+tells us that its process is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchTable
 from kv_transfer.lease_words import HeldWords
 from kv_transfer.leases import LeaseId
-from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
+from kv_transfer.messages import (
+    End,
+    Ended,
+    Follow,
+    Grown,
+    Hello,
+    Message,
+    Refused,
+    Renew,
+    Renewed,
+    Welcome,
+)
 from kv_transfer.plane_choice import Planes
 from kv_transfer.planes import Source
 from kv_transfer.shares import Heads
@@ -76,7 +89,12 @@ class Peers:
     """See the module."""
 
     def __init__(
-        self, hello: Hello, config: TransferConfig, fetches: FetchTable, control: ControlThread, planes: Planes
+        self,
+        hello: Hello,
+        config: TransferConfig,
+        fetches: FetchTable,
+        control: ControlThread,
+        planes: Planes,
     ) -> None:
         """`hello` is what each peer is told first."""
         self._hello = hello
@@ -89,7 +107,9 @@ class Peers:
     # What the step loop wants.
 
     def want(self, request_id: str, peer: PeerKey, lease: LeaseId, now: float) -> None:
-        """A request is watched whose KV this peer has: its lease is cared for from now on, or its fetch is doomed."""
+        """A request is watched whose KV this peer has: its lease is cared for from now on, or its
+        fetch is doomed.
+        """
         known = self._peers.get(peer)
         if known is None:
             known = self._peers[peer] = _Peer()
@@ -123,7 +143,9 @@ class Peers:
         if known is None or not known.plane:
             return None
         better = takewhile(lambda kind: kind != known.plane, self._planes.wanted)
-        return Way(known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed})
+        return Way(
+            known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed}
+        )
 
     def take_leave(self) -> None:
         """We close: give back all leases."""
@@ -144,11 +166,16 @@ class Peers:
             self._fetches.confirmed(peer, message.token, held=message.held, now=now)
         elif isinstance(message, Grown):
             if known.heads and message.checksums:
-                ours = {block: in_our_order(of_it, known.heads) for block, of_it in message.checksums.items()}
+                ours = {
+                    block: in_our_order(of_it, known.heads)
+                    for block, of_it in message.checksums.items()
+                }
                 self._fetches.vouched(peer, message.lease, ours, now)
             self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
         elif isinstance(message, Refused):
-            self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now)
+            self._lose(
+                peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now
+            )
         elif isinstance(message, Welcome) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
         elif (
@@ -177,7 +204,9 @@ class Peers:
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
     def beat(self, now: float) -> float:
-        """Say what is due, and lose who has not answered. Returns the second at which something is due again."""
+        """Say what is due, and lose who has not answered. Returns the second at which something is
+        due again.
+        """
         for peer, known in list(self._peers.items()):
             if known.lost is not None:
                 if now >= known.due and not known.vanished:
@@ -188,7 +217,11 @@ class Peers:
                     self._renew_all(peer, now)
             elif now >= known.answer_by:
                 waited_s = self._config.lease_s
-                self._lose(peer, PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"), now)
+                self._lose(
+                    peer,
+                    PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"),
+                    now,
+                )
         return min(map(_due, self._peers.values()), default=float("inf"))
 
     # What the planes tell.
@@ -207,18 +240,28 @@ class Peers:
         if error is not None:
             self._try_next_plane(peer, known, error, now)
             return
-        log.info("KV of %s:%d comes by %s, protocol %d", peer.host, peer.port, known.plane, known.protocol)
+        log.info(
+            "KV of %s:%d comes by %s, protocol %d",
+            peer.host,
+            peer.port,
+            known.plane,
+            known.protocol,
+        )
         known.joined = True
         self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
 
     def way_lost(self, peer: PeerKey) -> None:
-        """The plane has lost its way to a peer, which may be there all the same: no READ starts on this way."""
+        """The plane has lost its way to a peer, which may be there all the same: no READ starts on
+        this way.
+        """
         if peer in self._peers:
             self._peers[peer].joined = False
             self._fetches.peer_not_ready(peer)
 
     def read_over(self, peer: PeerKey) -> None:
-        """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way looked for anew."""
+        """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way
+        looked for anew.
+        """
         known = self._peers.get(peer)
         if known is None or self._fetches.reading(peer):
             return
@@ -240,7 +283,10 @@ class Peers:
     def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         where = f"{peer.host}:{peer.port}"
         if welcome.generation != peer.generation:
-            restarted = f"{where} has restarted: the KV is of {peer.generation}, it is {welcome.generation} now"
+            restarted = (
+                f"{where} has restarted: the KV is of {peer.generation}, it is "
+                f"{welcome.generation} now"
+            )
             self._lose(peer, PeerLost(restarted), now)
             self.vanished(peer, now)
             return
@@ -258,7 +304,9 @@ class Peers:
         leases = self._fetches.leases(peer)
         self._renew(peer, leases, now)
         for lease in leases:
-            self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
+            self._control.say(
+                peer, Follow(lease)
+            )  # also of complete KV: it may have had another reader
         if not known.sources:
             self._choose(peer, known, welcome, now)
         elif known.joined:  # we were here before, and a READ is still on this way
@@ -275,9 +323,13 @@ class Peers:
             return
         if welcome.checksums and self._planes.can_sum:
             known.heads = self._planes.order_of_heads(welcome)
-        known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
+        known.missed = {
+            kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()
+        }
         absent = [kind for kind in self._planes if kind not in known.choices]
-        known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
+        known.missed |= dict.fromkeys(
+            absent, "the node that is read does not have it; its log says why"
+        )
         theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
         both = f"{', '.join(self._planes)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
@@ -302,7 +354,9 @@ class Peers:
             self._control.say(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
 
     def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
-        """Join the peer if the plane is open at both ends; take the next one if it cannot be opened at one of them."""
+        """Join the peer if the plane is open at both ends; take the next one if it cannot be opened
+        at one of them.
+        """
         kind, welcome = known.plane, known.welcome
         assert welcome is not None
         if kind in self._planes.missing:
@@ -310,7 +364,9 @@ class Peers:
         elif kind in welcome.on_request or not self._planes.is_open(kind):
             return
         elif any(kind not in card.planes for card in welcome.ranks):
-            why = f"{peer.host}:{peer.port} could not open its KV connector {kind}; its log says why"
+            why = (
+                f"{peer.host}:{peer.port} could not open its KV connector {kind}; its log says why"
+            )
             self._try_next_plane(peer, known, TransferError(why), now)
         else:
             known.sources = self._planes.sources(welcome, kind)
@@ -322,7 +378,8 @@ class Peers:
         leases = self._fetches.leases(peer)
         self._renew(peer, leases, now)
         if not leases and self._fetches.reading(peer):
-            # Of a lease that is over, but the source must go on helping for as long as the read takes.
+            # Of a lease that is over, but the source must go on helping for as long as the read
+            # takes.
             self._control.say(peer, Renew(now, []))
         for lease in self._fetches.growing(peer):
             self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
@@ -338,7 +395,9 @@ class Peers:
 
     def _ask(self, ask: Ask) -> None:
         for first in range(0, len(ask.remote_blocks), MOST_BLOCKS):
-            self._control.say(ask.peer, Follow(ask.lease, list(ask.remote_blocks[first : first + MOST_BLOCKS])))
+            self._control.say(
+                ask.peer, Follow(ask.lease, list(ask.remote_blocks[first : first + MOST_BLOCKS]))
+            )
 
     def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
         known = self._peers.get(peer)

@@ -1,4 +1,6 @@
-"""The data planes of a node on all its ranks: when each is opened, and which of them it can share with a peer."""
+"""The data planes of a node on all its ranks: when each is opened, and which of them it can share
+with a peer.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,12 @@ log = logging.getLogger(__name__)
 
 
 class Planes:
-    """Planes by name, the best first; each on a thread of every rank. They are opened one by one, as they are needed.
+    """Planes by name, the best first; each on a thread of every rank. They are opened one by one,
+    as they are needed.
 
-    An open plane listens, and who reaches UCX's listener can write anywhere: so the first is opened at start, and
-    another one when a peer asks for it that could not be reached by those before it."""
+    An open plane listens, and who reaches UCX's listener can write anywhere: so the first is opened
+    at start, and another one when a peer asks for it that could not be reached by those before it.
+    """
 
     def __init__(
         self,
@@ -55,11 +59,13 @@ class Planes:
         *,
         checksums: bool = False,
     ) -> None:
-        """Prepare them, and open the first. Of several, those that this engine cannot have on all ranks are left out.
+        """Prepare them, and open the first. Of several, those that this engine cannot have on all
+        ranks are left out.
 
-        `region` and `heads` are rank 0's; `opened` is told how an `open` has ended; `checksums`: of blocks can be asked
-        for, of all ranks together. Raises ConfigError if the only plane cannot be had, or none of several, or no
-        checksums."""
+        `region` and `heads` are rank 0's; `opened` is told how an `open` has ended; `checksums`: of
+        blocks can be asked for, of all ranks together. Raises ConfigError if the only plane cannot
+        be had, or none of several, or no checksums.
+        """
         self._checksums: Checksums | None = None
         self.missing: dict[str, str] = {}
         """Those left out, and why."""
@@ -71,7 +77,9 @@ class Planes:
         self._desk = desk
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
-        self._opening: dict[str, dict[int, bytes | Exception]] = {}  # what ranks have told of planes that are not yet
+        self._opening: dict[
+            str, dict[int, bytes | Exception]
+        ] = {}  # what ranks have told of planes that are not yet
         self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
         first: queue.Queue[str] = queue.Queue()
@@ -115,11 +123,17 @@ class Planes:
             try:
                 ended.get(timeout=OPEN_S)
             except queue.Empty:
-                raise ConfigError(f"kv_connector {kind} was not opened on all ranks within {OPEN_S:g} s") from None
+                raise ConfigError(
+                    f"kv_connector {kind} was not opened on all ranks within {OPEN_S:g} s"
+                ) from None
             if self.is_open(kind):
                 return
         why = self.missing.values()
-        raise ConfigError(*why) if len(self.wanted) == 1 else ConfigError(f"no KV can be handed over: {'; '.join(why)}")
+        raise (
+            ConfigError(*why)
+            if len(self.wanted) == 1
+            else ConfigError(f"no KV can be handed over: {'; '.join(why)}")
+        )
 
     def open(self, kind: str) -> None:
         """Have all ranks open a plane, if it is not open; `opened` follows then, from any thread."""
@@ -146,7 +160,9 @@ class Planes:
                 self._cards[kind] = cards
                 del self._opening[kind], self._open_by[kind]
         if len(cards) < len(told):
-            rank, error = next((rank, card) for rank, card in sorted(told.items()) if isinstance(card, Exception))
+            rank, error = next(
+                (rank, card) for rank, card in sorted(told.items()) if isinstance(card, Exception)
+            )
             self._leave_out(kind, f"rank {rank}: {why_not(error)}" if rank else why_not(error))
         self._opened(kind)
 
@@ -197,11 +213,15 @@ class Planes:
             case Opened(kind, card, why):
                 self._told(kind, rank, ConfigError(why) if card is None else card)
             case Joined(kind, peer, error):
-                self._planes[kind].joined(Part(rank, peer), None if error is None else error_of(error))
+                self._planes[kind].joined(
+                    Part(rank, peer), None if error is None else error_of(error)
+                )
             case ReadEnded(kind, peer, read_id):
                 self._planes[kind].read_ended(Part(rank, peer), read_id)
             case ReadFailed(kind, peer, read_id, error, in_flight):
-                self._planes[kind].read_failed(Part(rank, peer), read_id, error_of(error), in_flight=in_flight)
+                self._planes[kind].read_failed(
+                    Part(rank, peer), read_id, error_of(error), in_flight=in_flight
+                )
             case Summed(number, checksums):
                 assert self._checksums is not None
                 self._checksums.heard(rank, number, checksums)
@@ -231,20 +251,28 @@ class Planes:
 
     def sources(self, welcome: Welcome, kind: str) -> list[tuple[int, Source]]:
         """Which rank of ours reads what through this plane. Raises Incompatible."""
-        return [(rank, _source(welcome, source, kind, share)) for rank, source, share in self._shares(welcome)]
+        return [
+            (rank, _source(welcome, source, kind, share))
+            for rank, source, share in self._shares(welcome)
+        ]
 
     def _shares(self, welcome: Welcome) -> list[tuple[int, int, Share]]:
         """Which rank of ours reads what from which rank of this peer. Raises Incompatible."""
         ours = self.ranks
         mine, theirs = ({_head_bytes(card) for card in cards} for cards in (ours, welcome.ranks))
         if len(mine | theirs) != 1:
-            raise Incompatible(f"a KV head has {sorted(mine)} bytes of a block here and {sorted(theirs)} there")
+            raise Incompatible(
+                f"a KV head has {sorted(mine)} bytes of a block here and {sorted(theirs)} there"
+            )
         (head_bytes,) = mine
         return [
             (rank, source, share)
             for rank in range(len(ours))
             for source, share in shares(
-                rank, [card.heads for card in ours], [card.heads for card in welcome.ranks], head_bytes
+                rank,
+                [card.heads for card in ours],
+                [card.heads for card in welcome.ranks],
+                head_bytes,
             )
         ]
 
@@ -254,13 +282,19 @@ class Planes:
         return self._checksums is not None
 
     def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
-        """`done` is called, from any thread, with the checksums of each of these blocks, of all ranks."""
+        """`done` is called, from any thread, with the checksums of each of these blocks, of all
+        ranks.
+        """
         assert self._checksums is not None
         self._checksums.ask(blocks, done)
 
     def order_of_heads(self, welcome: Welcome) -> list[int]:
-        """Of each KV head of each of our ranks, where it lies among those of this peer's ranks. Raises Incompatible."""
-        return order_of_heads([heads for heads, _ in self._pools], [card.heads for card in welcome.ranks])
+        """Of each KV head of each of our ranks, where it lies among those of this peer's ranks.
+        Raises Incompatible.
+        """
+        return order_of_heads(
+            [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
+        )
 
     def silent_s(self) -> float:
         """Seconds since the slowest of this process's threads was seen at work."""
@@ -296,7 +330,9 @@ def _head_bytes(card: RankCard) -> int:
     first, end = card.heads
     size, rest = divmod(card.region.block_bytes, max(1, end - first))
     if rest or end <= first:
-        raise Incompatible(f"a block of {card.region.block_bytes} bytes cannot hold KV heads {first} to {end}")
+        raise Incompatible(
+            f"a block of {card.region.block_bytes} bytes cannot hold KV heads {first} to {end}"
+        )
     return size
 
 

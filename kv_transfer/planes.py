@@ -1,19 +1,22 @@
 """Data planes: what really moves bytes, and the one thread each of them lives on.
 
-A plane knows memory and peers' metadata; it knows nothing of requests, leases or deadlines. Its thread keeps reads in
-flight until their end is seen, whoever has lost interest in them: blocks may be used again only when nothing can land
-in them. What is known of that, plane by plane:
+A plane knows memory and peers' metadata; it knows nothing of requests, leases or deadlines. Its
+thread keeps reads in flight until their end is seen, whoever has lost interest in them: blocks may
+be used again only when nothing can land in them. What is known of that, plane by plane:
 
 - direct: our own copies, which always end, whatever becomes of the peer; a read never breaks.
-- NCCL: bytes land in staging, and who ends a pair locks the pool: a read that fails is over at once.
-- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: UCX has closed our end by force, so none
-  goes on but copies of our own GPU. Any other error is that of one operation, and NIXL never looks at the others again:
-  the read is *broken*, and its other parts may land, also after the desk's connection has ended. Nothing at all: it
-  hangs with its peer, and lands when that one goes on (seen: after the release of its handle, too).
+- NCCL: bytes land in staging, and who ends a pair locks the pool: a read that fails is over at
+  once.
+- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: UCX has closed our
+  end by force, so none
+  goes on but copies of our own GPU. Any other error is that of one operation, and NIXL never looks
+  at the others again: the read is *broken*, and its other parts may land, also after the desk's
+  connection has ended. Nothing at all: it hangs with its peer, and lands when that one goes on
+  (seen: after the release of its handle, too).
 
-So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either, a broken read is
-waited for as long as any network may hold its parts; one that hangs without end, because its peer may be stopped for
-as long. Both are told in the log.
+So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either,
+a broken read is waited for as long as any network may hold its parts; one that hangs without end,
+because its peer may be stopped for as long. Both are told in the log.
 """
 
 from __future__ import annotations
@@ -38,21 +41,25 @@ __all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source", "why_not"]
 
 log = logging.getLogger(__name__)
 
-# While reads run, a twentieth longer each time: a read is noticed that part of its length late. A long one needs
-# progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
+# While reads run, a twentieth longer each time: a read is noticed that part of its length late. A
+# long one needs progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at
+# most 1 ms, 71 to 114 ms with 5.
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
-# A broken read of a peer that may be there. TCP gives up after 15 minutes, RDMA after seconds; what comes later than
-# that was sent by somebody who was stopped for so long.
+# A broken read of a peer that may be there. TCP gives up after 15 minutes, RDMA after seconds; what
+# comes later than that was sent by somebody who was stopped for so long.
 BROKEN_S = 1000.0
 # Of a read that hangs it is told once.
 HANGING_S = 60.0
-# While peers may read here, a plane without own threads must be progressed; else only often enough to notice them.
+# While peers may read here, a plane without own threads must be progressed; else only often enough
+# to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A process that a plane shall read from. `metadata` is what its plane has returned from `open`."""
+    """A process that a plane shall read from. `metadata` is what its plane has returned from
+    `open`.
+    """
 
     engine_id: str
     generation: str
@@ -74,7 +81,9 @@ class DataPlane(Protocol):
     """Whether peers that read from here need `progress`."""
 
     def prepare(self) -> None:
-        """Load what `open` will need; no socket listens yet. Raises ConfigError if this machine lacks something."""
+        """Load what `open` will need; no socket listens yet. Raises ConfigError if this machine
+        lacks something.
+        """
 
     def open(self) -> bytes:
         """Take devices, memory and sockets. Returns the metadata that peers need.
@@ -84,19 +93,25 @@ class DataPlane(Protocol):
     def add_peer(self, source: Source) -> None:
         """Get ready to read from a peer. Raises TransferError."""
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         """Start to read. Returns a handle for `poll`, which tells all but what is raised here.
 
         Raises TransferError if nothing was started."""
 
     def poll(self, handle: object) -> bool:
-        """True: all bytes are in. Raises PeerLost if no byte will land any more, another TransferError if some may.
+        """True: all bytes are in. Raises PeerLost if no byte will land any more, another
+        TransferError if some may.
 
-        A handle is polled until True or PeerLost, or for `BROKEN_S` after another error. After PeerLost the peer is
-        dropped and added again before the next read."""
+        A handle is polled until True or PeerLost, or for `BROKEN_S` after another error. After
+        PeerLost the peer is dropped and added again before the next read.
+        """
 
     def peer_gone(self, generation: str) -> None:
-        """Its process is gone for certain: `poll` soon tells the end of what only its help would end."""
+        """Its process is gone for certain: `poll` soon tells the end of what only its help would
+        end.
+        """
 
     def drop_peer(self, generation: str) -> None:
         """No reads from this peer any more; unknown ones are ignored."""
@@ -117,7 +132,9 @@ class PlaneDesk(Protocol):
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
         """All bytes are in."""
 
-    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         """It broke; `in_flight`: bytes may still land, and another call follows."""
 
     def serving(self) -> bool:
@@ -137,13 +154,16 @@ class _Running:
 
 
 class PlaneThread:
-    """Runs a data plane. Public methods may be called from any thread and return at once, except `open` and `close`."""
+    """Runs a data plane. Public methods may be called from any thread and return at once, except
+    `open` and `close`.
+    """
 
     def __init__(self, plane: DataPlane, desk: PlaneDesk) -> None:
         self._plane = plane
         self._desk = desk
-        # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running for just so long in
-        # the middle of it (CPython 3.10 to 3.12), and the reads in flight would stay unseen until the next job.
+        # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
+        # for just so long in the middle of it (CPython 3.10 to 3.12), and the reads in flight would
+        # stay unseen until the next job.
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
         self._woken = threading.Event()
         self._running: list[_Running] = []
@@ -163,7 +183,9 @@ class PlaneThread:
             raise error
 
     def open(self, done: Callable[[bytes | Exception], None]) -> None:
-        """Open the plane. `done` is called from its thread, with the metadata or with what its `open` raised."""
+        """Open the plane. `done` is called from its thread, with the metadata or with what its
+        `open` raised.
+        """
         self._do(partial(self._open, done))
 
     def add_peer(self, peer: PeerKey, source: Source) -> None:
@@ -179,11 +201,15 @@ class PlaneThread:
         self._do(partial(self._plane.peer_gone, peer.generation))
 
     def drop_peer(self, peer: PeerKey) -> None:
-        """No read from this peer is in flight, and none will be asked for before the next `add_peer`."""
+        """No read from this peer is in flight, and none will be asked for before the next
+        `add_peer`.
+        """
         self._do(partial(self._plane.drop_peer, peer.generation))
 
     def silent_s(self) -> float:
-        """Seconds since it was seen at work: it looks around at least every `IDLE_S`, unless its plane hangs."""
+        """Seconds since it was seen at work: it looks around at least every `IDLE_S`, unless its
+        plane hangs.
+        """
         return time.monotonic() - self._turned_at
 
     def nudge(self) -> None:
@@ -256,12 +282,20 @@ class PlaneThread:
         except TransferError as error:
             self._desk.joined(peer, error)
             return
-        log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, time.monotonic() - started)
+        log.info(
+            "joined %s at %s:%d in %.3f s",
+            source.engine_id,
+            peer.host,
+            peer.port,
+            time.monotonic() - started,
+        )
         self._desk.joined(peer, None)
 
     def _post(self, read: Read) -> None:
         try:
-            handle = self._plane.post_read(read.peer.generation, read.remote_blocks, read.local_blocks)
+            handle = self._plane.post_read(
+                read.peer.generation, read.remote_blocks, read.local_blocks
+            )
         except TransferError as error:
             self._desk.read_failed(read.peer, read.read_id, error, in_flight=False)
             return
@@ -277,7 +311,9 @@ class PlaneThread:
             if not self._plane.poll(running.handle):
                 if not running.told and now - running.posted_at >= HANGING_S:
                     running.told = True
-                    log.warning("%s hangs: its blocks are in quarantine until its end is seen", _named(read))
+                    log.warning(
+                        "%s hangs: its blocks are in quarantine until its end is seen", _named(read)
+                    )
                 return False
         except TransferError as error:
             first = running.broken_at is None
@@ -286,7 +322,11 @@ class PlaneThread:
             in_flight = not isinstance(error, PeerLost)
             if in_flight and now - running.broken_at >= BROKEN_S:
                 in_flight = False
-                log.warning("%s broke %g s ago: its blocks leave quarantine, its end unseen", _named(read), BROKEN_S)
+                log.warning(
+                    "%s broke %g s ago: its blocks leave quarantine, its end unseen",
+                    _named(read),
+                    BROKEN_S,
+                )
             if first or not in_flight:
                 self._desk.read_failed(read.peer, read.read_id, error, in_flight=in_flight)
             return not in_flight

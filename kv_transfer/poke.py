@@ -1,4 +1,6 @@
-"""Wakes a thread that polls zmq sockets: those are its own, but a socket pair can be written to by others."""
+"""Wakes a thread that polls zmq sockets: those are its own, but a socket pair can be written to by
+others.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Poke:
         poller.register(self._read, zmq.POLLIN)
 
     def __call__(self) -> None:
-        # A full buffer means that the thread has been poked a few thousand times and is about to look.
+        # A full buffer means that the thread has been poked a few thousand times and is about to
+        # look.
         with contextlib.suppress(BlockingIOError, OSError):
             self._write.send(b"\0")
 

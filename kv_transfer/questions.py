@@ -1,8 +1,10 @@
-"""Readers' questions for checksums of offered blocks, from when they come until they are answered. Pure.
+"""Readers' questions for checksums of offered blocks, from when they come until they are answered.
+Pure.
 
-Owns who waits for which block, and what is summed next; no clock, no threads, no bytes. A reader that has no answer yet
-asks again with each heartbeat: what it waits for already is not summed twice. A lease may end while a question about it
-waits: that one is dropped before anything is summed.
+Owns who waits for which block, and what is summed next; no clock, no threads, no bytes. A reader
+that has no answer yet asks again with each heartbeat: what it waits for already is not summed
+twice. A lease may end while a question about it waits: that one is dropped before anything is
+summed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class QuestionTable:
         readable = self._growths.readable(lease)
         if readable is None:
             return False
-        new = tuple(block for block in dict.fromkeys(blocks) if (sender, lease, block) not in self._open)
+        new = tuple(
+            block for block in dict.fromkeys(blocks) if (sender, lease, block) not in self._open
+        )
         if new and len(new) <= MOST_BLOCKS and set(blocks) <= set(readable):
             self._open.update((sender, lease, block) for block in new)
             self._waiting.append(Question(sender, lease, new))
@@ -72,7 +76,11 @@ class QuestionTable:
         """These are summed: what the reader is told, None if the lease is over."""
         self._summing -= 1
         self._close(question)
-        return self._growths.vouch(question.lease, dict(zip(question.blocks, checksums, strict=True)))
+        return self._growths.vouch(
+            question.lease, dict(zip(question.blocks, checksums, strict=True))
+        )
 
     def _close(self, question: Question) -> None:
-        self._open.difference_update((question.sender, question.lease, block) for block in question.blocks)
+        self._open.difference_update(
+            (question.sender, question.lease, block) for block in question.blocks
+        )

@@ -1,11 +1,12 @@
 """The sockets between rank 0 of an engine, where the desk is, and the processes of its other ranks.
 
-Carries messages; what they mean is for the two ends (`kv_transfer/rank_planes.py`, `kv_transfer/led_planes.py`). One
-thread at each end, so that neither the step loop nor its messages are in the way of a transfer. An engine of one rank
-has no link.
+Carries messages; what they mean is for the two ends (`kv_transfer/rank_planes.py`,
+`kv_transfer/led_planes.py`). One thread at each end, so that neither the step loop nor its messages
+are in the way of a transfer. An engine of one rank has no link.
 
-Every connection is authenticated and encrypted (ZMQ CURVE) by a key that rank 0 draws at its start. It goes to the
-ranks with the engine's own messages, which are theirs alone: so ranks of other hosts need no secret to be configured.
+Every connection is authenticated and encrypted (ZMQ CURVE) by a key that rank 0 draws at its start.
+It goes to the ranks with the engine's own messages, which are theirs alone: so ranks of other hosts
+need no secret to be configured.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ __all__ = ["OPEN_S", "LinkEnd", "RankLink"]
 
 log = logging.getLogger(__name__)
 
-# How long the ranks may take to prepare their planes, and to open one: on a GPU each compiles a kernel.
+# How long the ranks may take to prepare their planes, and to open one: on a GPU each compiles a
+# kernel.
 OPEN_S = 300.0
 # How often rank 0 looks whether peers still read from here, after somebody began to.
 SERVING_MS = 1000
@@ -55,12 +57,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RankLink:
-    """Rank 0's end. Public methods may be called from any thread; all but `prepared` and `close` return at once."""
+    """Rank 0's end. Public methods may be called from any thread; all but `prepared` and `close`
+    return at once.
+    """
 
-    def __init__(self, host: str, heads: Sequence[Heads], engine_id: str, terms: PlaneTerms) -> None:
+    def __init__(
+        self, host: str, heads: Sequence[Heads], engine_id: str, terms: PlaneTerms
+    ) -> None:
         """Listens at `host` from here on. `heads`: of all ranks. Raises ConfigError."""
         if not zmq.has("curve"):
-            raise ConfigError("tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel")
+            raise ConfigError(
+                "tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel"
+            )
         self.heads = tuple(heads)
         self._hear: Callable[[int, FromRank], None] = lambda _rank, _message: None
         self._serving: Callable[[], bool] = lambda: False
@@ -94,7 +102,9 @@ class RankLink:
         serving: Callable[[], bool],
         broke: Callable[[Exception], None],
     ) -> None:
-        """From here on: what ranks say goes to `hear`; they help readers while `serving`; `broke` if this ends."""
+        """From here on: what ranks say goes to `hear`; they help readers while `serving`; `broke`
+        if this ends.
+        """
         self._hear, self._serving, self._broke = hear, serving, broke
 
     def prepared(self) -> list[Prepared]:
@@ -107,8 +117,10 @@ class RankLink:
             except queue.Empty:
                 missing = sorted(set(range(1, len(self.heads))) - set(found))
                 raise ConfigError(
-                    f"ranks {missing} have not prepared their KV connectors within {OPEN_S:g} s; their logs may say "
-                    f"why, and no firewall may stand before port {self.meeting.port} of {self.meeting.host}"
+                    f"ranks {missing} have not prepared their KV connectors within {OPEN_S:g} s; "
+                    f"their logs may say "
+                    f"why, and no firewall may stand before port {self.meeting.port} of "
+                    f"{self.meeting.host}"
                 ) from None
             found[one.rank] = one
         return [found[rank] for rank in sorted(found)]
@@ -153,7 +165,9 @@ class RankLink:
         while self._todo:
             rank, message = self._todo.popleft()
             self._send(self._ranks[rank], message)
-        ready = {source for source, _ in self._poller.poll(SERVING_MS if self._told_serving else None)}
+        ready = {
+            source for source, _ in self._poller.poll(SERVING_MS if self._told_serving else None)
+        }
         self._poke.take()
         while self._router in ready:
             try:
@@ -165,22 +179,30 @@ class RankLink:
     def _take(self, name: bytes, message: FromRank) -> None:
         if isinstance(message, Prepared):
             if message.rank not in range(1, len(self.heads)) or message.rank in self._ranks:
-                raise PeerLost(f"rank {message.rank} of {len(self.heads)} came twice, or from elsewhere")
+                raise PeerLost(
+                    f"rank {message.rank} of {len(self.heads)} came twice, or from elsewhere"
+                )
             self._names[name], self._ranks[message.rank] = message.rank, name
             self._prepared.put(message)
         elif name in self._names:
             self._hear(self._names[name], message)
 
     def _send(self, name: bytes, message: ToRank) -> None:
-        with contextlib.suppress(zmq.Again):  # a rank that does not take what it is told has hung: so has the engine
+        with contextlib.suppress(
+            zmq.Again
+        ):  # a rank that does not take what it is told has hung: so has the engine
             self._router.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
 
 
 class LinkEnd:
     """Another rank's end. `say` and `close` may be called from any thread and return at once."""
 
-    def __init__(self, meeting: Meeting, hear: Callable[[ToRank], None], lost: Callable[[str], None]) -> None:
-        """Dials. `hear` and `lost` are called from its thread; `lost` once, unless the engine ends in order."""
+    def __init__(
+        self, meeting: Meeting, hear: Callable[[ToRank], None], lost: Callable[[str], None]
+    ) -> None:
+        """Dials. `hear` and `lost` are called from its thread; `lost` once, unless the engine ends
+        in order.
+        """
         self._hear, self._lost = hear, lost
         self._todo: collections.deque[FromRank] = collections.deque()
         self._over = False
@@ -243,11 +265,14 @@ class LinkEnd:
             raise PeerLost("the connection to rank 0 has ended or was refused")
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, public: bytes, secret: bytes) -> zmq.Socket[bytes]:
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, public: bytes, secret: bytes
+) -> zmq.Socket[bytes]:
     sock = context.socket(kind)
     sock.setsockopt(zmq.IPV6, 1)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_RANK_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
-    # Nothing is ever dropped for being too much: what is told is bounded by the requests of one engine.
+    # Nothing is ever dropped for being too much: what is told is bounded by the requests of one
+    # engine.
     sock.set_hwm(0)
     sock.curve_publickey, sock.curve_secretkey = public, secret
     return sock

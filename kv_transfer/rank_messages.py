@@ -1,6 +1,8 @@
-"""What rank 0 and the other ranks of an engine say to each other about data planes: typed msgpack, size-limited.
+"""What rank 0 and the other ranks of an engine say to each other about data planes: typed msgpack,
+size-limited.
 
-Owns the words, and the `Meeting` that leads a rank to the socket; not the talk. A plane is named by its kind.
+Owns the words, and the `Meeting` that leads a rank to the socket; not the talk. A plane is named by
+its kind.
 """
 
 from __future__ import annotations
@@ -139,7 +141,9 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """Reads from this peer may be posted; or never will be, by an error of this kind with this message."""
+    """Reads from this peer may be posted; or never will be, by an error of this kind with this
+    message.
+    """
 
     kind: str
     peer: PeerKey
@@ -185,4 +189,8 @@ def error_of(error: tuple[str, str]) -> KvrelayError:
     """The error of that name in wire/errors.py, with that message."""
     name, message = error
     kind = getattr(errors, name, None)
-    return kind(message) if isinstance(kind, type) and issubclass(kind, TransferError) else TransferError(message)
+    return (
+        kind(message)
+        if isinstance(kind, type) and issubclass(kind, TransferError)
+        else TransferError(message)
+    )

@@ -1,8 +1,8 @@
 """One data plane on all ranks of an engine, as the desk sees it: as if it were one.
 
-Each rank has the plane on a thread of its own process, over its own pool. What the desk asks goes to each of them in
-parts (`kv_transfer/parts.py`); what they tell becomes one answer. An engine of one rank has its one thread here, and
-nothing between.
+Each rank has the plane on a thread of its own process, over its own pool. What the desk asks goes
+to each of them in parts (`kv_transfer/parts.py`); what they tell becomes one answer. An engine of
+one rank has its one thread here, and nothing between.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class _Ear:
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
         self._plane.read_ended(Part(0, peer), read_id)
 
-    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         self._plane.read_failed(Part(0, peer), read_id, error, in_flight=in_flight)
 
     def serving(self) -> bool:
@@ -74,7 +76,9 @@ class _Ear:
 class RankPlane:
     """See the module. Public methods may be called from any thread and return at once.
 
-    The desk calls with its lock held, and is called without ours: news may come in any order, but each once."""
+    The desk calls with its lock held, and is called without ours: news may come in any order, but
+    each once.
+    """
 
     def __init__(self, desk: PlaneDesk) -> None:
         self._desk = desk
@@ -90,7 +94,9 @@ class RankPlane:
 
     def add_peer(self, peer: PeerKey, sources: Sequence[tuple[int, Source]]) -> None:
         """`sources`: which rank of ours reads from what. `joined` follows."""
-        parts = [Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources]
+        parts = [
+            Part(rank, PeerKey(peer.host, peer.port, source.generation)) for rank, source in sources
+        ]
         with self._lock:
             self._table.add_peer(peer, parts)
         for part, (rank, source) in zip(parts, sources, strict=True):
@@ -104,14 +110,18 @@ class RankPlane:
             self._ends[part.rank].read(its)
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """The peer's process is gone for certain. Of its other ranks, which have their own, that says nothing."""
+        """The peer's process is gone for certain. Of its other ranks, which have their own, that
+        says nothing.
+        """
         with self._lock:
             parts = [part for part in self._table.parts(peer) if part.source == peer]
         for part in parts:
             self._ends[part.rank].peer_gone(part.source)
 
     def drop_peer(self, peer: PeerKey) -> None:
-        """No read from this peer is in flight, and none will be asked for before the next `add_peer`."""
+        """No read from this peer is in flight, and none will be asked for before the next
+        `add_peer`.
+        """
         with self._lock:
             parts = self._table.drop_peer(peer)
         for part in parts:
@@ -133,7 +143,9 @@ class RankPlane:
             outcome = self._table.read_ended(part, read_id)
         self._tell(outcome)
 
-    def read_failed(self, part: Part, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, part: Part, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         """A part broke."""
         with self._lock:
             outcome = self._table.read_failed(part, read_id, error, in_flight=in_flight)
@@ -145,4 +157,6 @@ class RankPlane:
         elif isinstance(outcome, Finished):
             self._desk.read_ended(outcome.peer, outcome.read_id)
         elif outcome is not None:
-            self._desk.read_failed(outcome.peer, outcome.read_id, outcome.error, in_flight=outcome.in_flight)
+            self._desk.read_failed(
+                outcome.peer, outcome.read_id, outcome.error, in_flight=outcome.in_flight
+            )

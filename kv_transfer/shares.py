@@ -1,8 +1,8 @@
 """Which bytes of a block a reading rank takes from which rank of a source. Pure.
 
-A block is [kv_heads of its rank, bytes of a head], so what two ranks have in common is one contiguous range on either
-side: a *share* of the block. KV heads that several ranks of the source hold are taken from them in turn, so that the
-readers of one head do not all read from one rank.
+A block is [kv_heads of its rank, bytes of a head], so what two ranks have in common is one
+contiguous range on either side: a *share* of the block. KV heads that several ranks of the source
+hold are taken from them in turn, so that the readers of one head do not all read from one rank.
 """
 
 from __future__ import annotations
@@ -20,37 +20,49 @@ Heads = tuple[int, int]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` of every block, from `remote_start` of the source's block on, and from `local_start` of ours."""
+    """`num_bytes` of every block, from `remote_start` of the source's block on, and from
+    `local_start` of ours.
+    """
 
     remote_start: int
     local_start: int
     num_bytes: int
 
 
-def shares(rank: int, readers: Sequence[Heads], sources: Sequence[Heads], head_bytes: int) -> list[tuple[int, Share]]:
-    """What rank `rank` of the readers takes: (rank of the source, share), in the order of our block.
+def shares(
+    rank: int, readers: Sequence[Heads], sources: Sequence[Heads], head_bytes: int
+) -> list[tuple[int, Share]]:
+    """What rank `rank` of the readers takes: (rank of the source, share), in the order of our
+    block.
 
-    Raises Incompatible for a head that no rank of the source holds."""
+    Raises Incompatible for a head that no rank of the source holds.
+    """
     first, end = readers[rank]
     turn = readers[:rank].count(readers[rank])
     found = []
     while first < end:
         holders = [index for index, (low, high) in enumerate(sources) if low <= first < high]
         if not holders:
-            raise Incompatible(f"no rank of the source holds KV head {first}: they hold {list(sources)}")
+            raise Incompatible(
+                f"no rank of the source holds KV head {first}: they hold {list(sources)}"
+            )
         holder = holders[turn % len(holders)]
         low, high = sources[holder]
         stop = min(end, high)
         remote, local = first - low, first - readers[rank][0]
-        found.append((holder, Share(remote * head_bytes, local * head_bytes, (stop - first) * head_bytes)))
+        found.append(
+            (holder, Share(remote * head_bytes, local * head_bytes, (stop - first) * head_bytes))
+        )
         first = stop
     return found
 
 
 def order_of_heads(readers: Sequence[Heads], sources: Sequence[Heads]) -> list[int]:
-    """Of each KV head of each reading rank, in this order, where the one that it reads lies among all of the source's.
+    """Of each KV head of each reading rank, in this order, where the one that it reads lies among
+    all of the source's.
 
-    Raises Incompatible for a head that no rank of the source holds."""
+    Raises Incompatible for a head that no rank of the source holds.
+    """
     before = [sum(end - first for first, end in sources[:index]) for index in range(len(sources))]
     return [
         before[source] + share.remote_start + head

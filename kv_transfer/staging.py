@@ -1,8 +1,10 @@
-"""The KV pool as rows of bytes, transfers cut into slices of staging memory, and the copies between the two.
+"""The KV pool as rows of bytes, transfers cut into slices of staging memory, and the copies between
+the two.
 
-Refuses to know who sends or receives. On a GPU a slice is one launch of `kernels/gather_blocks.py`, on a stream that
-has nothing but such copies, so that it waits for no peer. (Streams may share one of a GPU's 8 queues, though: then a
-copy begins after operations of other streams that were launched before it, and ends when those are aborted.)
+Refuses to know who sends or receives. On a GPU a slice is one launch of `kernels/gather_blocks.py`,
+on a stream that has nothing but such copies, so that it waits for no peer. (Streams may share one
+of a GPU's 8 queues, though: then a copy begins after operations of other streams that were launched
+before it, and ends when those are aborted.)
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from wire.errors import TransferError
 
 __all__ = ["BlockPool", "Lane", "Places", "Slice", "cut"]
 
-# Of the kernel: twice what a peer's pool is read with, for within a GPU there is ten times the bandwidth of NVLink.
+# Of the kernel: twice what a peer's pool is read with, for within a GPU there is ten times the
+# bandwidth of NVLink.
 PROGRAMS = 128
 
 
 class Slice(NamedTuple):
-    """Bytes `start` to `stop` of what is copied of each of `rows` blocks, from the `first` in a transfer's list on."""
+    """Bytes `start` to `stop` of what is copied of each of `rows` blocks, from the `first` in a
+    transfer's list on.
+    """
 
     first: int
     rows: int
@@ -41,11 +46,16 @@ class Slice(NamedTuple):
 
 
 def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
-    """A transfer of `row_bytes` of each block, in slices of at most `slice_bytes`: parts of a row that is larger, else
-    whole rows, as equally as they can be shared out."""
+    """A transfer of `row_bytes` of each block, in slices of at most `slice_bytes`: parts of a row
+    that is larger, else whole rows, as equally as they can be shared out.
+    """
     if row_bytes > slice_bytes:
         starts = range(0, row_bytes, slice_bytes)
-        return [Slice(i, 1, a, min(a + slice_bytes, row_bytes)) for i in range(num_blocks) for a in starts]
+        return [
+            Slice(i, 1, a, min(a + slice_bytes, row_bytes))
+            for i in range(num_blocks)
+            for a in starts
+        ]
     count = -(-num_blocks // (slice_bytes // row_bytes))
     edges = [num_blocks * k // count for k in range(count + 1)]
     return [Slice(a, b - a, 0, row_bytes) for a, b in itertools.pairwise(edges)]
@@ -64,8 +74,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Block ids of a transfer, for the kernel; int32. Pinned memory that is made for each would cost half a
-    millisecond, so that tables are used again."""
+    """Block ids of a transfer, for the kernel; int32. Pinned memory that is made for each would
+    cost half a millisecond, so that tables are used again.
+    """
 
     host: torch.Tensor
     written: Any  # numpy's view of `host`
@@ -74,7 +85,9 @@ class Table:
 
 
 class Rows(NamedTuple):
-    """One side of a copy by the kernel: rows `ids` (int32, on the GPU) from `address` on, `stride` bytes apart."""
+    """One side of a copy by the kernel: rows `ids` (int32, on the GPU) from `address` on, `stride`
+    bytes apart.
+    """
 
     address: int
     ids: torch.Tensor
@@ -86,11 +99,15 @@ class BlockPool:
 
     def __init__(self, region: PoolRegion) -> None:
         """Maps the region; its memory stays the caller's."""
-        self.num_blocks, self.block_bytes, self.address = region.num_blocks, region.block_bytes, region.address
+        self.num_blocks, self.block_bytes, self.address = (
+            region.num_blocks,
+            region.block_bytes,
+            region.address,
+        )
         self.device = torch.device(region.device)
         self.rows = _mapped(region).view(region.num_blocks, region.block_bytes)
-        # A torch stream is one of 32, given out in turn; were it also one on which a pair receives, copies would wait
-        # for that pair's peer.
+        # A torch stream is one of 32, given out in turn; were it also one on which a pair receives,
+        # copies would wait for that pair's peer.
         self._spare_streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
@@ -111,7 +128,9 @@ class BlockPool:
             spare.append(stream)
 
     def compile(self) -> None:
-        """What `lane` needs, which may take seconds: block 0 is the null block, which nobody reads, onto itself."""
+        """What `lane` needs, which may take seconds: block 0 is the null block, which nobody reads,
+        onto itself.
+        """
         with self.lane() as lane:
             places = lane.places([0])
             if places.table is not None:
@@ -120,9 +139,13 @@ class BlockPool:
 
 
 class Lane:
-    """Copies of one thread between the pool and staging, in order. `settled` may be called from any thread."""
+    """Copies of one thread between the pool and staging, in order. `settled` may be called from any
+    thread.
+    """
 
-    def __init__(self, pool: BlockPool, stream: torch.cuda.Stream | None, kernel: Any = None) -> None:
+    def __init__(
+        self, pool: BlockPool, stream: torch.cuda.Stream | None, kernel: Any = None
+    ) -> None:
         """For BlockPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
         self._pool = pool
         self._stream = stream
@@ -140,16 +163,23 @@ class Lane:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            raise TransferError(f"no {num_bytes} bytes of staging memory on {device}: {error}") from error
+            raise TransferError(
+                f"no {num_bytes} bytes of staging memory on {device}: {error}"
+            ) from error
 
-    def places(self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None) -> Places:
-        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all of each.
+    def places(
+        self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None
+    ) -> Places:
+        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all
+        of each.
 
-        Until `forget`, which may be called when all of them have been copied."""
+        Until `forget`, which may be called when all of them have been copied.
+        """
         pool = self._pool
         size = pool.block_bytes if row_bytes is None else row_bytes
         if self._kernel is None or any(
-            number % self._kernel.VECTOR_BYTES for number in (size, pool.address, offset, pool.block_bytes)
+            number % self._kernel.VECTOR_BYTES
+            for number in (size, pool.address, offset, pool.block_bytes)
         ):
             return Places(blocks, offset, size, None)
         count = len(blocks)
@@ -161,7 +191,9 @@ class Lane:
             table.blocks.copy_(table.host)
         else:
             # torch's own copy of a list takes a third of a millisecond.
-            self._cuda.copy(table.blocks.data_ptr(), table.host.data_ptr(), 4 * count, self._stream.cuda_stream)
+            self._cuda.copy(
+                table.blocks.data_ptr(), table.host.data_ptr(), 4 * count, self._stream.cuda_stream
+            )
         return Places(blocks, offset, size, table)
 
     def forget(self, places: Places) -> None:
@@ -173,17 +205,23 @@ class Lane:
         """Pool -> staging, in the order of the current stream."""
         if places.table is not None and piece.stop - piece.start == places.row_bytes:
             self.run_kernel(
-                self._scattered(places, piece, places.table), _packed(places, piece, staging, places.table), places
+                self._scattered(places, piece, places.table),
+                _packed(places, piece, staging, places.table),
+                places,
             )
         else:
             for row, part in self._runs(places, piece, staging):
                 part.copy_(row, non_blocking=True)
 
     def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
-        """Staging -> pool, in the order of the current stream: the bytes are there when all is `settled`."""
+        """Staging -> pool, in the order of the current stream: the bytes are there when all is
+        `settled`.
+        """
         if places.table is not None and piece.stop - piece.start == places.row_bytes:
             self.run_kernel(
-                _packed(places, piece, staging, places.table), self._scattered(places, piece, places.table), places
+                _packed(places, piece, staging, places.table),
+                self._scattered(places, piece, places.table),
+                places,
             )
         else:
             for row, part in self._runs(places, piece, staging):
@@ -219,7 +257,9 @@ class Lane:
         counted = torch.arange(size, dtype=torch.int32, device=device)
         return Table(host, host.numpy(), torch.empty_like(counted), counted)
 
-    def _runs(self, places: Places, piece: Slice, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _runs(
+        self, places: Places, piece: Slice, staging: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal shape, [blocks that are neighbours, bytes]: in the pool, in staging."""
         packed = staging[: piece.num_bytes].view(piece.rows, -1)
         ids = places.blocks[piece.first : piece.first + piece.rows]

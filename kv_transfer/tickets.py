@@ -1,11 +1,13 @@
-"""Signed tickets: a reader follows the ticket of a node that has the cluster's secret, whoever carries it; no other.
+"""Signed tickets: a reader follows the ticket of a node that has the cluster's secret, whoever
+carries it; no other.
 
-Pure: `now` is a Unix second. Owns what of a ticket is signed, for how long that is good, and the reader's verdict. Does
-not know whether the KV is still there: leases, epochs and generations say that. What a ticket does not sign (token ids,
-text) leads nowhere: whoever may post it may post a prompt as well.
+Pure: `now` is a Unix second. Owns what of a ticket is signed, for how long that is good, and the
+reader's verdict. Does not know whether the KV is still there: leases, epochs and generations say
+that. What a ticket does not sign (token ids, text) leads nowhere: whoever may post it may post a
+prompt as well.
 
-The signature is HMAC-SHA256 under a key of its own made of the secret, so its audience is the cluster. Without a secret
-tickets carry no signature and lead to no other machine.
+The signature is HMAC-SHA256 under a key of its own made of the secret, so its audience is the
+cluster. Without a secret tickets carry no signature and lead to no other machine.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from wire.transfer import KvTransferParams
 
 __all__ = ["LIFE_S", "refusal", "signed"]
 
-# A ticket is of use as long as its request may live (600 s by default); it gets five minutes more for clocks that
-# differ. It need not be short: what is read under it is fenced by its lease, which ends seconds after a last heartbeat.
+# A ticket is of use as long as its request may live (600 s by default); it gets five minutes more
+# for clocks that differ. It need not be short: what is read under it is fenced by its lease, which
+# ends seconds after a last heartbeat.
 LIFE_S = 900
 
 _REMEDY = "set the same KVRELAY_CLUSTER_SECRET on all nodes"
@@ -36,14 +39,18 @@ def signed(ticket: KvTransferParams, secret: str, now: float) -> KvTransferParam
 
 
 def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
-    """Reader: why nothing that this ticket says may be followed, in one sentence; None if all of it may."""
+    """Reader: why nothing that this ticket says may be followed, in one sentence; None if all of it
+    may.
+    """
     if not secret:
         if ticket.signature is not None:
-            return f"the ticket is signed and this node has no cluster_secret to check it; {_REMEDY}"
+            return (
+                f"the ticket is signed and this node has no cluster_secret to check it; {_REMEDY}"
+            )
         if not is_loopback(ticket.remote_host or ""):
             return (
-                f"without cluster_secret a ticket may lead to a loopback address only, not to {ticket.remote_host!r}; "
-                + _REMEDY
+                f"without cluster_secret a ticket may lead to a loopback address only, not to "
+                f"{ticket.remote_host!r}; " + _REMEDY
             )
         return None
     if ticket.signature is None or ticket.expires_at is None:
@@ -52,14 +59,17 @@ def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
         return f"the ticket was altered, or signed with another cluster_secret; {_REMEDY}"
     if now > ticket.expires_at:
         return (
-            f"the ticket expired {now - ticket.expires_at:.0f} s ago by this node's clock; it is good for {LIFE_S} s, "
+            f"the ticket expired {now - ticket.expires_at:.0f} s ago by this node's clock; it is "
+            f"good for {LIFE_S} s, "
             "so compare the clocks of the nodes"
         )
     return None
 
 
 def _signature(ticket: KvTransferParams, secret: str) -> str:
-    """Over all that leads a reader to a node, or to blocks there, and what has made their KV. In hexadecimal."""
+    """Over all that leads a reader to a node, or to blocks there, and what has made their KV. In
+    hexadecimal.
+    """
     # A JSON list, in this order: no two tickets have the same bytes.
     claim = msgspec.json.encode(
         [

@@ -1,7 +1,9 @@
-"""How exactly a thread wakes that sleeps for microseconds. Owns one call to Linux; elsewhere nothing happens.
+"""How exactly a thread wakes that sleeps for microseconds. Owns one call to Linux; elsewhere
+nothing happens.
 
-Why threads that wait for a GPU sleep at all, instead of asking again and again: between two questions a thread gives
-up the GIL for so short a time that no other one gets it, and the step loop would get it only every 5 ms.
+Why threads that wait for a GPU sleep at all, instead of asking again and again: between two
+questions a thread gives up the GIL for so short a time that no other one gets it, and the step loop
+would get it only every 5 ms.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""The NCCL data plane: two-rank communicators between pairs of nodes, NCCL on GPUs and TCP on CPU memory.
+"""The NCCL data plane: two-rank communicators between pairs of nodes, NCCL on GPUs and TCP on CPU
+memory.
 
-Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own calls the methods here,
-which post jobs, look at results and never wait. One has the control socket (`kv_transfer/pair_control.py`). Each pair
-has one, where communicators may block (`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
+Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own
+calls the methods here, which post jobs, look at results and never wait. One has the control socket
+(`kv_transfer/pair_control.py`). Each pair has one, where communicators may block
+(`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
 
-Bytes travel as NCCL and TCP send them: not encrypted. Both ends need an address that the other one reaches: `kv_host`
-on CPUs; NCCL chooses its own (NCCL_SOCKET_IFNAME).
+Bytes travel as NCCL and TCP send them: not encrypted. Both ends need an address that the other one
+reaches: `kv_host` on CPUs; NCCL chooses its own (NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from wire.frames import MALFORMED
 
 __all__ = ["NcclPlane"]
 
-# A pair has three slices of staging. On a GPU 64 MiB take 190 us over NVLink, twice what the host needs to copy and to
-# launch a slice; larger ones are not faster, and smaller ones leave the wire idle.
+# A pair has three slices of staging. On a GPU 64 MiB take 190 us over NVLink, twice what the host
+# needs to copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire
+# idle.
 GPU_SLICE_BYTES, CPU_SLICE_BYTES = 64 << 20, 4 << 20
 # What a communicator of NCCL takes beside: about 100 MB with 16 channels.
 NCCL_BYTES = 96 << 20
@@ -52,20 +55,26 @@ class NcclPlane:
         slice_bytes: int | None = None,
         memory_cap_bytes: int = MEMORY_CAP_BYTES,
     ) -> None:
-        """`host` is an address of this machine that peers reach. A pair gets `meet_s` seconds to be made, and each
-        slice `patience_s`; then the peer counts as stopped. Takes nothing before `open`. Raises ConfigError."""
+        """`host` is an address of this machine that peers reach. A pair gets `meet_s` seconds to be
+        made, and each slice `patience_s`; then the peer counts as stopped. Takes nothing before
+        `open`. Raises ConfigError.
+        """
         self._region = region
         self._host = host
         self._meet_s, self._patience_s = meet_s, patience_s
         self._kind, self._device = _memory(region.device)
-        self._slice_bytes = slice_bytes or (CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES)
+        self._slice_bytes = slice_bytes or (
+            CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES
+        )
         self.budget = Budget(memory_cap_bytes)
         self._sources: dict[str, Source] = {}  # by generation
 
     def prepare(self) -> None:
         """Load NCCL and compile the kernels. Raises ConfigError without NCCL or CURVE."""
         if not zmq.has("curve"):
-            raise ConfigError("kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel")
+            raise ConfigError(
+                "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
+            )
         backend: Backend
         if self._kind == "cpu":
             backend, beside = TcpBackend(self._host, self._patience_s), 0
@@ -73,7 +82,9 @@ class NcclPlane:
             backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
         pool = BlockPool(self._region)
         pool.compile()
-        self._terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
+        self._terms = Terms(
+            pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s
+        )
 
     def open(self) -> bytes:
         """Listen. Returns the metadata. Raises ConfigError if the address is taken."""
@@ -87,21 +98,27 @@ class NcclPlane:
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
         except MALFORMED as error:
-            raise TransferError(f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector") from error
+            raise TransferError(
+                f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector"
+            ) from error
         if source.region.device.partition(":")[0] != self._kind:
             raise TransferError(
-                f"the pool of {source.engine_id} is on {source.region.device}, this one on {self._region.device};"
+                f"the pool of {source.engine_id} is on {source.region.device}, this one on "
+                f"{self._region.device};"
                 " kv_connector nccl needs both on CPUs or both on GPUs"
             )
         if self._kind == "cpu" and not address.tcp:
             raise TransferError(
-                f"{source.engine_id} is of the release before, whose pairs on CPUs meet by gloo: until it is upgraded, "
+                f"{source.engine_id} is of the release before, whose pairs on CPUs meet by gloo: "
+                f"until it is upgraded, "
                 "take kv_connector direct or nixl"
             )
         self._sources[source.generation] = source
         self._control.dial(source.generation, address)
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Transfer:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> Transfer:
         """Ask the peer to send, and make the pair first if there is none."""
         source = self._sources.get(generation)
         if source is None:
@@ -111,17 +128,25 @@ class NcclPlane:
             ("local", local_blocks, self._region.num_blocks),
         ):
             if not all(0 <= block < limit for block in blocks):
-                raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
+                raise TransferError(
+                    f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks"
+                )
         try:
-            encode(Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes))
+            encode(
+                Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes)
+            )
         except ValueError as error:
-            raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
+            raise TransferError(
+                f"{len(remote_blocks)} blocks are too many to ask for at once: {error}"
+            ) from error
         transfer = Transfer(remote_blocks, local_blocks, source.part)
         self._control.read(generation, transfer)
         return transfer
 
     def poll(self, handle: object) -> bool:
-        """Raises PeerLost only, and as soon as this end gives up: from then on nothing lands in the pool."""
+        """Raises PeerLost only, and as soon as this end gives up: from then on nothing lands in the
+        pool.
+        """
         assert isinstance(handle, Transfer)
         if handle.error is not None:
             raise PeerLost(handle.error.message) from handle.error
@@ -136,12 +161,16 @@ class NcclPlane:
             self._control.hang_up(generation)
 
     def progress(self) -> None:
-        """Peers are served by other threads; this tells that one has ended. Raises RuntimeError then."""
+        """Peers are served by other threads; this tells that one has ended. Raises RuntimeError
+        then.
+        """
         if self._control.broken is not None:
             raise RuntimeError(f"the NCCL plane's control thread has ended: {self._control.broken}")
 
     def close(self) -> None:
-        """Hang up everywhere. A communicator that hangs keeps its thread and its staging, but never the pool."""
+        """Hang up everywhere. A communicator that hangs keeps its thread and its staging, but never
+        the pool.
+        """
         self._control.close()
 
 

@@ -1,7 +1,8 @@
 """The NIXL data plane (UCX): one-sided READs between registered pools, on CPU memory and on GPUs.
 
-Owns the NIXL agent and all that hangs on it; the only file that imports nixl. Everything else of a transfer (leases,
-fences, deadlines) is the desk's. What was learned about NIXL 1.5 is written where it matters below.
+Owns the NIXL agent and all that hangs on it; the only file that imports nixl. Everything else of a
+transfer (leases, fences, deadlines) is the desk's. What was learned about NIXL 1.5 is written where
+it matters below.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ __all__ = ["NixlPlane"]
 
 log = logging.getLogger(__name__)
 
-# What this machine was given before its peer's end is through by then: bytes that UCX has not taken out of a buffer,
-# and over NVLink and PCIe, where it reads by copies of our own GPU, those (4 GiB at 20 GB/s).
+# What this machine was given before its peer's end is through by then: bytes that UCX has not taken
+# out of a buffer, and over NVLink and PCIe, where it reads by copies of our own GPU, those (4 GiB
+# at 20 GB/s).
 COPIED_S = 0.25
 
 
@@ -38,7 +40,9 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Handle:
-    """One READ. `error` is what posting it raised: bytes may be on their way all the same, so `poll` tells of it."""
+    """One READ. `error` is what posting it raised: bytes may be on their way all the same, so
+    `poll` tells of it.
+    """
 
     transfer: Any
     peer: str
@@ -55,9 +59,11 @@ class NixlPlane:
     helps_readers = True
 
     def __init__(self, name: str, region: PoolRegion, host: str) -> None:
-        """`name` is unique among all agents that ever meet; UCX listens on the interface of `host` alone.
+        """`name` is unique among all agents that ever meet; UCX listens on the interface of `host`
+        alone.
 
-        Takes nothing before `prepare`."""
+        Takes nothing before `prepare`.
+        """
         self._name = name
         self._region = region
         self._host = host
@@ -66,13 +72,18 @@ class NixlPlane:
         self._remotes: dict[str, _Remote] = {}
         self._handles: list[_Handle] = []
         self._prepared: dict[tuple[int, int], Any] = {}
-        """Descriptor lists of our pool, by the part of a block that they stand for: its start and bytes."""
+        """Descriptor lists of our pool, by the part of a block that they stand for: its start and
+        bytes.
+        """
 
     def prepare(self) -> None:
-        """Load NIXL and its UCX plugin, which stops the process's other threads for up to 0.4 s; UCX does not start.
+        """Load NIXL and its UCX plugin, which stops the process's other threads for up to 0.4 s;
+        UCX does not start.
 
-        Raises ConfigError."""
-        # Before UCX is loaded, and before there are threads that may read the environment while it changes.
+        Raises ConfigError.
+        """
+        # Before UCX is loaded, and before there are threads that may read the environment while it
+        # changes.
         if "UCX_NET_DEVICES" not in os.environ and (devices := net_devices(self._host)) is not None:
             log.info("UCX takes the network devices %s, of kv_host %s", devices, self._host)
             os.environ["UCX_NET_DEVICES"] = devices
@@ -83,25 +94,37 @@ class NixlPlane:
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            raise ConfigError(f"kv_connector nixl needs NIXL ({error}): pip install 'kvrelay[node,nixl]'") from error
+            raise ConfigError(
+                f"kv_connector nixl needs NIXL ({error}): pip install 'kvrelay[node,nixl]'"
+            ) from error
         self._np = np
         self._disconnected: type[Exception] = _bindings.nixlRemoteDisconnectError
         # NIXL's errors have no common root but Exception.
-        named = [value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+        named = [
+            value
+            for name, value in vars(_bindings).items()
+            if name.startswith("nixl") and name.endswith("Error")
+        ]
         self._errors = (RuntimeError, ValueError, OverflowError, *named)
         if self._memory == "VRAM":
-            # Where UCX sees no NVLink between two GPUs (or two processes on one) it reads through TCP, at 0.5 GB/s.
+            # Where UCX sees no NVLink between two GPUs (or two processes on one) it reads through
+            # TCP, at 0.5 GB/s.
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
-            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress` and `poll`. Its own
-            # listener, which hands metadata to anybody, is off unless asked for.
-            self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress`
+            # and `poll`. Its own listener, which hands metadata to anybody, is off unless asked
+            # for.
+            self._agent = nixl_agent(
+                self._name, nixl_agent_config(enable_prog_thread=False, backends=[])
+            )
             self._agent.get_plugin_params("UCX")
         except self._errors as error:
             raise ConfigError(f"NIXL cannot load UCX: {_named(error)}") from error
 
     def open(self) -> bytes:
-        """Start UCX, which listens from here on, and register the pool (up to 3 s). Returns the metadata."""
+        """Start UCX, which listens from here on, and register the pool (up to 3 s). Returns the
+        metadata.
+        """
         region = self._region
         if self._memory == "VRAM":
             # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
@@ -115,7 +138,9 @@ class NixlPlane:
             self._ours(0, region.block_bytes)
         except self._errors as error:
             self._end()
-            raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
+            raise ConfigError(
+                f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}"
+            ) from error
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, source: Source) -> None:
@@ -128,28 +153,43 @@ class NixlPlane:
             name = self._agent.add_remote_agent(source.metadata)
             agent = name.decode() if isinstance(name, bytes) else name
             part = source.part
-            blocks = self._agent.prep_xfer_dlist(agent, self._table(region, part.remote_start, part.num_bytes), memory)
+            blocks = self._agent.prep_xfer_dlist(
+                agent, self._table(region, part.remote_start, part.num_bytes), memory
+            )
             ours = self._ours(part.local_start, part.num_bytes)
         except self._errors as error:
-            raise TransferError(f"NIXL cannot reach the pool of {source.engine_id}: {_named(error)}") from error
+            raise TransferError(
+                f"NIXL cannot reach the pool of {source.engine_id}: {_named(error)}"
+            ) from error
         self._remotes[source.generation] = _Remote(agent, region.num_blocks, blocks, ours)
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _Handle:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> _Handle:
         """Post one READ. NIXL merges descriptors that are neighbours on both sides by itself.
 
-        Between two processes of one host UCX copies inside this call (CMA); the GIL is free meanwhile."""
+        Between two processes of one host UCX copies inside this call (CMA); the GIL is free
+        meanwhile.
+        """
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
         if not all(0 <= block < remote.num_blocks for block in remote_blocks):
             raise TransferError(
-                f"remote blocks {list(remote_blocks)} reach outside a pool of {remote.num_blocks} blocks"
+                f"remote blocks {list(remote_blocks)} reach outside a pool of {remote.num_blocks} "
+                f"blocks"
             )
-        indices = [self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)]
+        indices = [
+            self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)
+        ]
         try:
-            transfer = self._agent.make_prepped_xfer("READ", remote.ours, indices[0], remote.blocks, indices[1])
+            transfer = self._agent.make_prepped_xfer(
+                "READ", remote.ours, indices[0], remote.blocks, indices[1]
+            )
         except self._errors as error:
-            raise TransferError(f"NIXL refused a READ of {len(local_blocks)} blocks: {_named(error)}") from error
+            raise TransferError(
+                f"NIXL refused a READ of {len(local_blocks)} blocks: {_named(error)}"
+            ) from error
         handle = _Handle(transfer, remote.agent)
         self._handles.append(handle)
         try:
@@ -159,7 +199,9 @@ class NixlPlane:
         return handle
 
     def poll(self, handle: object) -> bool:
-        """NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for ever."""
+        """NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for
+        ever.
+        """
         assert isinstance(handle, _Handle)
         error, handle.error = handle.error, None
         if error is None and not handle.done and handle.lost is None:
@@ -185,7 +227,12 @@ class NixlPlane:
         """Also what UCX has not noticed: in shared memory it looks for its peer every 20 s."""
         remote = self._remotes.get(generation)
         for handle in self._handles:
-            if remote is not None and handle.peer == remote.agent and handle.lost is None and not handle.done:
+            if (
+                remote is not None
+                and handle.peer == remote.agent
+                and handle.lost is None
+                and not handle.done
+            ):
                 handle.lost = PeerLost(f"the process of {handle.peer} has ended during a READ")
                 handle.over_at = time.monotonic() + COPIED_S
 
@@ -197,11 +244,15 @@ class NixlPlane:
             self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
 
     def progress(self) -> None:
-        """Let UCX serve peers that read from here. Nobody sends notifications; asking for them is what progresses."""
+        """Let UCX serve peers that read from here. Nobody sends notifications; asking for them is
+        what progresses.
+        """
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Give the agent back. NIXL forgets a READ in flight but does not stop it, so the pool must outlive it."""
+        """Give the agent back. NIXL forgets a READ in flight but does not stop it, so the pool must
+        outlive it.
+        """
         for handle in list(self._handles):
             self._forget(handle)
         for generation in list(self._remotes):
@@ -212,19 +263,27 @@ class NixlPlane:
         self._end()
 
     def _end(self) -> None:
-        """UCX listens until nothing refers to the agent any more, which the descriptor lists do, too."""
+        """UCX listens until nothing refers to the agent any more, which the descriptor lists do,
+        too.
+        """
         self._prepared.clear()
         del self._agent
 
     def _ours(self, start: int, size: int) -> Any:
-        """Prepared descriptors of this part of our blocks. They stay: there are as many as ways to cut a block."""
+        """Prepared descriptors of this part of our blocks. They stay: there are as many as ways to
+        cut a block.
+        """
         if (start, size) not in self._prepared:
             table = self._table(self._region, start, size)
-            self._prepared[start, size] = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", table, self._memory)
+            self._prepared[start, size] = self._agent.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", table, self._memory
+            )
         return self._prepared[start, size]
 
     def _table(self, region: PoolRegion, start: int, size: int) -> Any:
-        """One row says it all, [1, 5]: address, length, device, stride, count. Raises OverflowError for no address."""
+        """One row says it all, [1, 5]: address, length, device, stride, count. Raises OverflowError
+        for no address.
+        """
         _, device = _memory(region.device)
         row = [region.address + start, size, device, region.block_bytes, region.num_blocks]
         return self._np.array([row], dtype=self._np.uint64)
@@ -240,7 +299,9 @@ class NixlPlane:
 
 
 def _memory(device: str) -> tuple[str, int]:
-    """NIXL's name of a memory, and the device's number. Raises ConfigError for what is neither cpu nor cuda:N."""
+    """NIXL's name of a memory, and the device's number. Raises ConfigError for what is neither cpu
+    nor cuda:N.
+    """
     if device == "cpu":
         return "DRAM", 0
     kind, _, number = device.partition(":")

@@ -1,7 +1,7 @@
 """The command line and the local cluster: what a person types, and the processes that this starts.
 
-Owns flags, config files and child processes, and the class LLM (`from kvrelay import LLM, SamplingParams`). Knows
-nothing of requests, models or KV, and never imports torch.
+Owns flags, config files and child processes, and the class LLM (`from kvrelay import LLM,
+SamplingParams`). Knows nothing of requests, models or KV, and never imports torch.
 """
 
 from __future__ import annotations

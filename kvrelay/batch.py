@@ -1,7 +1,9 @@
-"""`kvrelay batch`: a file of requests in, a file of answers out, both in the format of OpenAI's Batch API.
+"""`kvrelay batch`: a file of requests in, a file of answers out, both in the format of OpenAI's
+Batch API.
 
-Owns the two files: what is wrong with the first is said before anything is asked, and a second run goes on where the
-one before stopped. Who answers is a running server (HTTP), or an engine that is started for the file (node/offline.py).
+Owns the two files: what is wrong with the first is said before anything is asked, and a second run
+goes on where the one before stopped. Who answers is a running server (HTTP), or an engine that is
+started for the file (node/offline.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import IO, Any
 import aiohttp
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from kvrelay.chat import Endpoint, open_session
 from openai_api.anthropic_answer import speak_anthropic
@@ -72,9 +81,15 @@ Ask = Callable[[BatchLine], Awaitable[Answered]]
 
 
 def run_batch(
-    source: Path, target: Path, asking: Callable[[], AbstractAsyncContextManager[Ask]], at_once: int, console: Console
+    source: Path,
+    target: Path,
+    asking: Callable[[], AbstractAsyncContextManager[Ask]],
+    at_once: int,
+    console: Console,
 ) -> int:
-    """Answer what of `source` is not answered in `target` yet. 1 if an answer is an error. Raises ConfigError."""
+    """Answer what of `source` is not answered in `target` yet. 1 if an answer is an error. Raises
+    ConfigError.
+    """
     if at_once < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {at_once}")
     lines = read_batch(source)
@@ -104,7 +119,9 @@ def read_batch(source: Path) -> list[BatchLine]:
         except MALFORMED as why:
             raise ConfigError(f"{where} is no request of a batch: {why}") from why
         if line.method != "POST" or line.url not in URLS:
-            raise ConfigError(f"{where} asks for {line.method} {line.url}; served are POST and {', '.join(URLS)}")
+            raise ConfigError(
+                f"{where} asks for {line.method} {line.url}; served are POST and {', '.join(URLS)}"
+            )
         if line.body.get("stream"):
             raise ConfigError(f"{where} asks for a stream; an answer in a file is whole")
         if line.custom_id in seen:
@@ -122,7 +139,9 @@ def _read(path: Path) -> bytes:
 
 
 def _keep_done(target: Path, asked: set[str]) -> set[str]:
-    """The ids that an earlier run has answered well; its other lines are taken out, also one that was cut off."""
+    """The ids that an earlier run has answered well; its other lines are taken out, also one that
+    was cut off.
+    """
     if not target.exists():
         return set()
     decoder = msgspec.json.Decoder(_Done)
@@ -138,9 +157,14 @@ def _keep_done(target: Path, asked: set[str]) -> set[str]:
             continue
         if line.custom_id not in asked:
             raise ConfigError(
-                f"{target} holds an answer to {line.custom_id!r}, which is not asked for; name another output file"
+                f"{target} holds an answer to {line.custom_id!r}, which is not asked for; name "
+                f"another output file"
             )
-        if line.response is not None and line.response.status_code == 200 and line.custom_id not in done:
+        if (
+            line.response is not None
+            and line.response.status_code == 200
+            and line.custom_id not in done
+        ):
             done.add(line.custom_id)
             kept.append(raw)
     if torn > 1:  # the last line may be: the run before was killed while it wrote
@@ -191,7 +215,9 @@ async def _one(ask: Ask, line: BatchLine) -> tuple[bool, bytes]:
         if answered is not None and answered.retry_after_s is None:
             break
         if at + 1 < TRIES:
-            await asyncio.sleep(min(MAX_PAUSE_S, max(2.0**at, (answered and answered.retry_after_s) or 0)))
+            await asyncio.sleep(
+                min(MAX_PAUSE_S, max(2.0**at, (answered and answered.retry_after_s) or 0))
+            )
     response = error = None
     if answered is None:
         error = {"code": "no_answer", "message": why}
@@ -201,7 +227,12 @@ async def _one(ask: Ask, line: BatchLine) -> tuple[bool, bytes]:
             "request_id": answered.request_id,
             "body": msgspec.Raw(answered.body),
         }
-    written = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
+    written = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
     return answered is not None and answered.status == 200, msgspec.json.encode(written)
 
 
@@ -212,14 +243,23 @@ async def over_http(endpoint: Endpoint) -> AsyncIterator[Ask]:
 
         async def ask(line: BatchLine) -> Answered:
             try:
-                async with session.post(endpoint.url + line.url, json=line.body, headers=endpoint.headers) as answer:
+                async with session.post(
+                    endpoint.url + line.url, json=line.body, headers=endpoint.headers
+                ) as answer:
                     body = _json(await answer.read())
                     after = answer.headers.get("retry-after", "")
                     pause = float(after) if after.isascii() and after.isdigit() else 0.0
                     request_id = answer.headers.get("x-request-id", "")
-                    return Answered(answer.status, body, request_id, pause if answer.status in _RETRIED else None)
+                    return Answered(
+                        answer.status,
+                        body,
+                        request_id,
+                        pause if answer.status in _RETRIED else None,
+                    )
             except (aiohttp.ClientError, TimeoutError, OSError) as why:
-                raise KvrelayError(f"{endpoint.url} does not answer: {why or type(why).__name__}") from why
+                raise KvrelayError(
+                    f"{endpoint.url} does not answer: {why or type(why).__name__}"
+                ) from why
 
         yield ask
 
@@ -246,7 +286,9 @@ async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
 def _speak(url: str, request_id: str) -> Speak:
     """Nothing is kept: a batch has no later requests."""
     if url == "/v1/responses":
-        return lambda body: speak_responses(body, Recalled(), f"resp_{request_id}", int(time.time()))
+        return lambda body: speak_responses(
+            body, Recalled(), f"resp_{request_id}", int(time.time())
+        )
     if url == "/v1/messages":
         return lambda body: speak_anthropic(body, f"msg_{request_id}")
     return as_it_is

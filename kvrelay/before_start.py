@@ -1,6 +1,8 @@
-"""Checks before a process starts or memory is taken: settings, model and files against this machine.
+"""Checks before a process starts or memory is taken: settings, model and files against this
+machine.
 
-Never imports torch, so that a wrong line is answered at once and no command keeps what only engines need.
+Never imports torch, so that a wrong line is answered at once and no command keeps what only engines
+need.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ def host() -> Host:
 
 
 def with_model_here(config: Config) -> Config:
-    """Check that the config can be served here, and make its model a path: one on the Hub is downloaded now, once.
+    """Check that the config can be served here, and make its model a path: one on the Hub is
+    downloaded now, once.
 
-    No child needs the Hub's token. Comes last, so that nothing is downloaded for what is refused. Raises ConfigError.
+    No child needs the Hub's token. Comes last, so that nothing is downloaded for what is refused.
+    Raises ConfigError.
     """
     from paged_engine.hub import resolve_model
     from paged_engine.prefetch import PrefetchFailed, model_files
@@ -68,7 +72,8 @@ def with_model_here(config: Config) -> Config:
 def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) -> None:
     """Raise ConfigError if the engines of a config cannot work on this machine, side by side.
 
-    The files of its model beside config.json are not asked for: they may still have to be downloaded.
+    The files of its model beside config.json are not asked for: they may still have to be
+    downloaded.
     """
     from node.loading import read_template, served_name
     from openai_api.generation_config import sampling_defaults
@@ -79,14 +84,20 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     engine = config.engine
     device = _device(engine, here)
     engines = _engines(config)
-    models = list(map({each: checked_model(each, device) for each in dict.fromkeys(engines)}.__getitem__, engines))
+    models = list(
+        map(
+            {each: checked_model(each, device) for each in dict.fromkeys(engines)}.__getitem__,
+            engines,
+        )
+    )
     if not isinstance(config, RanksConfig):
         served_name(config.served_model_name or models[0].name, engine)
         read_template(config.chat_template)
         _check_plugin(config.tool_parser_plugin)
         require(
             is_of_this_host(config.transfer.kv_host),
-            f"kv_host {config.transfer.kv_host!r} is no address of this machine; take one that its peers reach",
+            f"kv_host {config.transfer.kv_host!r} is no address of this machine; take one that "
+            f"its peers reach",
         )
         sampling_defaults(engine)
     if isinstance(config, NodeConfig) and config.profiler_config is not None:
@@ -99,7 +110,9 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
         weights, pools = (sum(map(mul, ranks, sizes)) for sizes in zip(*least, strict=True))
         check_memory(here.memory, weights, pools, len(engines))
     elif here.gpus:
-        _check_gpus(engines, least, gpus_of_nodes(ranks, [gpu.name for gpu in here.gpus]), here.gpus)
+        _check_gpus(
+            engines, least, gpus_of_nodes(ranks, [gpu.name for gpu in here.gpus]), here.gpus
+        )
 
 
 def _check_plugin(path: str) -> None:
@@ -112,24 +125,31 @@ def _check_plugin(path: str) -> None:
 
 
 def _check_profiler(profiler: ProfilerConfig, device: str) -> None:
-    """Raise ConfigError if no profile could be made here. What it tries in its folder leaves nothing behind."""
+    """Raise ConfigError if no profile could be made here. What it tries in its folder leaves
+    nothing behind.
+    """
     if profiler.profiler == "cuda":
         require(device == "cuda", "the profiler cuda needs a GPU; take torch on a CPU")
         return
     folder = Path(profiler.torch_profiler_dir)
     try:
         # A process of root may write everywhere by its rights, and not in /proc.
-        with tempfile.TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())):
+        with tempfile.TemporaryDirectory(
+            dir=next(each for each in (folder, *folder.parents) if each.exists())
+        ):
             pass
     except OSError as why:
-        raise ConfigError(f"torch_profiler_dir {str(folder)!r} cannot be written to: {why.strerror or why}") from why
+        raise ConfigError(
+            f"torch_profiler_dir {str(folder)!r} cannot be written to: {why.strerror or why}"
+        ) from why
 
 
 def _device(engine: EngineConfig, here: Host) -> str:
     """Say whether it is computed on `cpu` or `cuda`."""
     if engine.device == "cuda" and here.gpus is None:
         raise ConfigError(
-            "device cuda was asked for, but torch can use no GPU here; use --device cpu, or install a CUDA build of "
+            "device cuda was asked for, but torch can use no GPU here; use --device cpu, or "
+            "install a CUDA build of "
             "torch and NVIDIA's driver"
         )
     return "cpu" if engine.device == "cpu" or here.gpus is None else "cuda"
@@ -139,7 +159,10 @@ def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineCon
     """The engine of each node that starts here."""
     if not isinstance(config, ClusterConfig):
         return [config.engine]
-    return [config.engine_of(role) for role in [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode]
+    return [
+        config.engine_of(role)
+        for role in [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+    ]
 
 
 def _ranks_here(engine: EngineConfig) -> int:
@@ -152,7 +175,9 @@ def _check_gpus(
     places: Sequence[NodeGpus],
     gpus: Sequence[Gpu],
 ) -> None:
-    """Raise ConfigError if what engines need at least is more than a GPU has, or than it may give them."""
+    """Raise ConfigError if what engines need at least is more than a GPU has, or than it may give
+    them.
+    """
     from paged_engine.memory_sizes import RESERVE_BYTES
 
     known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()
@@ -164,9 +189,12 @@ def _check_gpus(
             limit = gpu.total_bytes if engine.kv_cache_memory_bytes else allowed
             if gpu.total_bytes and whole > limit:
                 raise ConfigError(
-                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of weights, {gib(pool)} of KV "
-                    f"pool, {gib(RESERVE_BYTES)} for graphs), and may have {gib(limit)} of {gib(gpu.total_bytes)}; "
-                    "lower kv_cache_memory_bytes or max_model_len, use quantization fp8, or spread the model over "
+                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of "
+                    f"weights, {gib(pool)} of KV "
+                    f"pool, {gib(RESERVE_BYTES)} for graphs), and may have {gib(limit)} of "
+                    f"{gib(gpu.total_bytes)}; "
+                    "lower kv_cache_memory_bytes or max_model_len, use quantization fp8, or "
+                    "spread the model over "
                     "more GPUs with tensor_parallel_size"
                 )
             needed[gpu.name] += whole
@@ -174,12 +202,15 @@ def _check_gpus(
     for gpu in known.values():
         if needed[gpu.name] > gpu.total_bytes > 0:
             raise ConfigError(
-                f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and it has "
+                f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and "
+                f"it has "
                 f"{gib(gpu.total_bytes)}; lower kv_cache_memory_bytes, or start fewer nodes"
             )
         if gpu.total_bytes and asked[gpu.name] > gpu.free_bytes:
             refusal = ConfigError if asked[gpu.name] > gpu.total_bytes else NotNow
             raise refusal(
-                f"gpu_memory_utilization gives {gib(asked[gpu.name])} of GPU {gpu.name} to nodes, and only "
-                f"{gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it or end what else runs there"
+                f"gpu_memory_utilization gives {gib(asked[gpu.name])} of GPU {gpu.name} to nodes, "
+                f"and only "
+                f"{gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it or end "
+                f"what else runs there"
             )

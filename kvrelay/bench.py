@@ -20,7 +20,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -54,11 +61,21 @@ def run(values: dict[str, Any], console: Console) -> int:
     config = build(BenchConfig, values)
     path = Path(config.output)
     if path.suffix != ".json":
-        raise ConfigError(f"output {config.output!r} must end with .json; the report beside it ends with .html")
+        raise ConfigError(
+            f"output {config.output!r} must end with .json; the report beside it ends with .html"
+        )
     if not config.seed:
-        config = dataclasses.replace(config, seed=time.time_ns() // 1_000_000)  # no server has seen its prompts
-    columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
-    bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+        config = dataclasses.replace(
+            config, seed=time.time_ns() // 1_000_000
+        )  # no server has seen its prompts
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    bar = Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
+    )
     experiment, began = Experiment(config, _teller(bar)), datetime.datetime.now(datetime.UTC)
     try:
         with bar:
@@ -75,10 +92,14 @@ def run(values: dict[str, Any], console: Console) -> int:
 
 def _compare(files: Sequence[Path], values: Mapping[str, object], console: Console) -> int:
     if len(files) < 2:
-        raise ConfigError("--compare wants two results or more: kvrelay bench --compare a.json b.json")
+        raise ConfigError(
+            "--compare wants two results or more: kvrelay bench --compare a.json b.json"
+        )
     other = set(values) - {"output"}
     if other:
-        raise ConfigError(f"--compare measures nothing; leave --{sorted(other)[0].replace('_', '-')} out")
+        raise ConfigError(
+            f"--compare measures nothing; leave --{sorted(other)[0].replace('_', '-')} out"
+        )
     results = [read_result(path) for path in files]
     target = Path(str(values.get("output", "compare.html"))).with_suffix(".html")
     write_report(results, target)
@@ -120,7 +141,13 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         work=config.work,
         slo=config.slo,
         attainment=config.attainment,
-        made=Made(_command(), began.isoformat(timespec="seconds"), _machine(), _versions(server.version), config.seed),
+        made=Made(
+            _command(),
+            began.isoformat(timespec="seconds"),
+            _machine(),
+            _versions(server.version),
+            config.seed,
+        ),
         runs=experiment.runs,
         found=experiment.found,
         endpoint=config.endpoint,
@@ -147,7 +174,9 @@ def _command() -> str:
     """As it was typed, without the key."""
     words, hidden = ["kvrelay", *sys.argv[1:]], "--api-key"
     shown = ["***" if at and words[at - 1] == hidden else word for at, word in enumerate(words)]
-    return shlex.join([f"{hidden}=***" if word.startswith(f"{hidden}=") else word for word in shown])
+    return shlex.join(
+        [f"{hidden}=***" if word.startswith(f"{hidden}=") else word for word in shown]
+    )
 
 
 def _machine() -> str:
@@ -156,13 +185,17 @@ def _machine() -> str:
 
 def _versions(server: str) -> dict[str, str]:
     known = installed()
-    return {name: known[name] or "" for name in ("kvrelay", "python", "uvloop")} | {"server": server}
+    return {name: known[name] or "" for name in ("kvrelay", "python", "uvloop")} | {
+        "server": server
+    }
 
 
 def _gpus_here() -> str:
     """Of a server on this machine."""
     try:
-        told = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_DEADLINE_S, check=False).stdout
+        told = subprocess.run(
+            _SMI, capture_output=True, text=True, timeout=_SMI_DEADLINE_S, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     names = [line.strip() for line in told.splitlines() if line.strip()]
@@ -199,10 +232,13 @@ def _found(result: Result) -> Text:
     found = result.found
     assert found is not None
     if not found.holds:
-        return Text(f"{result.label}: no rate held{f' ({found.why})' if found.why else ''}", style="red")
+        return Text(
+            f"{result.label}: no rate held{f' ({found.why})' if found.why else ''}", style="red"
+        )
     broke = f"; {found.breaks:.3g} did not" if found.breaks is not None else ""
     said = f" ({found.why})" if found.why else ""
     return Text(
-        f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per GPU, at "
+        f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per "
+        f"GPU, at "
         f"{result.attainment:.0%} attainment{broke}{said}"
     )

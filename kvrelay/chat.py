@@ -1,6 +1,8 @@
-"""A client of the OpenAI endpoint for the terminal: streams an answer, measures it, keeps the conversation.
+"""A client of the OpenAI endpoint for the terminal: streams an answer, measures it, keeps the
+conversation.
 
-Owns what `kvrelay chat` and the proof of `kvrelay up --demo` say. Speaks plain HTTP to any OpenAI server.
+Owns what `kvrelay chat` and the proof of `kvrelay up --demo` say. Speaks plain HTTP to any OpenAI
+server.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ class Answer:
     def summary(self) -> str:
         """The figures in one line; the rate is that of the tokens after the first."""
         stream_s = self.total_s - self.ttft_s
-        rate = f", {(self.tokens - 1) / stream_s:.1f} tokens/s" if self.tokens > 1 and stream_s > 0 else ""
+        rate = (
+            f", {(self.tokens - 1) / stream_s:.1f} tokens/s"
+            if self.tokens > 1 and stream_s > 0
+            else ""
+        )
         return f"{self.tokens} tokens, TTFT {self.ttft_s * 1e3:.0f} ms{rate}"
 
 
@@ -78,7 +84,9 @@ class Endpoint:
         except (ValueError, LookupError, TypeError) as why:
             raise ChatFailed(f"{url} does not answer like an OpenAI server") from why
         if not models:
-            raise ChatFailed(f"no node is up yet behind {self.url}; {self.url}/health says what is missing")
+            raise ChatFailed(
+                f"no node is up yet behind {self.url}; {self.url}/health says what is missing"
+            )
         if wanted and wanted not in models:
             raise ChatFailed(f"{self.url} does not serve {wanted!r}; it serves {', '.join(models)}")
         return wanted or models[0]
@@ -98,7 +106,8 @@ async def stream_answer(
     on_thought: Callable[[str], None],
     **sampling: float,
 ) -> Answer:
-    """Ask, give each piece of text and of reasoning on as it comes, return the whole text. Raises ChatFailed.
+    """Ask, give each piece of text and of reasoning on as it comes, return the whole text. Raises
+    ChatFailed.
 
     `sampling` goes into the request as it is.
     """
@@ -132,7 +141,9 @@ async def stream_answer(
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON values of a stream of server-sent events; raises ChatFailed at an error event or a stream cut short."""
+    """The JSON values of a stream of server-sent events; raises ChatFailed at an error event or a
+    stream cut short.
+    """
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
@@ -166,7 +177,10 @@ def _unreachable(url: str, why: Exception) -> str:
     if isinstance(why, aiohttp.InvalidURL):
         return f"{url!r} is no address; give one like http://127.0.0.1:8000"
     if isinstance(why, aiohttp.ClientConnectorError):
-        return f"no server answers at {url} ({why.strerror or why}); start one with `kvrelay up` or pass --url"
+        return (
+            f"no server answers at {url} ({why.strerror or why}); start one with `kvrelay up` "
+            f"or pass --url"
+        )
     return f"the exchange with {url} failed: {why or type(why).__name__}"
 
 
@@ -191,7 +205,9 @@ class _Talk:
     sampling: Mapping[str, float]
 
     def ask(self, history: list[Message], console: Console, aside: Console) -> Answer:
-        """The answer to the last message, shown as it comes, with reasoning aside. Raises ChatFailed."""
+        """The answer to the last message, shown as it comes, with reasoning aside. Raises
+        ChatFailed.
+        """
         show, think, thinking = _printer(console), _printer(aside, "dim"), False
 
         def on_thought(piece: str) -> None:
@@ -210,16 +226,26 @@ class _Talk:
             async with open_session() as session:
                 messages = self.beginning + history
                 return await stream_answer(
-                    session, self.endpoint, self.model, messages, on_text, on_thought, **self.sampling
+                    session,
+                    self.endpoint,
+                    self.model,
+                    messages,
+                    on_text,
+                    on_thought,
+                    **self.sampling,
                 )
 
         return asyncio.run(answer())
 
 
-def chat(endpoint: Endpoint, console: Console, model: str, system: str, sampling: Mapping[str, float]) -> int:
-    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if any failed.
+def chat(
+    endpoint: Endpoint, console: Console, model: str, system: str, sampling: Mapping[str, float]
+) -> int:
+    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if
+    any failed.
 
-    An empty `model` is the first that is served; `sampling` goes into each request. Raises ChatFailed.
+    An empty `model` is the first that is served; `sampling` goes into each request. Raises
+    ChatFailed.
     """
     beginning = [{"role": "system", "content": system}] if system else []
     talk = _Talk(endpoint, asyncio.run(_greet(endpoint, model)), beginning, sampling)
@@ -228,7 +254,8 @@ def chat(endpoint: Endpoint, console: Console, model: str, system: str, sampling
     import readline  # noqa: F401 - arrow keys and history at the prompt
 
     console.print(
-        f"{talk.model} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
+        f"{talk.model} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C "
+        f"stops an answer."
     )
     history: list[Message] = []
     while (line := _typed(console)) is not None:
@@ -257,7 +284,9 @@ def _typed(console: Console) -> str | None:
 
 
 def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> list[Message]:
-    """Ask one question; return the conversation with its answer, or as it was if that failed or was stopped."""
+    """Ask one question; return the conversation with its answer, or as it was if that failed or was
+    stopped.
+    """
     asked = [*history, {"role": "user", "content": line}]
     try:
         answer = talk.ask(asked, console, console)

@@ -1,7 +1,8 @@
 """The command `kvrelay`: one function per command, flags made from the config types.
 
-Owns what is typed and what is answered when it is wrong (one red line, exit code 2). Imports a server only inside its
-command: `kvrelay router` must not import torch, and `kvrelay --help` must not wait for anything.
+Owns what is typed and what is answered when it is wrong (one red line, exit code 2). Imports a
+server only inside its command: `kvrelay router` must not import torch, and `kvrelay --help` must
+not wait for anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from kvrelay.flag_names import SERVER
 from kvrelay.help import ALL, GroupedCommand, GroupedCommands
 from kvrelay.in_force import lines_of
 from kvrelay.machine import check_port
-from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
+from kvrelay.plan import (
+    ADMIN_KEY,
+    API_KEY,
+    CLUSTER_SECRET,
+    NODE_API_KEY,
+    RUNTIME_LORA,
+    ClusterConfig,
+)
 from kvrelay.settings import CPU, Setting, build, lines_in, merge, nearest, settings_of
 from load.config import BenchConfig
 from node.file_limit import raise_file_limit
@@ -51,7 +59,9 @@ _TEXT_METAVARS = {
     "gpus": "IDS",
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
-_UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
+_UsageError: Any = typer.BadParameter.__mro__[
+    1
+]  # typer has its own copy of click since 0.29, and uses click's before
 
 # What `kvrelay config` explains: config type and settings of commands that serve.
 _EXPLAINED: dict[str, tuple[type, dict[str, Setting]] | None] = dict.fromkeys(
@@ -96,7 +106,9 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _check_further_ports(config: NodeConfig) -> None:
     if config.transfer.kv_port:
-        check_port(config.transfer.kv_host, config.transfer.kv_port, setting="--kv-host or --kv-port")
+        check_port(
+            config.transfer.kv_host, config.transfer.kv_port, setting="--kv-host or --kv-port"
+        )
     if (told := config.told_events) is None:
         return
     for name, endpoint in (("endpoint", told.endpoint), ("replay_endpoint", told.replay_endpoint)):
@@ -104,7 +116,9 @@ def _check_further_ports(config: NodeConfig) -> None:
             check_port(*address_of(endpoint), setting=f"{name} of --kv-events-config")
 
 
-def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
+def _serving_router(
+    values: dict[str, object], again: Callable[[], dict[str, object]] | None
+) -> int:
     config = _router_config(values)
     from kvrelay.drawn_keys import drawn_key
 
@@ -127,9 +141,13 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
 
         def settled(read: RouterConfig) -> RouterConfig:
             """What the file leaves to this process stays as it is when the file is read again."""
-            return dataclasses.replace(read, port=read.port or port, admin_key=read.admin_key or drawn)
+            return dataclasses.replace(
+                read, port=read.port or port, admin_key=read.admin_key or drawn
+            )
 
-        return run_router(settled(config), None if again is None else lambda: settled(_router_config(again())))
+        return run_router(
+            settled(config), None if again is None else lambda: settled(_router_config(again()))
+        )
 
 
 def _router_config(values: Mapping[str, object]) -> RouterConfig:
@@ -137,7 +155,8 @@ def _router_config(values: Mapping[str, object]) -> RouterConfig:
     announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
     if not (config.prefill and config.decode) and not announced:
         raise ConfigError(
-            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
+            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port "
+            "for nodes that "
             "announce themselves, or --kubernetes-selector for pods"
         )
     return config
@@ -178,12 +197,16 @@ def _running_batch(values: dict[str, object]) -> int:
     from kvrelay.batch import over_http, read_batch, run_batch, with_engine
     from kvrelay.chat import Endpoint
 
-    url, key, at_once, source, target = (values.pop(name) for name in ("url", "key", "concurrency", "source", "target"))
+    url, key, at_once, source, target = (
+        values.pop(name) for name in ("url", "key", "concurrency", "source", "target")
+    )
     files, console = (Path(str(source)), Path(str(target))), Console(stderr=True, highlight=False)
     if url:
         if values:
             flag = "--" + next(iter(values)).replace("_", "-")
-            raise ConfigError(f"--url names a running server and {flag} an engine to start; leave one of them out")
+            raise ConfigError(
+                f"--url names a running server and {flag} an engine to start; leave one of them out"
+            )
         endpoint = Endpoint(base_url(str(url)), str(key))
         return run_batch(*files, lambda: over_http(endpoint), int(str(at_once)), console)
     read_batch(files[0])  # before a model is loaded for nothing
@@ -194,7 +217,9 @@ def _running_batch(values: dict[str, object]) -> int:
 def _running_bench(values: dict[str, object]) -> int:
     from kvrelay.bench import run as run_bench
 
-    return run_bench(values, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140))
+    return run_bench(
+        values, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    )
 
 
 def _profiling(values: dict[str, object]) -> int:
@@ -226,17 +251,22 @@ def _add(
     *,
     reloads: bool = False,
 ) -> None:
-    """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags.
+    """Make a command whose flags are the settings of a config type. `env` names variables that
+    stand in for flags.
 
-    `own` are parameters of the command itself; their values are handed over beside the settings. One that `reloads` is
-    given how its settings are read again, too: None without a config file.
+    `own` are parameters of the command itself; their values are handed over beside the settings.
+    One that `reloads` is given how its settings are read again, too: None without a config file.
     """
     known = settings_of(config, skip)
     if name in _EXPLAINED:
         _EXPLAINED[name] = config, known
 
     def command(**given: Any) -> int:
-        mine = {parameter.name: given.pop(parameter.name) for parameter in own if parameter is not _MODEL}
+        mine = {
+            parameter.name: given.pop(parameter.name)
+            for parameter in own
+            if parameter is not _MODEL
+        }
         file = given.pop("config")
         flags = _flags(given)
 
@@ -249,7 +279,9 @@ def _add(
     parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
         parameters.append(_typed("cpu", bool | None, None, typer.Option("--cpu", help=CPU.help)))
-    file_option = typer.Option("--config", metavar="FILE", help="YAML file with the same keys; flags win over it.")
+    file_option = typer.Option(
+        "--config", metavar="FILE", help="YAML file with the same keys; flags win over it."
+    )
     parameters.append(_typed("config", str | None, None, file_option))
     command.__doc__ = about
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -258,11 +290,14 @@ def _add(
 
 
 def _flags(given: dict[str, Any]) -> dict[str, object]:
-    """Settings that were typed, or are in variables; None for the others. Raises ConfigError at two models."""
+    """Settings that were typed, or are in variables; None for the others. Raises ConfigError at two
+    models.
+    """
     if (model := given.pop(_MODEL_ARGUMENT, None)) is not None:
         if given["model"] not in (None, model):
             raise ConfigError(
-                f"two models are named, {model} and --model {given['model']}; leave one of them out "
+                f"two models are named, {model} and --model {given['model']}; leave one of them "
+                f"out "
                 "(a flag takes one value)"
             )
         given["model"] = model
@@ -271,12 +306,18 @@ def _flags(given: dict[str, Any]) -> dict[str, object]:
 
 def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:
     annotation = Annotated[kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
-    flag = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}" if setting.kind is bool else setting.flag
+    flag = (
+        f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
+        if setting.kind is bool
+        else setting.flag
+    )
     kind = bool if setting.kind is bool else list[str] if setting.several else str
     option = typer.Option(
         flag,
@@ -301,12 +342,19 @@ def _shown(setting: Setting) -> str | bool:
         return "the embedded model"
     if setting.default in (dataclasses.MISSING, None, "", ()):
         return False
-    return {True: "on", False: "off"}[setting.default] if isinstance(setting.default, bool) else str(setting.default)
+    return (
+        {True: "on", False: "off"}[setting.default]
+        if isinstance(setting.default, bool)
+        else str(setting.default)
+    )
 
 
 _MODEL_ARGUMENT = "model_argument"
 _MODEL = _typed(
-    _MODEL_ARGUMENT, str | None, None, typer.Argument(metavar="MODEL", help="The same as --model, as in vLLM.")
+    _MODEL_ARGUMENT,
+    str | None,
+    None,
+    typer.Argument(metavar="MODEL", help="The same as --model, as in vLLM."),
 )
 _MODEL_NAMED_FIRST = ("up", "serve", "prefill", "decode", "rank", "compose", "profile")
 
@@ -361,13 +409,19 @@ _add(
     RouterConfig,
     _serving_router,
     (),
-    {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY, "log_format": LOG_FORMAT},
+    {
+        "api_key": API_KEY,
+        "node_api_key": NODE_API_KEY,
+        "admin_key": ADMIN_KEY,
+        "log_format": LOG_FORMAT,
+    },
     reloads=True,
 )
 
 _add(
     "batch",
-    "Answer a file of requests (OpenAI's batch format), by a running server or by an engine started for it.",
+    "Answer a file of requests (OpenAI's batch format), by a running server or by an engine "
+    "started for it.",
     NodeConfig,
     _running_batch,
     (
@@ -380,7 +434,13 @@ _add(
         "kv_events_config",
         "profiler_config",
         *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
-        *("root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+        *(
+            "root_path",
+            "allowed_origins",
+            "allowed_methods",
+            "allowed_headers",
+            "allow_credentials",
+        ),
         "log_format",
         "otlp_traces_endpoint",
         *settings_of(TransferConfig),
@@ -388,43 +448,66 @@ _add(
     {},
     (
         _typed(
-            "source", str, inspect.Parameter.empty, typer.Argument(metavar="IN", help="The requests, one per line.")
+            "source",
+            str,
+            inspect.Parameter.empty,
+            typer.Argument(metavar="IN", help="The requests, one per line."),
         ),
         _typed(
-            "target", str, inspect.Parameter.empty, typer.Argument(metavar="OUT", help="Their answers, in any order.")
+            "target",
+            str,
+            inspect.Parameter.empty,
+            typer.Argument(metavar="OUT", help="Their answers, in any order."),
         ),
-        _typed("url", str, "", typer.Option(help="A running server; without it an engine is started.")),
-        _typed("key", str, "", typer.Option("--api-key", help="The key that it wants.", envvar=API_KEY)),
+        _typed(
+            "url", str, "", typer.Option(help="A running server; without it an engine is started.")
+        ),
+        _typed(
+            "key", str, "", typer.Option("--api-key", help="The key that it wants.", envvar=API_KEY)
+        ),
         _typed("concurrency", int, 64, typer.Option(help="Requests that are under way at once.")),
     ),
 )
 _add(
     "profile",
-    "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate card.\n\n"
-    "The exit code is 1 if the machine was too noisy to believe the times; the card is written all the same.",
+    "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate "
+    "card.\n\n"
+    "The exit code is 1 if the machine was too noisy to believe the times; the card is written "
+    "all the same.",
     NodeConfig,
     _profiling,
     ("role",),
     {"cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
     (
-        _typed("out", str, "", typer.Option(metavar="FILE", help="The rate card. [default: rate-card.json]")),
+        _typed(
+            "out",
+            str,
+            "",
+            typer.Option(metavar="FILE", help="The rate card. [default: rate-card.json]"),
+        ),
         _typed(
             "seconds",
             float,
             0.0,
-            typer.Option(help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."),
+            typer.Option(
+                help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."
+            ),
         ),
         _typed(
             "decode",
             list[str] | None,
             None,
-            typer.Option(metavar="REQUESTSxCONTEXT", help="Measure this step, and no card. Again for more."),
+            typer.Option(
+                metavar="REQUESTSxCONTEXT", help="Measure this step, and no card. Again for more."
+            ),
         ),
         _typed(
             "prefill",
             list[str] | None,
             None,
-            typer.Option(metavar="TOKENS[+CONTEXT]", help="Measure this step, and no card. Again for more."),
+            typer.Option(
+                metavar="TOKENS[+CONTEXT]", help="Measure this step, and no card. Again for more."
+            ),
         ),
     ),
 )
@@ -432,14 +515,25 @@ _add(
 
 _add(
     "bench",
-    "Measure any OpenAI endpoint under load: latency, throughput, goodput at targets, the highest rate that holds.",
+    "Measure any OpenAI endpoint under load: latency, throughput, goodput at targets, the highest "
+    "rate that holds.",
     BenchConfig,
     _running_bench,
     (),
     {"api_key": API_KEY},
     (
-        _typed("files", list[str] | None, None, typer.Argument(metavar="[RESULT]...", help="With --compare.")),
-        _typed("compare", bool, False, typer.Option("--compare", help="Measure nothing; show results side by side.")),
+        _typed(
+            "files",
+            list[str] | None,
+            None,
+            typer.Argument(metavar="[RESULT]...", help="With --compare."),
+        ),
+        _typed(
+            "compare",
+            bool,
+            False,
+            typer.Option("--compare", help="Measure nothing; show results side by side."),
+        ),
     ),
 )
 
@@ -447,18 +541,24 @@ _add(
 def _config(
     ctx: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND [FLAGS]", help=f"One of {', '.join(_EXPLAINED)}, with its flags.")
+        list[str],
+        typer.Argument(
+            metavar="COMMAND [FLAGS]", help=f"One of {', '.join(_EXPLAINED)}, with its flags."
+        ),
     ],
 ) -> int:
-    """Print what would be in force for a command and why: each setting, its value, and where that comes from.
+    """Print what would be in force for a command and why: each setting, its value, and where that
+    comes from.
 
-    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown. Starts nothing; the
-    exit code is 2, as the command's own, if a value is wrong.
+    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown.
+    Starts nothing; the exit code is 2, as the command's own, if a value is wrong.
     """
     name, *words = command
     explained = _EXPLAINED.get(name)
     if explained is None:
-        raise ConfigError(f"config explains {', '.join(_EXPLAINED)}, not {name!r}{nearest(name, _EXPLAINED)}")
+        raise ConfigError(
+            f"config explains {', '.join(_EXPLAINED)}, not {name!r}{nearest(name, _EXPLAINED)}"
+        )
     config, known = explained
     theirs: Any = ctx.find_root().command
     typed = theirs.commands[name].make_context(name, words, parent=ctx.find_root())
@@ -468,13 +568,17 @@ def _config(
     named = _named(values) if "model" in known else values
     build(config, named | ({"role": Role(name)} if name in list(Role) else {}))
     sources = {_DRAWN[name]: "drawn at each start"} if name in _DRAWN else {}
-    sources |= {_in_full(key): f"{file}:{line}" for key, line in (lines_in(file) if file else {}).items()}
+    sources |= {
+        _in_full(key): f"{file}:{line}" for key, line in (lines_in(file) if file else {}).items()
+    }
     for param in typed.command.params:
         source = typed.get_parameter_source(param.name)
         if source is not None and source.name != "DEFAULT":
             flag = param.secondary_opts[0] if typed.params[param.name] is False else param.opts[0]
             said = f"flag {flag}" if flag.startswith("-") else "argument"
-            sources[_in_full(param.name)] = str(param.envvar) if source.name == "ENVIRONMENT" else said
+            sources[_in_full(param.name)] = (
+                str(param.envvar) if source.name == "ENVIRONMENT" else said
+            )
     typer.echo("\n".join([f"# kvrelay {name}", *lines_of(known, named, sources)]))
     return 0
 
@@ -489,7 +593,9 @@ add_commands(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130 after Ctrl-C."""
+    """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130
+    after Ctrl-C.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(app(args=words, prog_name="kvrelay", standalone_mode=False) or 0)
@@ -512,19 +618,32 @@ def _usage(why: Any, words: Sequence[str]) -> str:
     flag = getattr(why, "option_name", None)
     if flag is not None and message.startswith("No such option"):
         known = (
-            [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)] if why.ctx else []
+            [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
+            if why.ctx
+            else []
         )
         if len(flag) == 2:  # click takes -tp for -t and -p
-            flag = next((word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag)
+            flag = next(
+                (word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag
+            )
         if SERVER.get(flag) in known:
             return f"unknown flag {flag}; here it is {SERVER[flag]}"
         return f"unknown flag {flag}{_of_others(flag) or nearest(flag, known)}"
     if "unexpected extra argument" in message and why.ctx:
         extra = str(message).rpartition(" (")[2].rstrip(").").split(" ")[0]
         before = words[: words.index(extra)] if extra in words else []
-        named = next((word for word in reversed(before) if word.startswith("--") and "=" not in word), "")
-        again = any(named in each.opts and getattr(each, "multiple", False) for each in why.ctx.command.params)
-        hint = f": {named} takes one value{'; give it again for each further one' if again else ''}" if named else ""
+        named = next(
+            (word for word in reversed(before) if word.startswith("--") and "=" not in word), ""
+        )
+        again = any(
+            named in each.opts and getattr(each, "multiple", False)
+            for each in why.ctx.command.params
+        )
+        hint = (
+            f": {named} takes one value{'; give it again for each further one' if again else ''}"
+            if named
+            else ""
+        )
         return f"{str(message).rstrip('.')}{hint}"
     return str(message)
 
@@ -532,7 +651,9 @@ def _usage(why: Any, words: Sequence[str]) -> str:
 def _of_others(flag: str) -> str:
     """A clause that names the commands with such a flag; empty if none has it."""
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    others = [f"`kvrelay {command}`" for command, each in _EXPLAINED.items() if each and name in each[1]]
+    others = [
+        f"`kvrelay {command}`" for command, each in _EXPLAINED.items() if each and name in each[1]
+    ]
     return f"; it is of {', '.join(others)}" if others else ""
 
 
@@ -548,7 +669,9 @@ def _fail(message: str, code: int) -> int:
 def main() -> None:
     """The console script."""
     die_with_parent()
-    leave(run())  # what is still there needs no teardown, which would take another fifth of a second
+    leave(
+        run()
+    )  # what is still there needs no teardown, which would take another fifth of a second
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""`kvrelay up`: the run of a local cluster, from the first process to the last, and what is said meanwhile.
+"""`kvrelay up`: the run of a local cluster, from the first process to the last, and what is said
+meanwhile.
 
-Owns the order start, ready, proof, wait, stop. What is started is plan.py's, how it is kept alive supervisor.py's.
+Owns the order start, ready, proof, wait, stop. What is started is plan.py's, how it is kept alive
+supervisor.py's.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ _HEALTH_DEADLINE_S = 2.0
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
     """Run the cluster until Ctrl-C or SIGTERM and return 0.
 
-    Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child is left.
+    Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child
+    is left.
     """
-    machine, console, log_dir = this_machine(config), Console(highlight=False, soft_wrap=True), _log_dir(config)
+    machine, console, log_dir = (
+        this_machine(config),
+        Console(highlight=False, soft_wrap=True),
+        _log_dir(config),
+    )
 
     def drawn(kind: Kind, variable: str) -> AbstractContextManager[str]:
         given = machine.environ.get(variable)
@@ -43,7 +50,9 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
 
     # They are drawn here: a process that is started again keeps them.
     with drawn("admin", ADMIN_KEY) as admin_key, drawn("nodes", NODE_API_KEY) as node_key:
-        keys = {name: key for name, key in ((ADMIN_KEY, admin_key), (NODE_API_KEY, node_key)) if key}
+        keys = {
+            name: key for name, key in ((ADMIN_KEY, admin_key), (NODE_API_KEY, node_key)) if key
+        }
         machine = replace(machine, environ={**machine.environ, **keys})
         return asyncio.run(_run(config, machine, log_dir, admin_key, console, planned))
 
@@ -62,7 +71,9 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     specs = planned(config, machine, log_dir, secrets.token_urlsafe(24))
     endpoint = Endpoint(reachable(config.host, machine.ports[0]), config.api_key)
-    console.print(f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}")
+    console.print(
+        f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}"
+    )
 
     def say(line: str) -> None:
         console.print(Text(line))
@@ -72,8 +83,12 @@ async def _run(
         async def healthy(url: str) -> bool:
             return await _answers(session, url)
 
-        async with Supervisor(healthy, say, config.start_deadline_s, config.stop_deadline_s) as supervisor:
-            serving = asyncio.create_task(_serve(config, console, supervisor, specs, machine, endpoint, drawn))
+        async with Supervisor(
+            healthy, say, config.start_deadline_s, config.stop_deadline_s
+        ) as supervisor:
+            serving = asyncio.create_task(
+                _serve(config, console, supervisor, specs, machine, endpoint, drawn)
+            )
             stopped = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,11 +112,15 @@ async def _serve(
     endpoint: Endpoint,
     drawn: str,
 ) -> None:
-    """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that is to exit."""
+    """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that
+    is to exit.
+    """
     *nodes, router = specs
     for wave in waves(nodes, machine):
         await _all_ready(console, [supervisor.start(node) for node in wave])
-    await _all_ready(console, [supervisor.start(router)])  # later, so that it need not warn of nodes that still load
+    await _all_ready(
+        console, [supervisor.start(router)]
+    )  # later, so that it need not warn of nodes that still load
     async with open_session() as session:
         _invite(console, endpoint, await endpoint.model(session), drawn)
         if config.demo or config.demo_exit:
@@ -119,7 +138,8 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
         took_s = await child.ready
         waiting.remove(child.spec.name)
         console.print(
-            f"{child.spec.name} is ready after {took_s:.1f} s: {child.spec.health_url.removesuffix('/health')}"
+            f"{child.spec.name} is ready after {took_s:.1f} s: "
+            f"{child.spec.health_url.removesuffix('/health')}"
         )
         status.update(f"waiting for {', '.join(waiting)}")
 
@@ -133,13 +153,20 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
 
 
 def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> None:
-    """Say where it is. A terminal is shown the drawn admin key with the console's address; a log is not."""
+    """Say where it is. A terminal is shown the drawn admin key with the console's address; a log is
+    not.
+    """
     watch = f"{endpoint.url}/console" + (f"#key={drawn}" if drawn and console.is_terminal else "")
     key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
-    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    body = (
+        f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": '
+        f'"Hello!"}}]}}'
+    )
     lines = (
-        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: {watch}\n\n"
-        f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' \\\n{key}  -d '{body}'\n"
+        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: "
+        f"{watch}\n\n"
+        f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' "
+        f"\\\n{key}  -d '{body}'\n"
     )
     console.print(Text(lines))
 
@@ -147,7 +174,9 @@ def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> Non
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
     """Whether a health route answers 200 in time."""
     try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_DEADLINE_S)) as answer:
+        async with session.get(
+            url, timeout=aiohttp.ClientTimeout(total=_HEALTH_DEADLINE_S)
+        ) as answer:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False

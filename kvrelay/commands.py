@@ -1,6 +1,8 @@
-"""Commands that start no server: they ask running ones, look at this machine, or fetch files for later.
+"""Commands that start no server: they ask running ones, look at this machine, or fetch files for
+later.
 
-Owns what is typed and printed; each imports what it needs when it is called. What starts a server is in cli.py.
+Owns what is typed and printed; each imports what it needs when it is called. What starts a server
+is in cli.py.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ from wire.versions import RELEASE
 
 __all__ = ["OF_ANOTHER", "add_commands"]
 
-OF_ANOTHER: Mapping[str, object] = MappingProxyType({"ignore_unknown_options": True, "allow_interspersed_args": False})
-"""Click's settings of a command whose flags are those of another one, which it is given as its arguments."""
+OF_ANOTHER: Mapping[str, object] = MappingProxyType(
+    {"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+"""Click's settings of a command whose flags are those of another one, which it is given as its
+arguments.
+"""
 
-_ADMIN_KEY_HELP = "The key that the router wants. [default: what our own router on this machine has drawn]"
-_NODE_KEY_HELP = "The key that the nodes want. [default: what `kvrelay up` of this machine has drawn]"
+_ADMIN_KEY_HELP = (
+    "The key that the router wants. [default: what our own router on this machine has drawn]"
+)
+_NODE_KEY_HELP = (
+    "The key that the nodes want. [default: what `kvrelay up` of this machine has drawn]"
+)
 _ROUTER = "http://127.0.0.1:8000"
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
@@ -55,13 +65,17 @@ def add_commands(app: typer.Typer) -> None:
 def _chat(
     url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
-    model: Annotated[str, typer.Option(help="Model or adapter to talk to. [default: the first that it serves]")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model or adapter to talk to. [default: the first that it serves]")
+    ] = "",
     system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy. [default: the model's own]", show_default=False)
+        float | None,
+        typer.Option(min=0.0, help="0 is greedy. [default: the model's own]", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer. [default: the model's own]", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Longest answer. [default: the model's own]", show_default=False),
     ] = None,
 ) -> int:
     """Talk to a running cluster in the terminal. From a pipe: one question per line."""
@@ -74,7 +88,9 @@ def _chat(
 
 
 def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
-    """Draw an API key for the router, and print it once with what its configuration needs of it: not the key."""
+    """Draw an API key for the router, and print it once with what its configuration needs of it:
+    not the key.
+    """
     from router.admission.keys import draw_key, hash_of
 
     key = draw_key()
@@ -86,16 +102,21 @@ def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
 
 def _doctor(
     router: Annotated[
-        str, typer.Option(help="The router, which names the nodes. [default: http://127.0.0.1:8000]")
+        str,
+        typer.Option(help="The router, which names the nodes. [default: http://127.0.0.1:8000]"),
     ] = "",
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Prefill nodes, instead of a router.")
     ] = None,
-    decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")
+    ] = None,
     node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
-    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
+    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and
+    how fast?
+    """
     from kvrelay.doctor import run as run_doctor
 
     router = _address(router)
@@ -104,16 +125,25 @@ def _doctor(
 
 
 def _drain(
-    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
+    node: Annotated[
+        str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")
+    ],
     router: Annotated[
-        str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
+        str,
+        typer.Option(
+            help="A router to ask; without one the node is asked, and all routers see it."
+        ),
     ] = "",
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for it.")
+    ] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
-    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped at no cost."""
+    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped
+    at no cost.
+    """
     from kvrelay.drain import run as run_drain
 
     console = Console(highlight=False, soft_wrap=True)
@@ -124,12 +154,16 @@ def _drain(
 
 
 def _address(typed: str) -> str:
-    """Read the address of a router or a node, if one is named, with or without http://. Raises ConfigError."""
+    """Read the address of a router or a node, if one is named, with or without http://. Raises
+    ConfigError.
+    """
     return base_url(typed) if typed else ""
 
 
 def _drawn_node_key(router: str, nodes: Sequence[str]) -> str:
-    """Find what `kvrelay up` has drawn for the nodes behind its router. Empty if one of these is on another machine."""
+    """Find what `kvrelay up` has drawn for the nodes behind its router. Empty if one of these is on
+    another machine.
+    """
     here = all(is_base_url(node) and is_loopback(urlsplit(node).hostname or "") for node in nodes)
     return stored_key("nodes", router or _ROUTER) if here else ""
 
@@ -138,19 +172,35 @@ def _plan(
     gpus: Annotated[int, typer.Option(help="How many there are.")],
     card: Annotated[
         list[Path],
-        typer.Option(help="A rate card of `kvrelay profile`; one for each size of a node, if there are several."),
+        typer.Option(
+            help="A rate card of `kvrelay profile`; one for each size of a node, if there are "
+            "several."
+        ),
     ],
     workload: Annotated[
-        str, typer.Option(metavar="NAME|IN:OUT|TRACE", help="chat, code, summarise ...; lengths in tokens; or a file.")
+        str,
+        typer.Option(
+            metavar="NAME|IN:OUT|TRACE",
+            help="chat, code, summarise ...; lengths in tokens; or a file.",
+        ),
     ],
-    ttft_ms: Annotated[float, typer.Option(help="The first token should be there within, in milliseconds.")],
-    tpot_ms: Annotated[float, typer.Option(help="Each further token should take no longer, on average of an answer.")],
+    ttft_ms: Annotated[
+        float, typer.Option(help="The first token should be there within, in milliseconds.")
+    ],
+    tpot_ms: Annotated[
+        float,
+        typer.Option(help="Each further token should take no longer, on average of an answer."),
+    ],
     rate: Annotated[
-        float, typer.Option(min=0.0, help="Requests a second that there will be. [default: as many as can be]")
+        float,
+        typer.Option(
+            min=0.0, help="Requests a second that there will be. [default: as many as can be]"
+        ),
     ] = 0.0,
     as_json: _AsJson = False,
 ) -> int:
-    """How many prefill and decode nodes should there be? Simulates all splits of some GPUs for a workload and targets.
+    """How many prefill and decode nodes should there be? Simulates all splits of some GPUs for a
+    workload and targets.
 
     The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
     """
@@ -163,17 +213,27 @@ def _plan(
 
 
 def _replay(
-    incident: Annotated[Path, typer.Argument(metavar="FILE", help="A router's log in JSON, or a recorded incident.")],
+    incident: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A router's log in JSON, or a recorded incident.")
+    ],
     card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
-    nodes: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")] = "",
+    nodes: Annotated[
+        str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")
+    ] = "",
     policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "price",
-    record: Annotated[Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")
+    ] = None,
 ) -> int:
-    """What if there had been other nodes, or another policy? Replays what a router has logged, in the simulator."""
+    """What if there had been other nodes, or another policy? Replays what a router has logged, in
+    the simulator.
+    """
     from kvrelay.replay import run as run_replay
     from planning.rate_card import read_card
 
-    return run_replay(incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True))
+    return run_replay(
+        incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True)
+    )
 
 
 def _top(
@@ -181,25 +241,39 @@ def _top(
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
 ) -> int:
-    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a
+    pipe: once.
+    """
     from kvrelay.top import run as run_top
 
     router = _address(router)
-    return run_top(router, admin_key or stored_key("admin", router), interval, Console(highlight=False))
+    return run_top(
+        router, admin_key or stored_key("admin", router), interval, Console(highlight=False)
+    )
 
 
 def _role(
-    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
+    node: Annotated[
+        str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")
+    ],
     role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     router: Annotated[
-        str, typer.Option(help="A router to ask, which keeps the last node of a role; without one the node is asked.")
+        str,
+        typer.Option(
+            help="A router to ask, which keeps the last node of a role; without one the node is "
+            "asked."
+        ),
     ] = "",
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 60.0,
-    force: Annotated[bool, typer.Option("--force", help="Also if it is the last node of its role.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it is the last node of its role.")
+    ] = False,
 ) -> int:
-    """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights and its KV."""
+    """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights
+    and its KV.
+    """
     from kvrelay.role import run as run_role
 
     console = Console(highlight=False, soft_wrap=True)
@@ -211,20 +285,31 @@ def _role(
 
 def _prefetch(
     model: Annotated[
-        str, typer.Argument(help="A path or a Hub id, as --model takes it. [default: the embedded model]")
+        str,
+        typer.Argument(
+            help="A path or a Hub id, as --model takes it. [default: the embedded model]"
+        ),
     ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the Hub.")] = "",
     load_format: Annotated[str, typer.Option(help="As the node will be given it.")] = "auto",
-    hf_token: Annotated[str, typer.Option(help="For gated models; else HF_TOKEN and stored logins.")] = "",
+    hf_token: Annotated[
+        str, typer.Option(help="For gated models; else HF_TOKEN and stored logins.")
+    ] = "",
     as_json: _AsJson = False,
 ) -> int:
-    """Bring the files of a model to this machine and check that they are whole. Prints their path and size.
+    """Bring the files of a model to this machine and check that they are whole. Prints their path
+    and size.
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """
     from paged_engine.prefetch import prefetch
 
-    config = EngineConfig(model or str(embedded_model()), load_format=load_format, revision=revision, hf_token=hf_token)
+    config = EngineConfig(
+        model or str(embedded_model()),
+        load_format=load_format,
+        revision=revision,
+        hf_token=hf_token,
+    )
     found = prefetch(config)
     count = len(found["files"])
     size = f"{found['bytes'] / 1e6:.1f} MB in {count} file{'s' if count > 1 else ''}"
@@ -233,10 +318,14 @@ def _prefetch(
 
 
 def _version(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="And of all that matters beside it.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="And of all that matters beside it.")
+    ] = False,
     as_json: _AsJson = False,
 ) -> int:
-    """Print the version; with --verbose also of Python, torch, CUDA, the driver, the connectors and the protocols."""
+    """Print the version; with --verbose also of Python, torch, CUDA, the driver, the connectors and
+    the protocols.
+    """
     found: dict[str, str | None] = {"kvrelay": RELEASE}
     if verbose:
         from kvrelay.installed import installed

@@ -1,8 +1,10 @@
-"""`kvrelay compose`: the compose file of an xPyD cluster in containers on one host, as a function of its settings.
+"""`kvrelay compose`: the compose file of an xPyD cluster in containers on one host, as a function
+of its settings.
 
-Pure: cores come in as a number, secrets as a function. Owns ComposeConfig and what a container of each kind needs
-(GPUs, namespaces, memory, ports, restarts). Writes no file (compose_files.py does) and starts nothing. The file is for
-docker compose and for podman-compose, which knows fewer keys; so it says nothing in a way that only one understands.
+Pure: cores come in as a number, secrets as a function. Owns ComposeConfig and what a container of
+each kind needs (GPUs, namespaces, memory, ports, restarts). Writes no file (compose_files.py does)
+and starts nothing. The file is for docker compose and for podman-compose, which knows fewer keys;
+so it says nothing in a way that only one understands.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from wire.config_checks import require
 from wire.kv_events_config import KvEventsConfig
 from wire.router_config import RouterConfig
 
-__all__ = ["IMAGE_TAG", "NOT_FOR_COMPOSE", "ComposeConfig", "compose_of", "environment_of", "host_paths"]
+__all__ = [
+    "IMAGE_TAG",
+    "NOT_FOR_COMPOSE",
+    "ComposeConfig",
+    "compose_of",
+    "environment_of",
+    "host_paths",
+]
 
 IMAGE_TAG = "0.1.0"
 # Settings of `kvrelay up` that containers decide, or that .env has because they are secret.
@@ -42,18 +51,23 @@ NOT_FOR_COMPOSE = (
 _PORT = 8000  # inside: each container has an address of its own
 _KV_EVENTS = KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
-# The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks nobody who he is.
+# The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks
+# nobody who he is.
 _KV = "kv"
 _NAME = r"[a-z0-9][a-z0-9_-]*"
-_CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
+_CACHE = (
+    "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
+)
 # The role is the command, and the rest comes with the environment.
 _NOT_FLAGS = frozenset({"role", "api_key", "hf_token", "cluster_secret"})
 _TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
 _PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
 _GRAFANA = "docker.io/grafana/grafana:12.1.0"
-# Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its own way out.
+# Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its
+# own way out.
 _STOP_S = 45
-# At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would not do.
+# At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would
+# not do.
 _SHM_SIZE = "8gb"
 
 
@@ -63,30 +77,39 @@ class ComposeConfig:
 
     cluster: ClusterConfig
     gpus: tuple[str, ...] = ()
-    """GPUs for the nodes, by index or by UUID: 0,1,2,3, or given again. Without any the nodes compute on the CPU."""
+    """GPUs for the nodes, by index or by UUID: 0,1,2,3, or given again. Without any the nodes
+    compute on the CPU.
+    """
     name: str = "kvrelay"
     """Name of the compose project: its containers, network and volumes begin with it."""
 
     def __post_init__(self) -> None:
         require(
             re.fullmatch(_NAME, self.name) is not None,
-            f"name must be lower-case letters, digits, - and _, beginning with a letter or digit, got {self.name!r}",
+            f"name must be lower-case letters, digits, - and _, beginning with a letter or digit, "
+            f"got {self.name!r}",
         )
         ids = self.gpu_ids
         known = all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", gpu) for gpu in ids)
         require(
-            known, f"gpus must be indices (0,1) or UUIDs (GPU-...), got {','.join(ids)}; `nvidia-smi -L` lists them"
+            known,
+            f"gpus must be indices (0,1) or UUIDs (GPU-...), got {','.join(ids)}; `nvidia-smi -L` "
+            f"lists them",
         )
         kinds = {gpu.isdigit() for gpu in ids}
         require(len(kinds) < 2, f"gpus must be all indices or all UUIDs, got {','.join(ids)}")
         require(
-            len(set(ids)) == len(ids), f"gpus names one twice: {','.join(ids)}; nodes share GPUs if there are too few"
+            len(set(ids)) == len(ids),
+            f"gpus names one twice: {','.join(ids)}; nodes share GPUs if there are too few",
         )
         require(
             self.cluster.engine.device != "cuda" or bool(ids),
             "device cuda needs --gpus, for example --gpus 0,1, so that each node has its own",
         )
-        require(not (ids and self.cluster.engine.device == "cpu"), "device cpu and gpus contradict each other")
+        require(
+            not (ids and self.cluster.engine.device == "cpu"),
+            "device cpu and gpus contradict each other",
+        )
         for path in host_paths(self):
             require(
                 PurePosixPath(path).is_absolute() and ":" not in path,
@@ -105,13 +128,18 @@ class ComposeConfig:
         """Role and name of each node."""
         return [
             (role, f"{role}-{index}")
-            for role, count in ((Role.PREFILL, self.cluster.prefill), (Role.DECODE, self.cluster.decode))
+            for role, count in (
+                (Role.PREFILL, self.cluster.prefill),
+                (Role.DECODE, self.cluster.decode),
+            )
             for index in range(count)
         ]
 
     @property
     def shares(self) -> list[NodeGpus] | None:
-        """The GPUs of each node as CUDA_VISIBLE_DEVICES inside its container, which sees all of them."""
+        """The GPUs of each node as CUDA_VISIBLE_DEVICES inside its container, which sees all of
+        them.
+        """
         ids = self.gpu_ids
         if not ids:
             return None
@@ -121,34 +149,54 @@ class ComposeConfig:
 
 
 def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
-    """The compose file, as what YAML is made of. `cores`: of the host, for nodes on CPUs; 0 leaves each all."""
+    """The compose file, as what YAML is made of. `cores`: of the host, for nodes on CPUs; 0 leaves
+    each all.
+    """
     names = config.roles
     services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
     before: dict[str, str] = {}  # the last node on each GPU
     for index, (role, name) in enumerate(names):
         share = config.shares[index] if config.shares else None
         mine = share.visible.split(",") if share else []
-        services[name] = _node(config, role, name, share, cores, sorted({before[gpu] for gpu in mine if gpu in before}))
+        services[name] = _node(
+            config, role, name, share, cores, sorted({before[gpu] for gpu in mine if gpu in before})
+        )
         before |= dict.fromkeys(mine, name)
     services["router"] = _router(config, [f"http://{name}:{_PORT}" for _, name in names])
     services |= _monitoring()
     volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
-    return {"name": config.name, "services": services, "networks": {_KV: {"internal": True}}, "volumes": volumes}
+    return {
+        "name": config.name,
+        "services": services,
+        "networks": {_KV: {"internal": True}},
+        "volumes": volumes,
+    }
 
 
 def host_paths(config: ComposeConfig) -> list[str]:
-    """Files and folders of the host that nodes read: model, generation config, adapters, chat template. Mounted where
-    they are."""
+    """Files and folders of the host that nodes read: model, generation config, adapters, chat
+    template. Mounted where they are.
+    """
     engine = config.cluster.engine
-    named = [name for name in (engine.model, engine.generation_config) if name.startswith(("/", ".", "~"))]
+    named = [
+        name
+        for name in (engine.model, engine.generation_config)
+        if name.startswith(("/", ".", "~"))
+    ]
     named.append(config.cluster.chat_template)
-    return list(dict.fromkeys(path for path in [*named, *(path for _, path in engine.adapters)] if path))
+    return list(
+        dict.fromkeys(path for path in [*named, *(path for _, path in engine.adapters)] if path)
+    )
 
 
-def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mapping[str, str]) -> dict[str, str]:
-    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where `given` has none.
+def environment_of(
+    config: ComposeConfig, draw: Callable[[], str], given: Mapping[str, str]
+) -> dict[str, str]:
+    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where
+    `given` has none.
 
-    What `given` has besides stays."""
+    What `given` has besides stays.
+    """
     node = "node-cuda" if config.gpu_ids else "node-cpu"
     values = {
         "COMPOSE_PROFILES": "monitoring",
@@ -165,9 +213,13 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }
     drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
-    # An image that was named by us is that of another size or release; one that somebody else has named is theirs.
+    # An image that was named by us is that of another size or release; one that somebody else has
+    # named is theirs.
     kept = {name: value for name, value in given.items() if not _OUR_IMAGE.fullmatch(value)}
-    return {name: kept.get(name) or (draw() if name in drawn else value) for name, value in values.items()} | kept
+    return {
+        name: kept.get(name) or (draw() if name in drawn else value)
+        for name, value in values.items()
+    } | kept
 
 
 def _shared(config: ComposeConfig) -> dict[str, str]:
@@ -178,7 +230,9 @@ def _shared(config: ComposeConfig) -> dict[str, str]:
 
 
 def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
-    """What all our containers have: no rights, nothing to write but memory, and a start after each end."""
+    """What all our containers have: no rights, nothing to write but memory, and a start after each
+    end.
+    """
     return {
         "restart": "unless-stopped",
         "read_only": True,
@@ -190,10 +244,11 @@ def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
 
 
 def _namespaces(config: ComposeConfig) -> dict[str, Any]:
-    """The process whose PID and IPC namespaces all nodes share: `direct` maps a peer's pool through them.
+    """The process whose PID and IPC namespaces all nodes share: `direct` maps a peer's pool through
+    them.
 
-    A container of its own, so that any node may end without taking the namespaces of the others along. Its shell reaps
-    what dead nodes leave behind.
+    A container of its own, so that any node may end without taking the namespaces of the others
+    along. Its shell reaps what dead nodes leave behind.
     """
     waits = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $$!; done"
     return {
@@ -209,21 +264,33 @@ def _namespaces(config: ComposeConfig) -> dict[str, Any]:
 
 
 def _node(
-    config: ComposeConfig, role: Role, name: str, share: NodeGpus | None, cores: int, earlier: Sequence[str]
+    config: ComposeConfig,
+    role: Role,
+    name: str,
+    share: NodeGpus | None,
+    cores: int,
+    earlier: Sequence[str],
 ) -> dict[str, Any]:
     """`earlier`: nodes on the same GPU. They measure its free memory one after the other."""
     engine = replace(config.cluster.engine_of(role), device="cuda" if share else "cpu")
     if share:
         engine = sharing_memory(engine, share.sharers)
     elif cores and not engine.threads:
-        engine = replace(engine, threads=max(1, cores_of(config.cluster, cores) // engine.tensor_parallel_size))
-    # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
-    transfer = replace(config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
+        engine = replace(
+            engine, threads=max(1, cores_of(config.cluster, cores) // engine.tensor_parallel_size)
+        )
+    # The secret itself comes with the environment; without one nodes may not listen on more than
+    # the loopback.
+    transfer = replace(
+        config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}"
+    )
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
     node = replace(node, host="0.0.0.0", kv_events_config=_KV_EVENTS)
     flags = flags_of(node, skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
     shared = _shared(config)
-    after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(earlier, "service_healthy")
+    after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(
+        earlier, "service_healthy"
+    )
     environment = {
         NODE_API_KEY: _wanted(NODE_API_KEY),
         CLUSTER_SECRET: _wanted(CLUSTER_SECRET),
@@ -237,9 +304,13 @@ def _node(
         "environment": environment,
         **shared,
         "depends_on": {before: {"condition": condition} for before, condition in after.items()},
-        # One name for all nodes of a role, too: Prometheus looks it up. The name on the other network is of that alone.
+        # One name for all nodes of a role, too: Prometheus looks it up. The name on the other
+        # network is of that alone.
         "networks": {"default": {"aliases": [role.value]}, _KV: {"aliases": [f"{_KV}-{name}"]}},
-        "volumes": [f"cache:{_CACHE}", *(f"{path}:{path}:ro".replace("$", "$$") for path in host_paths(config))],
+        "volumes": [
+            f"cache:{_CACHE}",
+            *(f"{path}:{path}:ro".replace("$", "$$") for path in host_paths(config)),
+        ],
     }
     if not shared:
         service["shm_size"] = _SHM_SIZE
@@ -247,7 +318,9 @@ def _node(
 
 
 def _on_gpus(config: ComposeConfig, environment: dict[str, str], share: NodeGpus) -> dict[str, Any]:
-    """All GPUs of the cluster are in each container, because `direct` reads a peer's; a node computes on its own."""
+    """All GPUs of the cluster are in each container, because `direct` reads a peer's; a node
+    computes on its own.
+    """
     devices = [{"driver": "nvidia", "device_ids": list(config.gpu_ids), "capabilities": ["gpu"]}]
     return {
         "environment": environment | {"CUDA_VISIBLE_DEVICES": share.visible},
@@ -272,7 +345,10 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
         "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
         "command": [
             "router",
-            *(flag.replace("$", "$$") for flag in flags_of(router, skip=_NOT_FLAGS | {"node_api_key"})),
+            *(
+                flag.replace("$", "$$")
+                for flag in flags_of(router, skip=_NOT_FLAGS | {"node_api_key"})
+            ),
         ],
         "environment": {
             API_KEY: f"${{{API_KEY}:-}}",
@@ -285,7 +361,9 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
 
 
 def _monitoring() -> dict[str, Any]:
-    """Prometheus and Grafana, with the files that kvrelay/monitoring/ makes, on ports that this host alone reaches."""
+    """Prometheus and Grafana, with the files that kvrelay/monitoring/ makes, on ports that this
+    host alone reaches.
+    """
     return {
         "prometheus": {
             "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",

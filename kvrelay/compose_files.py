@@ -1,7 +1,8 @@
-"""`kvrelay compose`: writes compose.yaml, .env and the files of Prometheus and Grafana into a folder.
+"""`kvrelay compose`: writes compose.yaml, .env and the files of Prometheus and Grafana into a
+folder.
 
-Owns where they lie and what is never overwritten: a compose file that somebody wrote, and what stands in a .env file.
-What is in them is compose.py's and deploy/monitoring's.
+Owns where they lie and what is never overwritten: a compose file that somebody wrote, and what
+stands in a .env file. What is in them is compose.py's and deploy/monitoring's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Plain(yaml.SafeDumper):
 
 
 def absolute(values: Mapping[str, object]) -> dict[str, object]:
-    """The settings with absolute paths, under which containers see the files too. A model on the Hub stays a name."""
+    """The settings with absolute paths, under which containers see the files too. A model on the
+    Hub stays a name.
+    """
     found = dict(values)
     model = str(values.get("model", ""))
     if model.startswith((".", "~", "/")) or (model and Path(model).exists()):
@@ -56,21 +59,26 @@ def _path(text: str) -> str:
 def write(values: Mapping[str, object], console: Console) -> int:
     """Write all files into the folder `output` of the values, and say what to type next.
 
-    Raises ConfigError if a setting is wrong, what is to be mounted is not there, or a file is not ours or cannot be
-    written.
+    Raises ConfigError if a setting is wrong, what is to be mounted is not there, or a file is not
+    ours or cannot be written.
     """
     folder = Path(str(values["output"]))
-    config = build(ComposeConfig, absolute({name: value for name, value in values.items() if name != "output"}))
+    config = build(
+        ComposeConfig, absolute({name: value for name, value in values.items() if name != "output"})
+    )
     for path in host_paths(config):
         if not Path(path).exists():
             raise ConfigError(
-                f"{path} is not there, and containers would see an empty folder in its place; name what is"
+                f"{path} is not there, and containers would see an empty folder in its place; "
+                f"name what is"
             )
     target, environment = folder / "compose.yaml", folder / ".env"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if target.exists() and not target.read_text(encoding="utf-8").startswith(_MARK):
-            raise ConfigError(f"{target} was not written by `kvrelay compose`; remove it or take another --output")
+            raise ConfigError(
+                f"{target} was not written by `kvrelay compose`; remove it or take another --output"
+            )
         # Secrets stay: nodes that run have them.
         given = _read(environment) if environment.exists() else {}
         cores = len(os.sched_getaffinity(0))
@@ -80,11 +88,16 @@ def write(values: Mapping[str, object], console: Console) -> int:
         # Nobody else may read it, and never half of it.
         half = folder / ".env.new"
         half.touch(mode=0o600)
-        half.write_text(f"# For compose.yaml: secrets and what is this host's own.\n{lines}", encoding="utf-8")
+        half.write_text(
+            f"# For compose.yaml: secrets and what is this host's own.\n{lines}", encoding="utf-8"
+        )
         half.replace(environment)
         for part in ("prometheus", "grafana"):  # the rest is for Kubernetes
             shutil.copytree(_MONITORING / part, folder / "monitoring" / part, dirs_exist_ok=True)
-        target.write_text(f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}", "utf-8")
+        target.write_text(
+            f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}",
+            "utf-8",
+        )
     except OSError as why:
         raise ConfigError(f"cannot write the compose files to {folder}: {why.strerror}") from why
     images = f"{written['KVRELAY_ROUTER_IMAGE']} and {written['KVRELAY_NODE_IMAGE']}"

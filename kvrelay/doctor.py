@@ -1,7 +1,9 @@
-"""`kvrelay doctor`: hands a few blocks over between each prefill and each decode node of a running cluster.
+"""`kvrelay doctor`: hands a few blocks over between each prefill and each decode node of a running
+cluster.
 
-Owns the calls and what is printed; what the measurements mean is in verdict.py. Takes nothing that a node would miss:
-probes go into free blocks, one pair at a time, and what they took is free again when a lease ends, whatever happens.
+Owns the calls and what is printed; what the measurements mean is in verdict.py. Takes nothing that
+a node would miss: probes go into free blocks, one pair at a time, and what they took is free again
+when a lease ends, whatever happens.
 """
 
 from __future__ import annotations
@@ -32,15 +34,20 @@ __all__ = ["DoctorFailed", "run"]
 
 _DEADLINE = aiohttp.ClientTimeout(total=70.0, sock_connect=2.0)
 _HEALTH_DEADLINE = aiohttp.ClientTimeout(total=5.0, sock_connect=2.0)
-# Blocks of a probe. The largest that both nodes can spare takes the place of those that they cannot.
+# Blocks of a probe. The largest that both nodes can spare takes the place of those that they
+# cannot.
 _SIZES = (1, 8, 64)
 _REPEATS, _SIZE_S = 3, 0.5
 # So long a node may be busy: a probe that somebody abandoned ends with its lease (5 s by default).
 _BUSY_S, _BUSY_WAIT_S = 10.0, 0.1
 _OURS = "kvrelay"  # what a router calls the nodes that take probes
 _RECOMPUTED = re.compile(r"^kvrelay_recomputed_prompts_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-_offer_decoder: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(ProbeOffered | ProbeRefused)
-_fetch_decoder: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decoder(ProbeFetched | ProbeRefused)
+_offer_decoder: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(
+    ProbeOffered | ProbeRefused
+)
+_fetch_decoder: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decoder(
+    ProbeFetched | ProbeRefused
+)
 _Answer = TypeVar("_Answer", ProbeOffered, ProbeFetched)
 
 
@@ -73,14 +80,21 @@ class _NodeHealth(msgspec.Struct):
     sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
 
 
-def run(router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool) -> int:
+def run(
+    router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool
+) -> int:
     """The command: examine, print, and return 0 if every pair hands KV over, else 1.
 
-    Raises ConfigError if it is not said what to examine, DoctorFailed if the router does not tell."""
+    Raises ConfigError if it is not said what to examine, DoctorFailed if the router does not tell.
+    """
     if prefill or decode:
         if router or not (prefill and decode):
-            raise ConfigError("name either a --router, or at least one --prefill URL and one --decode URL")
-        nodes = [_Listed(Role.PREFILL, url) for url in prefill] + [_Listed(Role.DECODE, url) for url in decode]
+            raise ConfigError(
+                "name either a --router, or at least one --prefill URL and one --decode URL"
+            )
+        nodes = [_Listed(Role.PREFILL, url) for url in prefill] + [
+            _Listed(Role.DECODE, url) for url in decode
+        ]
     else:
         nodes = asyncio.run(_nodes_of_router(base_url(router or "http://127.0.0.1:8000")))
     nodes = [_Listed(node.role, base_url(node.url), node.kind) for node in nodes]
@@ -97,10 +111,14 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
     async with aiohttp.ClientSession(timeout=_HEALTH_DEADLINE) as session:
         status, body = await _call(session, "GET", f"{url}/health")
     try:
-        return [_Listed(node.role, node.url, node.kind) for node in msgspec.json.decode(body, type=_RouterHealth).nodes]
+        return [
+            _Listed(node.role, node.url, node.kind)
+            for node in msgspec.json.decode(body, type=_RouterHealth).nodes
+        ]
     except msgspec.DecodeError as why:
         raise DoctorFailed(
-            f"{url}/health answered with {status}, and not like a kvrelay router; name one with --router, or the nodes "
+            f"{url}/health answered with {status}, and not like a kvrelay router; name one with "
+            f"--router, or the nodes "
             "with --prefill and --decode"
         ) from why
 
@@ -112,7 +130,9 @@ async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
         names: dict[Role, int] = {}
         nodes: list[NodeSeen] = []
         others = [
-            f"{node.url} is not examined: it is no kvrelay node ({node.kind})" for node in listed if node.kind != _OURS
+            f"{node.url} is not examined: it is no kvrelay node ({node.kind})"
+            for node in listed
+            if node.kind != _OURS
         ]
         for node in listed:
             if node.kind != _OURS:
@@ -147,19 +167,28 @@ async def _look_at(session: aiohttp.ClientSession, name: str, node: _Listed) -> 
     return NodeSeen(name, str(node.role), node.url, down, recomputed, model, sampling)
 
 
-async def _examine_pair(session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen) -> PairSeen:
+async def _examine_pair(
+    session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen
+) -> PairSeen:
     try:
         # The first contact makes connections, so its time says nothing.
         offered, fetched = await _probe(session, prefill, decode, 1)
         most = min(offered.spare_blocks, fetched.spare_blocks)
-        samples = [await _sample(session, prefill, decode, size) for size in sorted({min(s, most) for s in _SIZES})]
+        samples = [
+            await _sample(session, prefill, decode, size)
+            for size in sorted({min(s, most) for s in _SIZES})
+        ]
     except (DoctorFailed, Unavailable) as why:
         return PairSeen(prefill.name, decode.name, refused=why.message)
     same_host = bool(offered.host) and offered.host == fetched.host
-    return PairSeen(prefill.name, decode.name, None, fetched.plane, same_host, fetched.missed, samples)
+    return PairSeen(
+        prefill.name, decode.name, None, fetched.plane, same_host, fetched.missed, samples
+    )
 
 
-async def _sample(session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen, blocks: int) -> Sample:
+async def _sample(
+    session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen, blocks: int
+) -> Sample:
     began, probes = time.monotonic(), list[ProbeFetched]()
     while len(probes) < _REPEATS and (not probes or time.monotonic() - began < _SIZE_S):
         probes.append((await _probe(session, prefill, decode, blocks))[1])
@@ -172,7 +201,9 @@ async def _sample(session: aiohttp.ClientSession, prefill: NodeSeen, decode: Nod
 async def _probe(
     session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen, blocks: int
 ) -> tuple[ProbeOffered, ProbeFetched]:
-    """Hand so many blocks over. Waits for busy nodes. Raises DoctorFailed, or Unavailable if one stays busy."""
+    """Hand so many blocks over. Waits for busy nodes. Raises DoctorFailed, or Unavailable if one
+    stays busy.
+    """
     until = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -201,10 +232,13 @@ async def _probe_once(
 
 
 async def _ask(session: aiohttp.ClientSession, node: NodeSeen, what: str, content: object) -> bytes:
-    status, body = await _call(session, "POST", f"{node.url}/kv/probe/{what}", msgspec.json.encode(content))
+    status, body = await _call(
+        session, "POST", f"{node.url}/kv/probe/{what}", msgspec.json.encode(content)
+    )
     if status == 401:
         raise DoctorFailed(
-            f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY}, or name the "
+            f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY}, "
+            f"or name the "
             "router of your own `kvrelay up` on this machine with --router"
         )
     if status != 200:
@@ -212,11 +246,15 @@ async def _ask(session: aiohttp.ClientSession, node: NodeSeen, what: str, conten
     return body
 
 
-def _answer(node: NodeSeen, decoder: msgspec.json.Decoder[_Answer | ProbeRefused], body: bytes) -> _Answer:
+def _answer(
+    node: NodeSeen, decoder: msgspec.json.Decoder[_Answer | ProbeRefused], body: bytes
+) -> _Answer:
     try:
         answer = decoder.decode(body)
     except msgspec.DecodeError as why:
-        raise DoctorFailed(f"{node.name} answers a probe like another version of kvrelay: {why}") from why
+        raise DoctorFailed(
+            f"{node.name} answers a probe like another version of kvrelay: {why}"
+        ) from why
     if isinstance(answer, ProbeRefused):
         raise (Unavailable if answer.busy else DoctorFailed)(f"{node.name}: {answer.reason}")
     return answer
@@ -230,7 +268,9 @@ async def _call(
     timeout: aiohttp.ClientTimeout = _DEADLINE,
 ) -> tuple[int, bytes]:
     try:
-        async with session.request(method, url, data=body, timeout=timeout, allow_redirects=False) as response:
+        async with session.request(
+            method, url, data=body, timeout=timeout, allow_redirects=False
+        ) as response:
             return response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         said = str(why) or f"no answer within {timeout.total:g} s"
@@ -257,7 +297,10 @@ def _show(report: Report, console: Console) -> None:
         where = "one host" if pair.same_host else "two hosts"
         line(f"{pair.prefill} -> {pair.decode}: handshake ok, {pair.plane}, {where}")
         for sample in pair.samples:
-            size = f"{sample.blocks:4} {'block ' if sample.blocks == 1 else 'blocks'} {sample.num_bytes / 1e6:8.1f} MB"
+            size = (
+                f"{sample.blocks:4} {'block ' if sample.blocks == 1 else 'blocks'} "
+                f"{sample.num_bytes / 1e6:8.1f} MB"
+            )
             state = "verified" if sample.verified else "WRONG BYTES"
             line(f"  {size} {sample.read_s * 1e3:9.2f} ms {sample.gb_s:7.2f} GB/s  {state}")
     for failure in report.failures:
@@ -265,4 +308,7 @@ def _show(report: Report, console: Console) -> None:
     for warning in report.warnings:
         line(f"warning: {warning}", "yellow")
     if report.healthy:
-        line(f"each of {len(report.pairs)} pairs hands KV over" + (", see the warnings" if report.warnings else ""))
+        line(
+            f"each of {len(report.pairs)} pairs hands KV over"
+            + (", see the warnings" if report.warnings else "")
+        )

@@ -1,6 +1,7 @@
 """`kvrelay drain`: asks a node to take nothing new, and waits until it has ended what it has.
 
-Owns the calls and what is printed; what draining is, is node/drain.py's and router/nodes/pool.py's. Ends no process.
+Owns the calls and what is printed; what draining is, is node/drain.py's and router/nodes/pool.py's.
+Ends no process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ __all__ = ["CALL", "DrainFailed", "Refusal", "addresses", "call", "run"]
 
 CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
-_WHICH_KEY = "; a router wants --admin-key (KVRELAY_ADMIN_KEY), a node --node-api-key (KVRELAY_NODE_API_KEY)"
+_WHICH_KEY = (
+    "; a router wants --admin-key (KVRELAY_ADMIN_KEY), a node --node-api-key (KVRELAY_NODE_API_KEY)"
+)
 
 
 class DrainFailed(KvrelayError):
@@ -44,7 +47,11 @@ class _Row(msgspec.Struct):
     @property
     def left(self) -> str:
         requests = self.requests + self.legs
-        return f"{requests} requests and {self.held_blocks} held blocks" if requests or self.held_blocks else ""
+        return (
+            f"{requests} requests and {self.held_blocks} held blocks"
+            if requests or self.held_blocks
+            else ""
+        )
 
 
 class _Rows(msgspec.Struct):
@@ -56,7 +63,14 @@ class _Told(msgspec.Struct):
 
 
 def run(
-    node: str, router: str, admin_key: str, node_api_key: str, wait_s: float, console: Console, *, undo: bool = False
+    node: str,
+    router: str,
+    admin_key: str,
+    node_api_key: str,
+    wait_s: float,
+    console: Console,
+    *,
+    undo: bool = False,
 ) -> int:
     """The command: 0 when the node is idle, or with `undo` takes requests again.
 
@@ -83,23 +97,30 @@ async def _undrain(node: str, router: str, keys: tuple[str, str], console: Conso
     return 0
 
 
-async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, console: Console) -> int:
+async def _drain(
+    node: str, router: str, keys: tuple[str, str], wait_s: float, console: Console
+) -> int:
     admin_key, node_api_key = keys
     async with aiohttp.ClientSession(timeout=CALL) as session:
         by_router = False
         if router:
             said = await call(session, "POST", f"{router}/admin/drain", admin_key, {"url": node})
-            # A node that is not ours does not know of it: then the router says which of its own legs are left there.
+            # A node that is not ours does not know of it: then the router says which of its own
+            # legs are left there.
             by_router = not msgspec.json.decode(said, type=_Told).node_told
         else:
             await call(session, "POST", f"{node}/drain", node_api_key, {})
         began, shown = time.monotonic(), None
         while True:
             if by_router:
-                rows = msgspec.json.decode(await call(session, "GET", f"{router}/admin/nodes", admin_key), type=_Rows)
+                rows = msgspec.json.decode(
+                    await call(session, "GET", f"{router}/admin/nodes", admin_key), type=_Rows
+                )
                 row = next((row for row in rows.nodes if row.url == node), _Row())
             else:
-                row = msgspec.json.decode(await call(session, "GET", f"{node}/health", "", draining=True), type=_Row)
+                row = msgspec.json.decode(
+                    await call(session, "GET", f"{node}/health", "", draining=True), type=_Row
+                )
             if not row.left:
                 console.print(f"{node} is drained")
                 return 0
@@ -107,17 +128,29 @@ async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, c
                 console.print(f"{node} ends {row.left}")
                 shown = row.left
             if time.monotonic() - began > wait_s:
-                raise DeadlineExceeded(f"{node} still has {row.left} after {wait_s:g} s; it goes on draining")
+                raise DeadlineExceeded(
+                    f"{node} still has {row.left} after {wait_s:g} s; it goes on draining"
+                )
             await asyncio.sleep(_TICK_S)
 
 
 async def call(
-    session: aiohttp.ClientSession, method: str, url: str, key: str, body: Any = None, *, draining: bool = False
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    key: str,
+    body: Any = None,
+    *,
+    draining: bool = False,
 ) -> bytes:
-    """The body of a node's or router's answer. `draining`: a 503 that is no error is one, too. Raises DrainFailed."""
+    """The body of a node's or router's answer. `draining`: a 503 that is no error is one, too.
+    Raises DrainFailed.
+    """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        async with session.request(method, url, json=body, headers=headers, allow_redirects=False) as answer:
+        async with session.request(
+            method, url, json=body, headers=headers, allow_redirects=False
+        ) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise DrainFailed(f"{url} cannot be reached: {why or type(why).__name__}") from why

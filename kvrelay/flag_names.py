@@ -1,7 +1,8 @@
-"""Names of settings and of values that are not ours: vLLM's where they differ, our own from before, and what stands in
-their place.
+"""Names of settings and of values that are not ours: vLLM's where they differ, our own from before,
+and what stands in their place.
 
-What is typed wrong is answered from here, and docs/migration.md has the same table. vLLM's values are read as ours.
+What is typed wrong is answered from here, and docs/migration.md has the same table. vLLM's values
+are read as ours.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ VLLM: dict[str, tuple[str, str]] = {
         "auto, direct, nixl or nccl; the role is the command: prefill or decode",
     ),
     "--kv-lease-duration": ("--lease-s", "5 s; renewed by heartbeats in both"),
-    "--enable-auto-tool-choice": ("", "leave it out; tool calls are read unless --tool-call-parser is none"),
+    "--enable-auto-tool-choice": (
+        "",
+        "leave it out; tool calls are read unless --tool-call-parser is none",
+    ),
     "--enable-reasoning": ("--reasoning-parser", "chosen by the model if it is left out"),
     "--enable-chunked-prefill": ("", "leave it out; prompts are always computed in chunks"),
-    "--async-scheduling": ("", "leave it out; a GPU's next step is always scheduled while one runs"),
+    "--async-scheduling": (
+        "",
+        "leave it out; a GPU's next step is always scheduled while one runs",
+    ),
     "--enable-prompt-tokens-details": ("", "leave it out; usage always has them"),
     "--enforce-eager": ("", "has no counterpart; leave it out"),
     "--compilation-config": ("", "has no counterpart; leave it out"),
@@ -27,7 +34,10 @@ VLLM: dict[str, tuple[str, str]] = {
     "--disable-sliding-window": ("", "has no counterpart; leave it out"),
     "--scheduling-policy": ("", "leave it out; a router's queue knows priorities"),
     "--num-gpu-blocks-override": ("--kv-cache-memory-bytes", "bytes, not blocks"),
-    "--speculative-model": ("--speculative-config", "with the method ngram; there are no draft models"),
+    "--speculative-model": (
+        "--speculative-config",
+        "with the method ngram; there are no draft models",
+    ),
     "--draft-tensor-parallel-size": ("", "ngram is the one method here, and has no draft model"),
     "--max-logprobs": ("", "leave it out; it is 20"),
     "--trust-remote-code": ("", "leave it out; no code of a model is run"),
@@ -38,7 +48,10 @@ VLLM: dict[str, tuple[str, str]] = {
     "--hf-overrides": ("", "has no counterpart; change the model's config.json"),
     "--rope-scaling": ("", "has no counterpart; change the model's config.json"),
     "--chat-template-content-format": ("", "leave it out; messages have text and nothing else"),
-    "--default-chat-template-kwargs": ("--chat-template", "requests have chat_template_kwargs, nodes a template"),
+    "--default-chat-template-kwargs": (
+        "--chat-template",
+        "requests have chat_template_kwargs, nodes a template",
+    ),
     "--max-cpu-loras": ("--max-loras", "as many as can be loaded at once"),
     "--download-dir": ("", "set the variable HF_HOME"),
     "--seed": ("", "requests have seeds, an engine has none"),
@@ -47,12 +60,21 @@ VLLM: dict[str, tuple[str, str]] = {
     "--data-parallel-size": ("--prefill", "and --decode: how many nodes `kvrelay up` starts"),
     "--enable-expert-parallel": ("", "has no counterpart; leave it out"),
     "--headless": ("", "use `kvrelay rank` on further machines"),
-    "--pipeline-parallel-size": ("--tensor-parallel-size", "layers are not spread over GPUs, heads are"),
-    "--nnodes": ("--tensor-parallel-size-local", "how many ranks this machine has; others run `kvrelay rank`"),
+    "--pipeline-parallel-size": (
+        "--tensor-parallel-size",
+        "layers are not spread over GPUs, heads are",
+    ),
+    "--nnodes": (
+        "--tensor-parallel-size-local",
+        "how many ranks this machine has; others run `kvrelay rank`",
+    ),
     "--node-rank": ("--machine", "of `kvrelay rank`"),
     "--master-addr": ("--tensor-parallel-address", "host:port of rank 0"),
     "--master-port": ("--tensor-parallel-address", "host:port of rank 0"),
-    "--distributed-executor-backend": ("", "leave it out; `kvrelay rank` starts ranks on other hosts"),
+    "--distributed-executor-backend": (
+        "",
+        "leave it out; `kvrelay rank` starts ranks on other hosts",
+    ),
     "--api-server-count": ("--workers", "of `kvrelay router`"),
     "--structured-outputs-config": ("", "leave it out; llguidance compiles all constraints"),
     "--guided-decoding-backend": ("", "leave it out; llguidance compiles all constraints"),
@@ -62,7 +84,10 @@ VLLM: dict[str, tuple[str, str]] = {
     "--disable-log-stats": ("", "leave it out; /metrics has the statistics"),
     "--uvicorn-log-level": ("", "leave it out"),
     "--disable-uvicorn-access-log": ("", "leave it out; there is none"),
-    "--disable-frontend-multiprocessing": ("", "leave it out; an engine is always a process of its own"),
+    "--disable-frontend-multiprocessing": (
+        "",
+        "leave it out; an engine is always a process of its own",
+    ),
     "--enable-server-load-tracking": ("", "leave it out; /load always counts"),
     "--enable-force-include-usage": ("", "leave it out; clients ask with stream_options"),
     "--enable-ssl-refresh": ("", "leave it out; certificates are always read again"),
@@ -111,8 +136,10 @@ GONE = {
     "--conditional-disaggregation": "leave it out; --strict-roles is its opposite",
     "--balance": "leave it out; nodes change their roles unless --strict-roles is given",
     "--rate-card": "leave it out; nodes measure themselves when they start, and say so",
-    "--prefill-deployment": "leave it out; have an autoscaler follow the metric kvrelay_router_role_use",
-    "--decode-deployment": "leave it out; have an autoscaler follow the metric kvrelay_router_role_use",
+    "--prefill-deployment": "leave it out; have an autoscaler follow the metric "
+    "kvrelay_router_role_use",
+    "--decode-deployment": "leave it out; have an autoscaler follow the metric "
+    "kvrelay_router_role_use",
 }
 """Flags that we had until November 2026, and a note."""
 
@@ -130,7 +157,9 @@ SERVER = {"--url": "--router", "--router": "--url"}
 
 
 def answer_for(name: str) -> str:
-    """Return what to write in place of a flag or a key of a file; nothing for a name that nobody has."""
+    """Return what to write in place of a flag or a key of a file; nothing for a name that nobody
+    has.
+    """
     if long := SHORT.get(name):
         return answer_for(long) or f"here it is {long}"
     flag = "--" + name.lstrip("-").replace("_", "-")

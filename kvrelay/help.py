@@ -1,6 +1,8 @@
-"""What `--help` prints: option names whole at any width, in groups, and the common settings unless all are wanted.
+"""What `--help` prints: option names whole at any width, in groups, and the common settings unless
+all are wanted.
 
-Owns which settings are common and how commands are grouped. Their texts are where commands and settings are.
+Owns which settings are common and how commands are grouped. Their texts are where commands and
+settings are.
 """
 
 from __future__ import annotations
@@ -23,14 +25,58 @@ GROUPS = {
 COMMON = frozenset(
     {
         # The engine and its KV
-        *("model", "device", "dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes"),
-        *("gpu_memory_utilization", "tensor_parallel_size", "enable_lora", "lora_modules", "kv_host", "cluster_secret"),
+        *(
+            "model",
+            "device",
+            "dtype",
+            "quantization",
+            "max_model_len",
+            "max_num_seqs",
+            "kv_cache_memory_bytes",
+        ),
+        *(
+            "gpu_memory_utilization",
+            "tensor_parallel_size",
+            "enable_lora",
+            "lora_modules",
+            "kv_host",
+            "cluster_secret",
+        ),
         # Clusters, nodes and routers
-        *("prefill", "decode", "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser"),
-        *("demo", "log_dir", "router", "heartbeat_port", "node_api_key", "admin_key", "keys", "workers", "gpus"),
+        *(
+            "prefill",
+            "decode",
+            "host",
+            "port",
+            "api_key",
+            "served_model_name",
+            "tool_call_parser",
+            "reasoning_parser",
+        ),
+        *(
+            "demo",
+            "log_dir",
+            "router",
+            "heartbeat_port",
+            "node_api_key",
+            "admin_key",
+            "keys",
+            "workers",
+            "gpus",
+        ),
         *("ttft_target_ms", "tpot_target_ms"),
         # bench
-        *("url", "endpoint", "lengths", "rate", "concurrency", "requests", "duration_s", "find_rate", "ttft_ms"),
+        *(
+            "url",
+            "endpoint",
+            "lengths",
+            "rate",
+            "concurrency",
+            "requests",
+            "duration_s",
+            "find_rate",
+            "ttft_ms",
+        ),
         *("tpot_ms", "output"),
     }
 )
@@ -38,7 +84,9 @@ COMMON = frozenset(
 
 
 class _HelpInOrder:
-    """A command whose help options are named in the order of the settings: click makes a set of them."""
+    """A command whose help options are named in the order of the settings: click makes a set of
+    them.
+    """
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """The spellings."""
@@ -54,7 +102,9 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for arguments, each group of settings with the common ones first, and other options."""
+        """Write a section for arguments, each group of settings with the common ones first, and
+        other options.
+        """
         sections: dict[str, list[tuple[str, str]]] = {}
         left = 0
         for param in sorted(self.get_params(ctx), key=lambda each: each.name not in COMMON):
@@ -80,5 +130,7 @@ class GroupedCommands(_HelpInOrder, TyperGroup):
         """Write a section for each group."""
         for title, names in GROUPS.items():
             with formatter.section(title):
-                about = {name: (self.commands[name].help or "").partition("\n\n")[0] for name in names}
+                about = {
+                    name: (self.commands[name].help or "").partition("\n\n")[0] for name in names
+                }
                 formatter.write_dl([(name, " ".join(text.split())) for name, text in about.items()])

@@ -1,6 +1,7 @@
 """`kvrelay config`: each setting of a command that serves, its value, and where that comes from.
 
-Owns the lines that are printed, which are a config file again. Where values come from and who wins is settings.py's.
+Owns the lines that are printed, which are a config file again. Where values come from and who wins
+is settings.py's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ _HIDDEN = "(not shown)"
 _COMMENT_AT = 40
 
 
-def lines_of(known: Mapping[str, Setting], values: Mapping[str, object], sources: Mapping[str, str]) -> Iterator[str]:
-    """YAML with the source of each value behind it. What has no value in `values` is at its default."""
+def lines_of(
+    known: Mapping[str, Setting], values: Mapping[str, object], sources: Mapping[str, str]
+) -> Iterator[str]:
+    """YAML with the source of each value behind it. What has no value in `values` is at its
+    default.
+    """
     group = ""
     for name, setting in known.items():
         if setting.group != group:
@@ -34,4 +39,6 @@ def _written(value: object) -> str:
     """As JSON, which is YAML on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
-    return json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, ensure_ascii=False)  # type: ignore[arg-type]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""What is installed on this machine, for `kvrelay version --verbose`: of each thing that matters its version.
+"""What is installed on this machine, for `kvrelay version --verbose`: of each thing that matters
+its version.
 
-Looks at files and at what packages say of themselves, and imports none of them, so it works where torch is missing or
-broken. What works is `kvrelay doctor`'s to say.
+Looks at files and at what packages say of themselves, and imports none of them, so it works where
+torch is missing or broken. What works is `kvrelay doctor`'s to say.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def installed(driver: Path = _DRIVER) -> dict[str, str | None]:
-    """Names and versions, None for what is not there. `driver` is where an NVIDIA driver says its own."""
+    """Names and versions, None for what is not there. `driver` is where an NVIDIA driver says its
+    own.
+    """
     return {
         "kvrelay": RELEASE,
         "handover protocol": str(HANDOVER),

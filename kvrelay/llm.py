@@ -1,7 +1,8 @@
-"""The class LLM: a model in Python, without a server. The same engine process, checks and answers as a node's.
+"""The class LLM: a model in Python, without a server. The same engine process, checks and answers
+as a node's.
 
-Owns names that users of vLLM know. An event loop on a thread of its own talks to the engine, so that it works from
-plain code, from notebooks and from inside other event loops.
+Owns names that users of vLLM know. An event loop on a thread of its own talks to the engine, so
+that it works from plain code, from notebooks and from inside other event loops.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ _T = TypeVar("_T")
 _MAX_AT_ONCE = 1024  # requests that the engine knows of
 _NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_config")
 # Set by the call itself.
-_NOT_SAMPLING = {"model", "stream", "stream_options", "user", "kv_transfer_params", "include_metrics"}
+_NOT_SAMPLING = {
+    "model",
+    "stream",
+    "stream_options",
+    "user",
+    "kv_transfer_params",
+    "include_metrics",
+}
 
 # Given to the node in so many words, so that it takes none of the model's.
 _NEUTRAL = msgspec.structs.asdict(SamplingDefaults(max_tokens=16))
@@ -49,17 +57,25 @@ Message = dict[str, Any]
 
 
 class SamplingParams:
-    """How to sample: the fields of a completion request (`n`, `temperature`, `top_p`, `max_tokens`, `stop` ...), all
-    optional. `max_tokens` is 16 unless it is given, and the model's own defaults do not count: they are those of
-    `LLM.get_default_sampling_params`."""
+    """How to sample: the fields of a completion request (`n`, `temperature`, `top_p`, `max_tokens`,
+    `stop` ...), all optional. `max_tokens` is 16 unless it is given, and the model's own defaults
+    do not count: they are those of `LLM.get_default_sampling_params`.
+    """
 
     def __init__(self, **fields: Any) -> None:
         """Raises RequestError at a field that there is not."""
-        known = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - {*_NOT_SAMPLING, "prompt"}
+        known = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - {
+            *_NOT_SAMPLING,
+            "prompt",
+        }
         for name in fields:
             if name not in known:
-                raise RequestError(f"there is no sampling parameter {name!r}{nearest(name, known)}", param=name)
-        self.fields = _NEUTRAL | {name: value for name, value in fields.items() if value is not None}
+                raise RequestError(
+                    f"there is no sampling parameter {name!r}{nearest(name, known)}", param=name
+                )
+        self.fields = _NEUTRAL | {
+            name: value for name, value in fields.items() if value is not None
+        }
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
@@ -68,7 +84,9 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability; `rank` 1 is the most likely, None one that is not among those asked for."""
+    """A token's natural log-probability; `rank` 1 is the most likely, None one that is not among
+    those asked for.
+    """
 
     logprob: float
     rank: int | None
@@ -107,8 +125,9 @@ class RequestOutput:
 class LLM:
     """A model, for the length of a `with` block or until `close`.
 
-    `settings` are those of `kvrelay serve` that concern the engine, under their names in a config file:
-    `LLM("org/name", max_model_len=4096, dtype="bfloat16")`. Without a model: the embedded one.
+    `settings` are those of `kvrelay serve` that concern the engine, under their names in a config
+    file: `LLM("org/name", max_model_len=4096, dtype="bfloat16")`. Without a model: the embedded
+    one.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
@@ -117,7 +136,9 @@ class LLM:
 
         config = _config(model, settings)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-llm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="kvrelay-llm", daemon=True
+        )
         self._thread.start()
         self._running: AbstractAsyncContextManager[Offline] | None = None
         try:
@@ -131,7 +152,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -156,12 +179,16 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """The answers to prompts, in their order. A prompt is a text, token ids, or a dict with `prompt` or
-        `prompt_token_ids`. `use_tqdm` shows progress. Raises KvrelayError at the first that cannot be answered."""
+        """The answers to prompts, in their order. A prompt is a text, token ids, or a dict with
+        `prompt` or `prompt_token_ids`. `use_tqdm` shows progress. Raises KvrelayError at the first
+        that cannot be answered.
+        """
         several = _several_prompts(prompts)
         bodies = [
             {"model": self._offline.serving.model_name, "prompt": _prompt(prompt), **params.fields}
-            for prompt, params in zip(several, self._each(sampling_params, len(several)), strict=True)
+            for prompt, params in zip(
+                several, self._each(sampling_params, len(several)), strict=True
+            )
         ]
         texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
         return self._answers(False, bodies, texts, use_tqdm)
@@ -174,21 +201,31 @@ class LLM:
         use_tqdm: bool = False,
         **fields: Any,
     ) -> list[RequestOutput]:
-        """The answers to one conversation or several, in their order. `fields` are further ones of a chat request, such
-        as `add_generation_prompt`, `chat_template_kwargs` or `tools`. Raises KvrelayError."""
+        """The answers to one conversation or several, in their order. `fields` are further ones of
+        a chat request, such as `add_generation_prompt`, `chat_template_kwargs` or `tools`. Raises
+        KvrelayError.
+        """
         several = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         bodies = [
-            {"model": self._offline.serving.model_name, "messages": each, **_chat_fields(params.fields), **fields}
+            {
+                "model": self._offline.serving.model_name,
+                "messages": each,
+                **_chat_fields(params.fields),
+                **fields,
+            }
             for each, params in zip(several, self._each(sampling_params, len(several)), strict=True)
         ]
         return self._answers(True, bodies, [None] * len(bodies), use_tqdm)
 
-    def _each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    def _each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
         if len(params) != count:
             raise RequestError(
-                f"{len(params)} sampling_params were given for {count} prompts; give one, or one for each"
+                f"{len(params)} sampling_params were given for {count} prompts; give one, or one "
+                f"for each"
             )
         return params
 
@@ -201,7 +238,11 @@ class LLM:
             return self._wait(self._all(chat, bodies, texts, told))
 
     async def _all(
-        self, chat: bool, bodies: Sequence[dict[str, Any]], texts: Sequence[str | None], told: Callable[[], None]
+        self,
+        chat: bool,
+        bodies: Sequence[dict[str, Any]],
+        texts: Sequence[str | None],
+        told: Callable[[], None],
     ) -> list[RequestOutput]:
         seats = asyncio.Semaphore(_MAX_AT_ONCE)
 
@@ -211,7 +252,9 @@ class LLM:
             told()
             return _output(legs[0], frames, text, self._offline)
 
-        tasks = [asyncio.ensure_future(one(body, text)) for body, text in zip(bodies, texts, strict=True)]
+        tasks = [
+            asyncio.ensure_future(one(body, text)) for body, text in zip(bodies, texts, strict=True)
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -236,7 +279,9 @@ def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
         if name not in known:
             raise ConfigError(f"there is no setting {name!r}{nearest(name, known)}")
     checked = {name: convert(known[name], value, name) for name, value in settings.items()}
-    config = build(NodeConfig, {**checked, "model": model or str(embedded_model()), "role": Role.AGGREGATED})
+    config = build(
+        NodeConfig, {**checked, "model": model or str(embedded_model()), "role": Role.AGGREGATED}
+    )
     return with_model_here(config)
 
 
@@ -248,9 +293,13 @@ def _several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _prompt(prompt: Prompt) -> str | list[int]:
-    value = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+    value = (
+        prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+    )
     if value is None:
-        raise RequestError("a prompt that is a dict needs `prompt` or `prompt_token_ids`", param="prompt")
+        raise RequestError(
+            "a prompt that is a dict needs `prompt` or `prompt_token_ids`", param="prompt"
+        )
     return value if isinstance(value, str) else list(value)
 
 
@@ -265,7 +314,12 @@ def _output(leg: Leg, frames: Sequence[Frame], text: str | None, made_by: Offlin
     outputs = []
     for choice in leg.writer.choices:
         count = len(choice.token_ids)  # tokens behind a stop string are not the answer's
-        told = [each for frame in frames if frame.choice == choice.index for each in frame.logprobs or ()][:count]
+        told = [
+            each
+            for frame in frames
+            if frame.choice == choice.index
+            for each in frame.logprobs or ()
+        ][:count]
         asked = bool(told)
         reasons = choice.whole()
         outputs.append(
@@ -280,14 +334,18 @@ def _output(leg: Leg, frames: Sequence[Frame], text: str | None, made_by: Offlin
             )
         )
     first = leg.submits[0]
-    return RequestOutput(first.request_id, text, list(first.prompt_token_ids), outputs, leg.writer.cached_tokens)
+    return RequestOutput(
+        first.request_id, text, list(first.prompt_token_ids), outputs, leg.writer.cached_tokens
+    )
 
 
 def _logprobs(each: TokenLogprobs, made_by: Offline) -> dict[int, Logprob]:
     ranks = {token: at + 1 for at, token in enumerate(each.top_ids)}
     known = {each.token_id: each.logprob, **dict(zip(each.top_ids, each.top_logprobs, strict=True))}
     text = made_by.serving.token_text
-    return {token: Logprob(logprob, ranks.get(token), text(token)) for token, logprob in known.items()}
+    return {
+        token: Logprob(logprob, ranks.get(token), text(token)) for token, logprob in known.items()
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""What this machine has: cores, GPUs, free ports, and the environment for children. Never imports torch for it."""
+"""What this machine has: cores, GPUs, free ports, and the environment for children. Never imports
+torch for it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,22 @@ from wire.errors import ConfigError
 
 __all__ = ["Gpu", "check_port", "environ", "gpus_here", "this_machine"]
 
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.free", "--format=csv,noheader,nounits")
+_NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,memory.used,memory.free",
+    "--format=csv,noheader,nounits",
+)
 _NVIDIA_SMI_DEADLINE_S = 20.0
-# A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows, Jetson.
+# A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows,
+# Jetson.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. The sizes are zero where they are not known: a part of a GPU (MIG), or no nvidia-smi here."""
+    """One GPU. The sizes are zero where they are not known: a part of a GPU (MIG), or no nvidia-smi
+    here.
+    """
 
     name: str
     """Value for CUDA_VISIBLE_DEVICES."""
@@ -32,24 +41,34 @@ class Gpu:
 
 
 def this_machine(config: ClusterConfig) -> Machine:
-    """Look at the machine for a cluster of that size. Raises ConfigError if the router's port is taken."""
+    """Look at the machine for a cluster of that size. Raises ConfigError if the router's port is
+    taken.
+    """
     with ExitStack() as held:
         # All are held at once, so that no port is found twice.
-        wanted = [(config.host, config.port)] + [("127.0.0.1", 0)] * (config.prefill + config.decode)
+        wanted = [(config.host, config.port)] + [("127.0.0.1", 0)] * (
+            config.prefill + config.decode
+        )
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
     gpus = () if config.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
-def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port") -> int:
-    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a model is loaded.
+def check_port(
+    host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
+) -> int:
+    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a
+    model is loaded.
 
-    `host`: * is all addresses. `setting`: what names another address or port."""
+    `host`: * is all addresses. `setting`: what names another address or port.
+    """
     with _bound("" if host == "*" else host, port, kind, setting) as held:
         return int(held.getsockname()[1])
 
 
-def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port") -> socket.socket:
+def _bound(
+    host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
+) -> socket.socket:
     """A socket that holds a port until it is closed."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
@@ -58,24 +77,37 @@ def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = 
     except OSError as why:
         held.close()
         where = f"{host or '*'} port {port}"
-        raise ConfigError(f"cannot listen on {where}: {why.strerror}; choose another with {setting}") from why
+        raise ConfigError(
+            f"cannot listen on {where}: {why.strerror}; choose another with {setting}"
+        ) from why
     return held
 
 
 def gpus_here() -> tuple[Gpu, ...] | None:
-    """List the NVIDIA GPUs that this process may use; None where torch cannot use any, by its build or for want of a
-    driver."""
+    """List the NVIDIA GPUs that this process may use; None where torch cannot use any, by its build
+    or for want of a driver.
+    """
     if cuda_of_torch() is None or not any(driver.exists() for driver in _DRIVERS):
         return None
     try:
-        asked = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=False)
-        rows = [line.split(", ") for line in asked.stdout.splitlines()] if asked.returncode == 0 else []
+        asked = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=False
+        )
+        rows = (
+            [line.split(", ") for line in asked.stdout.splitlines()]
+            if asked.returncode == 0
+            else []
+        )
     except (OSError, subprocess.TimeoutExpired):
         rows = []
     found = [
-        (uuid, Gpu(index, *_sizes(used, free))) for index, uuid, used, free in filter(lambda row: len(row) == 4, rows)
+        (uuid, Gpu(index, *_sizes(used, free)))
+        for index, uuid, used, free in filter(lambda row: len(row) == 4, rows)
     ]
-    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.total_bytes >> 30 for _, gpu in found}) > 1:
+    if (
+        os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        and len({gpu.total_bytes >> 30 for _, gpu in found}) > 1
+    ):
         # CUDA numbers them by speed, nvidia-smi by their places.
         found = [(uuid, Gpu(gpu.name)) for uuid, gpu in found]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -85,7 +117,12 @@ def gpus_here() -> tuple[Gpu, ...] | None:
     return (
         tuple(
             next(
-                (replace(gpu, name=name) for uuid, gpu in found if name == gpu.name or uuid.startswith(name)), Gpu(name)
+                (
+                    replace(gpu, name=name)
+                    for uuid, gpu in found
+                    if name == gpu.name or uuid.startswith(name)
+                ),
+                Gpu(name),
             )
             for name in names
         )
@@ -94,16 +131,22 @@ def gpus_here() -> tuple[Gpu, ...] | None:
 
 
 def _sizes(used: str, free: str) -> tuple[int, int]:
-    """Total and free bytes, of MiB as nvidia-smi writes them. What the driver keeps for itself is in neither."""
+    """Total and free bytes, of MiB as nvidia-smi writes them. What the driver keeps for itself is
+    in neither.
+    """
     if not (used.isdecimal() and free.isdecimal()):
         return 0, 0
     return (int(used) + int(free)) << 20, int(free) << 20
 
 
 def environ() -> dict[str, str]:
-    """Our environment, in which children find the packages where we found them: a checkout need not be installed."""
+    """Our environment, in which children find the packages where we found them: a checkout need not
+    be installed.
+    """
     environ = dict(os.environ)
     root = Path(__file__).resolve().parent.parent
     if "site-packages" not in root.parts:
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environ.get("PYTHONPATH"))))
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(root), environ.get("PYTHONPATH")))
+        )
     return environ

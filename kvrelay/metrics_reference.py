@@ -1,4 +1,5 @@
-"""Every metric of routers and nodes, as their own registries declare it: what the reference page is made of.
+"""Every metric of routers and nodes, as their own registries declare it: what the reference page is
+made of.
 
 Made without starting anything; knows no metric by name, so it cannot be out of date.
 """
@@ -42,10 +43,17 @@ class MetricFact:
 def metrics_reference() -> list[MetricFact]:
     """All of them, by name."""
     found: dict[str, MetricFact] = {}
-    for where, registry in (*(("router", each) for each in _router_registries()), ("node", _node_registry())):
+    for where, registry in (
+        *(("router", each) for each in _router_registries()),
+        ("node", _node_registry()),
+    ):
         for fact in _facts(registry, where):
             known = found.get(fact.name)
-            at = (*known.where, where) if known is not None and where not in known.where else (where,)
+            at = (
+                (*known.where, where)
+                if known is not None and where not in known.where
+                else (where,)
+            )
             found[fact.name] = MetricFact(fact.name, fact.kind, fact.labels, fact.about, at)
     return [found[name] for name in sorted(found)]
 
@@ -62,7 +70,8 @@ def _router_registries() -> list[CollectorRegistry]:
 
 def _node_registry() -> CollectorRegistry:
     config = NodeConfig(
-        EngineConfig("model", enable_lora=True, speculative_config=SpeculativeConfig(1)), Role.DECODE
+        EngineConfig("model", enable_lora=True, speculative_config=SpeculativeConfig(1)),
+        Role.DECODE,
     )  # with all that a node may have
     info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], "", 0, 0.0)
     return NodeMetrics(lambda: EngineStats(Load()), config, info, "model", os.getpid).registry
@@ -78,5 +87,9 @@ def _facts(registry: CollectorRegistry, where: str) -> Iterator[MetricFact]:
 
 
 def _labels(collector: Collector, family: Metric) -> Iterable[str]:
-    declared: Any = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", None) or ()
-    return dict.fromkeys([*declared, *(label for sample in family.samples for label in sample.labels)])
+    declared: Any = (
+        getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", None) or ()
+    )
+    return dict.fromkeys(
+        [*declared, *(label for sample in family.samples for label in sample.labels)]
+    )

@@ -1,6 +1,7 @@
 """The plan of a local cluster: which processes, with which flags and environment.
 
-Pure: the machine comes in as a value. Owns ClusterConfig, the settings of `kvrelay up`. Starts nothing.
+Pure: the machine comes in as a value. Owns ClusterConfig, the settings of `kvrelay up`. Starts
+nothing.
 """
 
 from __future__ import annotations
@@ -72,29 +73,38 @@ class ClusterConfig:
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder, deepseek_v3, deepseek_v31,
-    glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes it from the chat template or the model's type,
-    none finds no calls."""
+    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
+    deepseek_v3, deepseek_v31, glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes
+    it from the chat template or the model's type, none finds no calls.
+    """
     reasoning_parser: str = "auto"
-    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss, granite, mistral,
-    seed_oss; auto: as with tool_call_parser, none leaves it in the content."""
+    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss,
+    granite, mistral, seed_oss; auto: as with tool_call_parser, none leaves it in the content.
+    """
     tool_parser_plugin: str = ""
     """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
     api_key: str = field(default="", repr=False)
-    """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of their own."""
+    """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of
+    their own.
+    """
     max_body_bytes: int = 16 << 20
     """Longest request body."""
     request_deadline_s: float = 600.0
     """A request may take this long."""
     strict_roles: bool = False
-    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by itself."""
+    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
+    itself.
+    """
     start_deadline_s: float = 600.0
     """Each process must be ready within this time."""
     stop_deadline_s: float = 45.0
-    """Processes that have not ended this long after SIGTERM are killed. Nodes and the router drain for 30 s of it."""
+    """Processes that have not ended this long after SIGTERM are killed. Nodes and the router drain
+    for 30 s of it.
+    """
     log_dir: str = ""
-    """Folder for the logs, one file per process; nobody else may open them. Empty makes one in the system's temporary
-    folder."""
+    """Folder for the logs, one file per process; nobody else may open them. Empty makes one in the
+    system's temporary folder.
+    """
     demo: bool = False
     """Answer one chat as a proof when the cluster is ready."""
     demo_exit: bool = False
@@ -103,8 +113,12 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for name, what in (("prefill", self.prefill), ("decode", self.decode)):
             if what < 1:
-                raise ConfigError(f"{name} must be at least 1, got {what}; for one node alone use `kvrelay serve`")
-        positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s", "stop_deadline_s")
+                raise ConfigError(
+                    f"{name} must be at least 1, got {what}; for one node alone use `kvrelay serve`"
+                )
+        positive(
+            self, "max_body_bytes", "request_deadline_s", "start_deadline_s", "stop_deadline_s"
+        )
         check_keys(self, "api_key")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
@@ -113,7 +127,9 @@ class ClusterConfig:
             ("decode_tensor_parallel_size", self.decode_tensor_parallel_size),
         ):
             if ranks < 0:
-                raise ConfigError(f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel_size")
+                raise ConfigError(
+                    f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel_size"
+                )
         for role in (Role.PREFILL, Role.DECODE):
             # What a node would refuse is refused before anything starts.
             NodeConfig(
@@ -127,7 +143,11 @@ class ClusterConfig:
 
     def engine_of(self, role: Role) -> EngineConfig:
         """The engine of the nodes of a role."""
-        own = self.prefill_tensor_parallel_size if role is Role.PREFILL else self.decode_tensor_parallel_size
+        own = (
+            self.prefill_tensor_parallel_size
+            if role is Role.PREFILL
+            else self.decode_tensor_parallel_size
+        )
         return replace(self.engine, tensor_parallel_size=own or self.engine.tensor_parallel_size)
 
 
@@ -146,20 +166,25 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class NodeGpus:
-    """The GPUs of one node, as a value for CUDA_VISIBLE_DEVICES, and how many nodes share the busiest of them."""
+    """The GPUs of one node, as a value for CUDA_VISIBLE_DEVICES, and how many nodes share the
+    busiest of them.
+    """
 
     visible: str
     sharers: int
 
 
 def gpus_of_nodes(ranks: Sequence[int], gpus: Sequence[str]) -> list[NodeGpus]:
-    """The next `ranks` GPUs for each of the nodes, in turn. Raises ConfigError if there are too few for one node."""
+    """The next `ranks` GPUs for each of the nodes, in turn. Raises ConfigError if there are too few
+    for one node.
+    """
     taken: list[list[str]] = []
     first = 0
     for count in ranks:
         if count > len(gpus):
             raise ConfigError(
-                f"tensor_parallel_size {count} needs {count} GPUs for each node, and this machine shows {len(gpus)}; "
+                f"tensor_parallel_size {count} needs {count} GPUs for each node, and this machine "
+                f"shows {len(gpus)}; "
                 "lower it, or start ranks on other hosts with `kvrelay rank`"
             )
         first = first if first + count <= len(gpus) else 0
@@ -170,9 +195,12 @@ def gpus_of_nodes(ranks: Sequence[int], gpus: Sequence[str]) -> list[NodeGpus]:
 
 
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
-    """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
+    """The processes of the cluster, router last. Secrets go into the environment, everything else
+    into flags.
+    """
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
-    # One from outside goes first: whoever wants to ask the nodes themselves, as `kvrelay doctor` does, must know it.
+    # One from outside goes first: whoever wants to ask the nodes themselves, as `kvrelay doctor`
+    # does, must know it.
     base = {**machine.environ, NODE_API_KEY: machine.environ.get(NODE_API_KEY) or node_key}
     for name in (API_KEY, CLUSTER_SECRET):
         base.pop(name, None)
@@ -183,14 +211,19 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     on_gpus = machine.gpus and config.engine.device != "cpu"
     engines = [config.engine_of(role) for role in roles]
-    gpus = gpus_of_nodes([engine.tensor_parallel_size for engine in engines], machine.gpus) if on_gpus else None
+    gpus = (
+        gpus_of_nodes([engine.tensor_parallel_size for engine in engines], machine.gpus)
+        if on_gpus
+        else None
+    )
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
         share = cores_of(config, machine.cores) // engines[index].tensor_parallel_size
         threads = config.engine.threads or max(1, share)
-        # A waiting thread that spins for long steals the core that another process needs, one that never spins wakes
-        # too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside another such engine:
-        # spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU OpenMP's own is 300,000): 63 / 429.
+        # A waiting thread that spins for long steals the core that another process needs, one that
+        # never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores,
+        # alone / beside another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU
+        # OpenMP's own is 300,000): 63 / 429.
         env = {"GOMP_SPINCOUNT": "3000"} | for_nodes | {"OMP_NUM_THREADS": str(threads)}
         engine = replace(engines[index], threads=threads)
         if gpus:
@@ -211,11 +244,23 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     )
     env = base | ({API_KEY: config.api_key} if config.api_key else {})
     url = reachable(config.host, machine.ports[0])
-    return [*specs, _spec("router", "router", flags_of(router, skip={"api_key", "node_api_key"}), url, log_dir, env)]
+    return [
+        *specs,
+        _spec(
+            "router",
+            "router",
+            flags_of(router, skip={"api_key", "node_api_key"}),
+            url,
+            log_dir,
+            env,
+        ),
+    ]
 
 
 def waves(nodes: Sequence[ChildSpec], machine: Machine) -> list[list[ChildSpec]]:
-    """Nodes that may start at the same time: those that share a GPU measure its memory one after the other."""
+    """Nodes that may start at the same time: those that share a GPU measure its memory one after
+    the other.
+    """
     waves: list[list[ChildSpec]] = []
     turns: dict[str, int] = {}  # of the next node on a GPU
     for node in nodes:
@@ -236,14 +281,16 @@ def reachable(host: str, port: int) -> str:
 def cores_of(config: ClusterConfig, cores: int) -> int:
     """Return how many of a machine's cores each node computes on: its share.
 
-    On two cores 1P1D makes 248 tokens/s for 16 clients with a thread each, and 223 if the decode node has both cores,
-    which the prefill node then wants, too.
+    On two cores 1P1D makes 248 tokens/s for 16 clients with a thread each, and 223 if the decode
+    node has both cores, which the prefill node then wants, too.
     """
     return max(1, cores // (config.prefill + config.decode))
 
 
 def sharing_memory(engine: EngineConfig, sharers: int) -> EngineConfig:
-    """With the default share of a GPU's memory divided among the nodes on it. A share that was typed stays."""
+    """With the default share of a GPU's memory divided among the nodes on it. A share that was
+    typed stays.
+    """
     default = EngineConfig(engine.model).gpu_memory_utilization
     if sharers == 1 or engine.gpu_memory_utilization != default:
         return engine
@@ -270,7 +317,10 @@ def node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: i
     )
 
 
-def _spec(name: str, command: str, flags: Sequence[str], url: str, log_dir: Path, env: Mapping[str, str]) -> ChildSpec:
-    # -P: what lies in the folder where `kvrelay up` is typed must not be imported in place of our packages.
+def _spec(
+    name: str, command: str, flags: Sequence[str], url: str, log_dir: Path, env: Mapping[str, str]
+) -> ChildSpec:
+    # -P: what lies in the folder where `kvrelay up` is typed must not be imported in place of our
+    # packages.
     words = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", command, *flags)
     return ChildSpec(name, words, f"{url}/health", log_dir / f"{name}.log", env)

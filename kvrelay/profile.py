@@ -1,7 +1,7 @@
 """`kvrelay profile`: measures one engine and the way of its KV, and writes a rate card.
 
-Owns the order of the measurements, their time and what is printed. Which points there are is planning/grid.py's,
-what a step is paged_engine/timed_steps.py's.
+Owns the order of the measurements, their time and what is printed. Which points there are is
+planning/grid.py's, what a step is paged_engine/timed_steps.py's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from rich.table import Table
 
 from load.measures import percentile
 from planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
-from planning.rate_card import DecodePoint, MixedPoint, PrefillPoint, RateCard, TransferPoint, write_card
+from planning.rate_card import (
+    DecodePoint,
+    MixedPoint,
+    PrefillPoint,
+    RateCard,
+    TransferPoint,
+    write_card,
+)
 from wire.config import NodeConfig
 from wire.errors import ConfigError
 from wire.versions import RELEASE
@@ -41,8 +48,10 @@ _SECONDS = {"cpu": 45.0, "cuda": 120.0}
 _TRANSFERS_SHARE, _MIXED_SHARE = 0.3, 0.15
 _POINT_SHARE, _POINT_S = 1 / 60, 1.0
 _NOISY = 0.1
-"""Share by which runs of a step may differ (`spread_of`). On two cores of a server they do by 0.02 where nothing else
-runs, and by 0.15 to 0.3 beside two busy processes, which make steps five times as slow."""
+"""Share by which runs of a step may differ (`spread_of`). On two cores of a server they do by 0.02
+where nothing else runs, and by 0.15 to 0.3 beside two busy processes, which make steps five times
+as slow.
+"""
 _DECODE_POINT = re.compile(r"(\d{1,5})x(\d{1,8})")
 _PREFILL_POINT = re.compile(r"(\d{1,8})(?:\+(\d{1,8}))?")
 
@@ -61,7 +70,9 @@ def parse_points(decode: Sequence[str], prefill: Sequence[str]) -> list[Unit]:
     for text in prefill:
         match = _PREFILL_POINT.fullmatch(text)
         if match is None or not int(match[1]):
-            raise ConfigError(f"--prefill {text!r} must be TOKENS or TOKENS+CONTEXT, for example 2048+8192")
+            raise ConfigError(
+                f"--prefill {text!r} must be TOKENS or TOKENS+CONTEXT, for example 2048+8192"
+            )
         found.append(Unit(0, "prefill", ((int(match[1]), int(match[2] or 0)),)))
     return found
 
@@ -80,17 +91,23 @@ class Asked:
 def asked_of(values: dict[str, object]) -> Asked:
     """Takes what is no setting out of what was typed. Raises ConfigError."""
     out, seconds = str(values.pop("out")), float(str(values.pop("seconds")))
-    decode, prefill = (cast(list[str] | None, values.pop(kind)) or [] for kind in ("decode", "prefill"))
+    decode, prefill = (
+        cast(list[str] | None, values.pop(kind)) or [] for kind in ("decode", "prefill")
+    )
     points = parse_points(decode, prefill)
     if points and out:
         raise ConfigError("--out is for a whole rate card; leave it out, or --decode and --prefill")
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"--seconds must be a number from 0 on, got {seconds:g}; 0 takes the device's default")
+        raise ConfigError(
+            f"--seconds must be a number from 0 on, got {seconds:g}; 0 takes the device's default"
+        )
     return Asked(Path(out or "rate-card.json"), seconds, points)
 
 
 def run(config: NodeConfig, asked: Asked, console: Console) -> int:
-    """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises ConfigError."""
+    """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises
+    ConfigError.
+    """
     from node.profiling import measured_engine
     from node.transfer_times import BlocksMoved
 
@@ -113,17 +130,21 @@ def run(config: NodeConfig, asked: Asked, console: Console) -> int:
     spread = spread_of(times)
     if spread > _NOISY:
         console.print(
-            f"this machine was too noisy to believe these times: runs of one step differ by {spread:.0%} of it, where "
-            f"{_NOISY:.0%} is the most that is usual; end what else runs here, or ask for more --seconds",
+            f"this machine was too noisy to believe these times: runs of one step differ by "
+            f"{spread:.0%} of it, where "
+            f"{_NOISY:.0%} is the most that is usual; end what else runs here, or ask for more "
+            f"--seconds",
             style="red",
         )
     return int(spread > _NOISY)
 
 
 def spread_of(times: Times) -> float:
-    """How unlike runs of one step are: the width of their middle half in medians, which one step in four exceeds.
+    """How unlike runs of one step are: the width of their middle half in medians, which one step in
+    four exceeds.
 
-    Steps that were run once say nothing of it; 0 if there are no others."""
+    Steps that were run once say nothing of it; 0 if there are no others.
+    """
     widths = []
     for runs in times.values():
         if len(runs) > 1:
@@ -143,11 +164,16 @@ def _card(
             measure = engine.timed.prefill if kind == "prefill" else engine.timed.decode
             return measure(*point, seconds=point_s)
         except ValueError as why:
-            raise ConfigError(f"--{kind}: {why}; ask for less, or raise max_model_len or the KV pool") from why
+            raise ConfigError(
+                f"--{kind}: {why}; ask for less, or raise max_model_len or the KV pool"
+            ) from why
 
     until = time.monotonic() + seconds
     times = _measured(
-        points or units(_limits(engine)), timed, math.inf if points else until - seconds * _MIXED_SHARE, console
+        points or units(_limits(engine)),
+        timed,
+        math.inf if points else until - seconds * _MIXED_SHARE,
+        console,
     )
     mixed = [] if points else _mixed(engine, until, point_s, console)
     card = RateCard(
@@ -159,7 +185,9 @@ def _card(
         block_size=engine.block_size,
         max_num_seqs=engine.max_num_seqs,
         step_tokens=engine.step_tokens,
-        prefill=[PrefillPoint(*size, statistics.median(runs)) for size, runs in _of("prefill", times)],
+        prefill=[
+            PrefillPoint(*size, statistics.median(runs)) for size, runs in _of("prefill", times)
+        ],
         decode=[DecodePoint(*size, statistics.median(runs)) for size, runs in _of("decode", times)],
         tensor_parallel_size=config.engine.tensor_parallel_size,
         mixed=mixed,
@@ -169,9 +197,11 @@ def _card(
 
 
 def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> list[MixedPoint]:
-    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs alone.
+    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs
+    alone.
 
-    None is begun after `until` but the first."""
+    None is begun after `until` but the first.
+    """
     found: list[MixedPoint] = []
     sizes = mixed_sizes(_limits(engine))
     with _progress(len(sizes), console) as tell:
@@ -180,7 +210,9 @@ def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> 
                 break
             tell("mixed", (requests, tokens))
             with contextlib.suppress(ValueError):  # no room for it here
-                ms = statistics.median(engine.timed.mixed(requests, context, tokens, seconds=point_s))
+                ms = statistics.median(
+                    engine.timed.mixed(requests, context, tokens, seconds=point_s)
+                )
                 found.append(MixedPoint(requests, context, tokens, ms))
     return found
 
@@ -202,7 +234,11 @@ def _limits(engine: Measured) -> Limits:
 def _check_writable(path: Path) -> None:
     """Before minutes are spent on what cannot be kept."""
     folder = path.resolve().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    if (
+        path.is_dir()
+        or not folder.is_dir()
+        or not os.access(path if path.exists() else folder, os.W_OK)
+    ):
         raise ConfigError(f"the rate card cannot be written to {path}; choose another --out")
 
 
@@ -234,7 +270,9 @@ def _measured(
 ) -> Times:
     """Times of the plan's points, in its order while there is time; all of level 0 in any case.
 
-    The first point comes again at the end, so that what has changed meanwhile is in the spread of its runs."""
+    The first point comes again at the end, so that what has changed meanwhile is in the spread of
+    its runs.
+    """
     times: Times = {}
     with _progress(sum(len(unit.points) for unit in plan), console) as tell:
         for unit in plan:
@@ -250,7 +288,12 @@ def _measured(
 
 @contextlib.contextmanager
 def _progress(count: int, console: Console) -> Iterator[Callable[[str, tuple[int, int]], None]]:
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=count)
         begun = False
@@ -265,7 +308,13 @@ def _progress(count: int, console: Console) -> Iterator[Callable[[str, tuple[int
 
 def _named(kind: str, point: tuple[int, int]) -> str:
     first, context = point
-    return f"{first}x{context}" if kind == "decode" else f"{first}+{context}" if context else str(first)
+    return (
+        f"{first}x{context}"
+        if kind == "decode"
+        else f"{first}+{context}"
+        if context
+        else str(first)
+    )
 
 
 def _of(kind: str, times: Times) -> list[tuple[tuple[int, int], list[float]]]:
@@ -281,7 +330,9 @@ def _show(card: RateCard, times: Times, console: Console, *, spread: bool) -> No
         return
     for kind, corner in (("prefill", "tokens"), ("decode", "requests")):
         if of_kind := _of(kind, times):
-            console.print(_grid(kind, corner, {point: statistics.median(runs) for point, runs in of_kind}))
+            console.print(
+                _grid(kind, corner, {point: statistics.median(runs) for point, runs in of_kind})
+            )
     if card.mixed:
         console.print(_beside(card))
     if card.transfer:
@@ -306,17 +357,27 @@ def _grid(kind: str, corner: str, medians: dict[tuple[int, int], float]) -> Tabl
 
 
 def _beside(card: RateCard) -> Table:
-    table = Table(title="decodes beside a chunk of a prompt: ms of a step", title_justify="left", title_style="")
+    table = Table(
+        title="decodes beside a chunk of a prompt: ms of a step",
+        title_justify="left",
+        title_style="",
+    )
     for name in ("requests", "context", "tokens of the chunk", "ms"):
         table.add_column(name, justify="right")
     for each in card.mixed:
-        table.add_row(f"{each.requests:,}", f"{each.context:,}", f"{each.tokens:,}", f"{each.ms:.2f}")
+        table.add_row(
+            f"{each.requests:,}", f"{each.context:,}", f"{each.tokens:,}", f"{each.ms:.2f}"
+        )
     return table
 
 
 def _ways(card: RateCard) -> Table:
     sizes = sorted({point.tokens for points in card.transfer.values() for point in points})
-    table = Table(title="transfer: ms that a request waits for its KV, by tokens", title_justify="left", title_style="")
+    table = Table(
+        title="transfer: ms that a request waits for its KV, by tokens",
+        title_justify="left",
+        title_style="",
+    )
     table.add_column("connector")
     for size in sizes:
         table.add_column(f"{size:,}", justify="right")
@@ -334,5 +395,10 @@ def _runs(times: Times) -> Table:
     for (kind, first, context), runs in times.items():
         ms = statistics.median(runs)
         numbers = (f"{each:.3f}" for each in (ms, min(runs), max(runs)))
-        table.add_row(f"{kind} {_named(kind, (first, context))}", str(len(runs)), *numbers, f"{first / ms * 1e3:,.0f}")
+        table.add_row(
+            f"{kind} {_named(kind, (first, context))}",
+            str(len(runs)),
+            *numbers,
+            f"{first / ms * 1e3:,.0f}",
+        )
     return table

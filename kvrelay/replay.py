@@ -1,4 +1,5 @@
-"""`kvrelay replay`: a recorded incident again, in the simulator, as it was or with other nodes or another policy.
+"""`kvrelay replay`: a recorded incident again, in the simulator, as it was or with other nodes or
+another policy.
 
 Owns what is asked and printed; simulator/incident.py has the format and reads a router's log.
 """
@@ -50,7 +51,9 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
         return count, len(incident.nodes) - count
     prefill, _, decode = nodes.partition(":")
     if not (prefill.isdigit() and decode.isdigit() and int(decode)):
-        raise ConfigError(f"--nodes must be P:D, as in 2:3, with one decode node at least, got {nodes!r}")
+        raise ConfigError(
+            f"--nodes must be P:D, as in 2:3, with one decode node at least, got {nodes!r}"
+        )
     return int(prefill), int(decode)
 
 
@@ -63,7 +66,9 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
     prefixes = any(stream.blocks for stream in streams)
     events = events_of(incident, prefill, decode)
     named, speeds = TRACE_BLOCK_TOKENS, Speeds(card)
-    setting = Setting(policy, prefill, decode, block_size=named, prefixes=prefixes, speeds=speeds, events=events)
+    setting = Setting(
+        policy, prefill, decode, block_size=named, prefixes=prefixes, speeds=speeds, events=events
+    )
     simulate(streams, setting)
     answered = [stream for stream in streams if stream.answered]
     return Replayed(
@@ -76,7 +81,9 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
     )
 
 
-def run(path: Path, card: RateCard, nodes: str, policy: str, record: Path | None, console: Console) -> int:
+def run(
+    path: Path, card: RateCard, nodes: str, policy: str, record: Path | None, console: Console
+) -> int:
     """The command. Raises ConfigError."""
     try:
         with path.open("rb") as lines:
@@ -91,8 +98,10 @@ def run(path: Path, card: RateCard, nodes: str, policy: str, record: Path | None
     console.print(_table(incident, found, size, policy))
     happened = len(events_of(incident, *size))
     console.print(
-        f"{len(incident.requests)} requests, {found.refused} of them refused and {found.failed} given up; {happened} "
-        f"of {len(incident.happened)} events happened to these nodes; {found.moved} requests lost a node and went on "
+        f"{len(incident.requests)} requests, {found.refused} of them refused and {found.failed} "
+        f"given up; {happened} "
+        f"of {len(incident.happened)} events happened to these nodes; {found.moved} requests lost "
+        f"a node and went on "
         "elsewhere."
     )
     for line in _left_out(whole, incident):
@@ -105,12 +114,16 @@ def _left_out(whole: Incident, replayed: Incident) -> list[str]:
     told, left = [], whole.left_out
     if left.refused or left.unanswered:
         told.append(
-            f"Left out: {left.refused} requests that were refused then, with about {left.tokens} tokens of prompts, "
-            f"and {left.unanswered} that began and had no answer; the log cannot say how long those would have been."
+            f"Left out: {left.refused} requests that were refused then, with about {left.tokens} "
+            f"tokens of prompts, "
+            f"and {left.unanswered} that began and had no answer; the log cannot say how long "
+            f"those would have been."
         )
     others = len(whole.requests) - len(replayed.requests)
     if others:
-        told.append(f"Left out: {others} requests of models on other nodes than those of the card's.")
+        told.append(
+            f"Left out: {others} requests of models on other nodes than those of the card's."
+        )
     elif len(models := {each.model for each in replayed.requests}) > 1:
         told.append(f"All models are on all nodes here: {', '.join(sorted(models))}.")
     return told

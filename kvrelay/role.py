@@ -1,7 +1,7 @@
 """`kvrelay role`: asks a node to be a prefill or a decode node from now on, and waits until it is.
 
-Owns the calls and what is printed; what the node does is node/role.py's, what the router makes of it
-router/nodes/pool.py's.
+Owns the calls and what is printed; what the node does is node/role.py's, what the router makes of
+it router/nodes/pool.py's.
 """
 
 from __future__ import annotations
@@ -61,10 +61,18 @@ def run(
     return asyncio.run(_change(*at, Role(role), key, wait_s, console, force=force))
 
 
-async def _change(node: str, router: str, role: Role, key: str, wait_s: float, console: Console, *, force: bool) -> int:
+async def _change(
+    node: str, router: str, role: Role, key: str, wait_s: float, console: Console, *, force: bool
+) -> int:
     async with aiohttp.ClientSession(timeout=CALL) as session:
         if router:
-            await call(session, "POST", f"{router}/admin/nodes/role", key, {"url": node, "role": role, "force": force})
+            await call(
+                session,
+                "POST",
+                f"{router}/admin/nodes/role",
+                key,
+                {"url": node, "role": role, "force": force},
+            )
         else:
             await call(session, "POST", f"{node}/admin/role", key, {"role": role})
         began, told = time.monotonic(), False
@@ -79,7 +87,9 @@ async def _change(node: str, router: str, role: Role, key: str, wait_s: float, c
                 console.print(f"{node} ends what it has")
                 told = True
             if time.monotonic() - began > wait_s:
-                raise DeadlineExceeded(f"{node} is no {role} node after {wait_s:g} s; {seen.reason or 'it goes on'}")
+                raise DeadlineExceeded(
+                    f"{node} is no {role} node after {wait_s:g} s; {seen.reason or 'it goes on'}"
+                )
             await asyncio.sleep(_TICK_S)
 
 
@@ -90,7 +100,9 @@ async def _look(session: aiohttp.ClientSession, node: str, router: str, key: str
             return msgspec.json.decode(said, type=_Seen)
         except msgspec.DecodeError as why:  # no report: it serves nothing any more, and says why
             raise RoleKept(f"{node} has not changed its role: {_message(said)}") from why
-    rows = msgspec.json.decode(await call(session, "GET", f"{router}/admin/nodes", key), type=_Rows).nodes
+    rows = msgspec.json.decode(
+        await call(session, "GET", f"{router}/admin/nodes", key), type=_Rows
+    ).nodes
     found = next((row for row in rows if row.url == node), None)
     if found is None:
         raise RoleKept(f"the router does not know {node} any more")

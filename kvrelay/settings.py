@@ -1,7 +1,8 @@
 """Settings: flags and config files, both made from the fields of the frozen config types.
 
-Owns names, types, defaults and help of every setting, and the order flags > file > defaults. Knows no command and
-starts nothing. Help texts are the docstrings under the fields, so that a setting is described in one place.
+Owns names, types, defaults and help of every setting, and the order flags > file > defaults. Knows
+no command and starts nothing. Help texts are the docstrings under the fields, so that a setting is
+described in one place.
 """
 
 from __future__ import annotations
@@ -43,15 +44,27 @@ _KINDS: dict[object, str] = {
     dict[str, Any]: "a JSON object",
 }
 _IN_UNITS = re.compile(
-    r"(?P<number>\d{1,20}(?:\.\d{1,20})?) ?(?P<unit>[kmgt])(?P<binary>i?)(?P<bytes>b?)", re.IGNORECASE
+    r"(?P<number>\d{1,20}(?:\.\d{1,20})?) ?(?P<unit>[kmgt])(?P<binary>i?)(?P<bytes>b?)",
+    re.IGNORECASE,
 )
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS, or a config
-    type or a tuple of one: then a file has a mapping or a list of them, and a flag one of them as JSON."""
+    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in
+    _KINDS, or a config type or a tuple of one: then a file has a mapping or a list of them, and a
+    flag one of them as JSON.
+    """
 
     name: str
     kind: Any
@@ -85,7 +98,9 @@ CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
-    """All settings of a config type by name, those of nested config types among them, without the names in `skip`."""
+    """All settings of a config type by name, those of nested config types among them, without the
+    names in `skip`.
+    """
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -107,17 +122,27 @@ def _without_none(kind: Any) -> Any:
 
 @cache
 def _docs(config: type) -> dict[str, str]:
-    """The docstring under each field of a class, read from its source (Python keeps none at run time)."""
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]).body
+    """The docstring under each field of a class, read from its source (Python keeps none at run
+    time).
+    """
+    body = typing.cast(
+        ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    ).body
     docs: dict[str, str] = {}
     for field, below in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
             docs[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
     return docs
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause that says what to write for `name`: what it is called here, or the nearest known spelling."""
+    """Return a clause that says what to write for `name`: what it is called here, or the nearest
+    known spelling.
+    """
     if answer := answer_for(name):
         return f"; {answer}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.66)
@@ -130,10 +155,16 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     Raises ConfigError naming the key, the value and the expected type.
     """
     if setting.item is not None:
-        return _items(setting.item, raw, source) if setting.several else _item(setting.item, raw, source)
+        return (
+            _items(setting.item, raw, source)
+            if setting.several
+            else _item(setting.item, raw, source)
+        )
     value = _converted(setting.kind, VALUES.get(setting.name, {}).get(str(raw), raw))
     if value is None:
-        quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
+        quotes = (
+            "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
+        )
         got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"
         if setting.secret:
             got = f"{type(raw).__name__} (not shown)"
@@ -143,12 +174,21 @@ def convert(setting: Setting, raw: object, source: str) -> object:
 
 def _converted(kind: object, raw: object) -> object | None:
     if kind is bool:
-        return raw if isinstance(raw, bool) else _WORDS.get(raw.lower()) if isinstance(raw, str) else None
+        return (
+            raw
+            if isinstance(raw, bool)
+            else _WORDS.get(raw.lower())
+            if isinstance(raw, str)
+            else None
+        )
     if kind is str:
         return raw if isinstance(raw, str) else None
     if kind is int or kind is float:
-        # YAML reads 100e6 as text (it wants 100.0e+6), so text is converted whether a flag or a file gave it.
-        if isinstance(raw, bool) or not isinstance(raw, (str, int) if kind is int else (str, int, float)):
+        # YAML reads 100e6 as text (it wants 100.0e+6), so text is converted whether a flag or a
+        # file gave it.
+        if isinstance(raw, bool) or not isinstance(
+            raw, (str, int) if kind is int else (str, int, float)
+        ):
             return None
         try:
             return _whole(raw) if kind is int else float(raw)
@@ -174,7 +214,8 @@ def _listed(item: object) -> list[object]:
 
 
 def _whole(raw: object) -> int | None:
-    """A whole number, plain or in units: 32k is 32,000, as 4GB is 4 * 10^9; 32K, 4G, 4Gi and 4GiB are powers of 1,024.
+    """A whole number, plain or in units: 32k is 32,000, as 4GB is 4 * 10^9; 32K, 4G, 4Gi and 4GiB
+    are powers of 1,024.
 
     Raises ValueError if it is none.
     """
@@ -182,7 +223,9 @@ def _whole(raw: object) -> int | None:
     if found is None:
         return int(typing.cast(str, raw))
     decimal = not found["binary"] and (bool(found["bytes"]) or found["unit"].islower())
-    value = Fraction(found["number"]) * (1000 if decimal else 1024) ** (1 + "kmgt".index(found["unit"].lower()))
+    value = Fraction(found["number"]) * (1000 if decimal else 1024) ** (
+        1 + "kmgt".index(found["unit"].lower())
+    )
     return int(value) if value.denominator == 1 else None
 
 
@@ -194,7 +237,9 @@ def _items(config: type, raw: object, source: str) -> tuple[object, ...]:
 
 
 def _item(config: type, raw: object, where: str) -> object:
-    """One value of a config type, from a mapping or a JSON object, in which null stands for a default."""
+    """One value of a config type, from a mapping or a JSON object, in which null stands for a
+    default.
+    """
     known = settings_of(config)
     if isinstance(raw, str):
         try:
@@ -204,7 +249,11 @@ def _item(config: type, raw: object, where: str) -> object:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where} must be a mapping, got a {type(raw).__name__}")
     values = _mapping({key: value for key, value in raw.items() if value is not None}, known, where)
-    missing = [name for name, each in known.items() if each.default is dataclasses.MISSING and name not in values]
+    missing = [
+        name
+        for name, each in known.items()
+        if each.default is dataclasses.MISSING and name not in values
+    ]
     if missing:
         raise ConfigError(f"{where}: {' and '.join(missing)} missing")
     return build(config, values)
@@ -213,7 +262,8 @@ def _item(config: type, raw: object, where: str) -> object:
 def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
     """The settings in a YAML file; keys may be written kebab-case or snake_case.
 
-    Raises ConfigError if it cannot be read, at an unknown key (naming the nearest), a key given twice, a wrong type.
+    Raises ConfigError if it cannot be read, at an unknown key (naming the nearest), a key given
+    twice, a wrong type.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -221,14 +271,17 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
         # Not in its own words: they quote the line, and a secret may stand there.
         line = f"line {why.problem_mark.line + 1}" if why.problem_mark else "it"
         raise ConfigError(
-            f"cannot read config file {path}: {line} is not valid YAML; values with special characters need quotes"
+            f"cannot read config file {path}: {line} is not valid YAML; values with special "
+            f"characters need quotes"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise ConfigError(f"cannot read config file {path}: {' '.join(str(why).split())}") from why
     if not isinstance(content, dict):
         if content is None:
             return {}
-        raise ConfigError(f"config file {path} must hold `key: value` lines, got a {type(content).__name__}")
+        raise ConfigError(
+            f"config file {path} must hold `key: value` lines, got a {type(content).__name__}"
+        )
     return _mapping(content, known, path)
 
 
@@ -239,7 +292,9 @@ def lines_in(path: str) -> dict[str, int]:
     return {str(key.value).replace("-", "_"): key.start_mark.line + 1 for key, _ in pairs}
 
 
-def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], source: str) -> dict[str, object]:
+def _mapping(
+    content: Mapping[object, object], known: Mapping[str, Setting], source: str
+) -> dict[str, object]:
     values: dict[str, object] = {}
     for key, raw in content.items():
         name = str(key).replace("-", "_")
@@ -251,21 +306,31 @@ def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], sou
     return values
 
 
-def merge(known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None) -> dict[str, object]:
+def merge(
+    known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None
+) -> dict[str, object]:
     """Join what was given: the values of the config file, overruled by the flags that are not None.
 
     Where there is a setting `device`, both may say `cpu` instead. Raises ConfigError.
     """
     known = {**known, "cpu": CPU} if "device" in known else known
     from_file = _in_full(read_file(file, known), f"{file}: cpu", "device") if file else {}
-    typed = {name: convert(known[name], raw, known[name].flag) for name, raw in flags.items() if raw is not None}
+    typed = {
+        name: convert(known[name], raw, known[name].flag)
+        for name, raw in flags.items()
+        if raw is not None
+    }
     return from_file | _in_full(typed, "--cpu", "--device")
 
 
 def _in_full(values: dict[str, object], cpu: str, device: str) -> dict[str, object]:
-    """Put `device: cpu` in the place of `cpu: true`. Raises ConfigError if another device is named beside it."""
+    """Put `device: cpu` in the place of `cpu: true`. Raises ConfigError if another device is named
+    beside it.
+    """
     if values.pop("cpu", False) and values.setdefault("device", "cpu") != "cpu":
-        raise ConfigError(f"{cpu} and {device} {values['device']} contradict each other; leave one of them out")
+        raise ConfigError(
+            f"{cpu} and {device} {values['device']} contradict each other; leave one of them out"
+        )
     return values
 
 

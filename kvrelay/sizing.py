@@ -1,5 +1,6 @@
-"""`kvrelay plan`: how many nodes of which role, for a workload and targets, from rate cards. Guessed by
-planning/planner.py, then tried in the simulator. Owns what is asked and printed; nothing runs and nothing is changed.
+"""`kvrelay plan`: how many nodes of which role, for a workload and targets, from rate cards.
+Guessed by planning/planner.py, then tried in the simulator. Owns what is asked and printed; nothing
+runs and nothing is changed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "size
 _SAMPLE = 4_000
 _LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
 _TRACED = (".jsonl", ".gz")
-_CAPTION = "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest gap of an answer, in ms"
+_CAPTION = (
+    "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest "
+    "gap of an answer, in ms"
+)
 _BEHIND = 0.6
-"""A split whose guess is below this share of what another one was seen to serve is not worth a simulation: guesses are
-not that far off. The best one with prefill nodes always is."""
+"""A split whose guess is below this share of what another one was seen to serve is not worth a
+simulation: guesses are not that far off. The best one with prefill nodes always is.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,9 @@ def workload_of(name: str) -> Asking:
     """By its name, as IN:OUT, or a trace in Mooncake's format. Raises ConfigError."""
     if name in WORKLOADS:
         workload = WORKLOADS[name]
-        return Asking(lambda count: workload.make(Random(f"{name} plan"), count), workload.block_size)
+        return Asking(
+            lambda count: workload.make(Random(f"{name} plan"), count), workload.block_size
+        )
     lengths = _LENGTHS.fullmatch(name)
     if lengths:
         prompt, output = int(lengths[1]), int(lengths[2])
@@ -60,10 +67,13 @@ def workload_of(name: str) -> Asking:
             traced = read_trace(Path(name))
             return Asking(lambda count: traced[:count], TRACE_BLOCK_TOKENS)
         except (OSError, ValueError, KeyError, TypeError) as why:
-            raise ConfigError(f"the trace {name} cannot be read: {why}; it has a JSON object a line") from why
+            raise ConfigError(
+                f"the trace {name} cannot be read: {why}; it has a JSON object a line"
+            ) from why
     known = ", ".join(WORKLOADS)
     raise ConfigError(
-        f"--workload {name!r} is none of {known}; nor lengths as 512:256, nor a trace (.jsonl, .jsonl.gz)"
+        f"--workload {name!r} is none of {known}; nor lengths as 512:256, nor a trace (.jsonl, "
+        f".jsonl.gz)"
     )
 
 
@@ -134,14 +144,18 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
             found.append(Sized(guess, None))
         else:
             tried(guess.split.name)
-            found.append(Sized(guess, most_rate(asks, setting, targets, goal.attainment, guess.rate)))
+            found.append(
+                Sized(guess, most_rate(asks, setting, targets, goal.attainment, guess.rate))
+            )
             best = max(best, found[-1].goodput)
     # A guess is not to be compared with what was seen.
     return sorted(found, key=lambda each: (each.served is None, -each.goodput))
 
 
 def _keeps(each: Sized, goal: Goal) -> bool:
-    return each.served is not None and each.served.rate > 0 and each.served.attained >= goal.attainment
+    return (
+        each.served is not None and each.served.rate > 0 and each.served.attained >= goal.attainment
+    )
 
 
 def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
@@ -151,19 +165,28 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     goal = wanted.goal
     best = next((each for each in found if _keeps(each, goal)), None)
     if as_json:
-        console.print_json(json.dumps({"keeps_targets": best is not None, "splits": [_row(each) for each in found]}))
+        console.print_json(
+            json.dumps(
+                {"keeps_targets": best is not None, "splits": [_row(each) for each in found]}
+            )
+        )
         return 0 if best is not None else 1
     console.print(_table(found, wanted))
     if few := _too_few(wanted, found):
         console.print(few)
     if best is None:
-        console.print(f"No split keeps the targets for {goal.attainment:.0%} of the requests: {_why(found[0], wanted)}")
+        console.print(
+            f"No split keeps the targets for {goal.attainment:.0%} of the requests: "
+            f"{_why(found[0], wanted)}"
+        )
         return 1
     console.print(f"Best: {best.guess.split.name}, {_why(best, wanted)}")
     apart = next((each for each in found if each.guess.split.prefill and _keeps(each, goal)), None)
     if apart is not None:
         if apart is not best:
-            console.print(f"Best with prefill nodes: {apart.guess.split.name}, {_why(apart, wanted)}")
+            console.print(
+                f"Best with prefill nodes: {apart.guess.split.name}, {_why(apart, wanted)}"
+            )
         for line in _to_start(apart.guess.split, goal):
             console.print(line)
     return 0
@@ -177,7 +200,10 @@ def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
     there = len(wanted.asking.make(needed))
     if there == needed:
         return ""
-    return f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to tell what lasts."
+    return (
+        f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to "
+        f"tell what lasts."
+    )
 
 
 def _row(each: Sized) -> dict[str, object]:
@@ -203,12 +229,16 @@ def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
     title = f"{asked}: TTFT within {goal.ttft_ms:g} ms, TPOT within {goal.tpot_ms:g} ms"
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     for name in ("split", "per GPU", "asked", "in time", "TTFT", "TPOT", "gap", "short of"):
-        table.add_column(name, justify="left" if name in ("split", "short of") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("split", "short of") else "right", no_wrap=True
+        )
     for each in found:
         guess, served = each.guess, each.served
         per_gpu = f"{each.goodput / guess.split.gpus:.2f}"
         if served is None:
-            table.add_row(guess.split.name, f"~{per_gpu}", f"~{guess.rate:.1f}", "", "", "", "", guess.short)
+            table.add_row(
+                guess.split.name, f"~{per_gpu}", f"~{guess.rate:.1f}", "", "", "", "", guess.short
+            )
             continue
         table.add_row(
             guess.split.name,
@@ -232,11 +262,14 @@ def _why(best: Sized, wanted: Wanted) -> str:
     if wanted.rate:
         told += f", where {guess.rate:.1f} requests/s are about the most that it keeps"
     told += (
-        f". At its most {computing} computes prompts for {min(1.0, guess.prefill_use):.0%} of its time and {running} "
+        f". At its most {computing} computes prompts for {min(1.0, guess.prefill_use):.0%} of its "
+        f"time and {running} "
         f"generates {guess.running:.0f} answers at once; {guess.short} is what it is short of first"
     )
     if served is not None and not split.prefill:
-        told += f". Answers wait for prompts beside them, {served.longest_p90:,.0f} ms at a time at p90"
+        told += (
+            f". Answers wait for prompts beside them, {served.longest_p90:,.0f} ms at a time at p90"
+        )
     return told + "."
 
 
@@ -247,11 +280,14 @@ def _to_start(split: Split, goal: Goal) -> list[str]:
         tp = "".join(f" --{role}-tensor-parallel-size {gpus}" for role, gpus in sizes)
     ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
     return [
-        f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} --gpus {ids}{tp}",
+        f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} "
+        f"--gpus {ids}{tp}",
         f"kubectl -n kvrelay scale deployment/kvrelay-prefill --replicas={split.prefill}",
         f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
-        "The simulated router knows the targets. These lines give the real one none: add to its command in compose.yaml"
-        f" --ttft-target-ms={goal.ttft_ms:g} --tpot-target-ms={goal.tpot_ms:g}, on Kubernetes both to its router.yaml",
+        "The simulated router knows the targets. These lines give the real one none: add to its "
+        "command in compose.yaml"
+        f" --ttft-target-ms={goal.ttft_ms:g} --tpot-target-ms={goal.tpot_ms:g}, on Kubernetes "
+        f"both to its router.yaml",
     ]
 
 
@@ -261,6 +297,7 @@ def read_cards(paths: Sequence[Path]) -> list[RateCard]:
     for card in cards[1:]:
         if card.model != cards[0].model:
             raise ConfigError(
-                f"the cards are of two models, {cards[0].model!r} and {card.model!r}; plan each by itself"
+                f"the cards are of two models, {cards[0].model!r} and {card.model!r}; plan each "
+                f"by itself"
             )
     return cards

@@ -1,6 +1,7 @@
 """Child processes: started, watched, started again with back-off, and ended without an orphan.
 
-Owns processes and their log files. Does not know what the children are: commands, environment and health check come in.
+Owns processes and their log files. Does not know what the children are: commands, environment and
+health check come in.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to wait before a child is started again: doubling, and from the start after a long enough life."""
+    """How long to wait before a child is started again: doubling, and from the start after a long
+    enough life.
+    """
 
     first_s: float = 0.5
     longest_s: float = 30.0
@@ -94,7 +97,9 @@ class LogTail:
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process. `ready` is done when it was healthy once, or holds why it never will be."""
+    """One supervised process. `ready` is done when it was healthy once, or holds why it never will
+    be.
+    """
 
     spec: ChildSpec
     ready: asyncio.Future[float]
@@ -112,9 +117,11 @@ class Child:
         return self.process is not None and self.process.returncode is None
 
     def spawn(self) -> None:
-        """Start the process in its own group, so that a terminal's Ctrl-C reaches it through us only.
+        """Start the process in its own group, so that a terminal's Ctrl-C reaches it through us
+        only.
 
-        Must be called on the main thread: Linux sends the parent's death to children of a *thread* that ends.
+        Must be called on the main thread: Linux sends the parent's death to children of a *thread*
+        that ends.
         """
         self.started_at, self.given_up = time.monotonic(), False
         with os.fdopen(open_log(self.spec.log), "ab") as log:
@@ -128,9 +135,11 @@ class Child:
             )
 
     def ended(self) -> bool:
-        """Whether it has ended; if so it is reaped, and what it left behind in its process group is killed.
+        """Whether it has ended; if so it is reaped, and what it left behind in its process group is
+        killed.
 
-        The group is killed while the ended process still holds its id, so that the id cannot be somebody else's.
+        The group is killed while the ended process still holds its id, so that the id cannot be
+        somebody else's.
         """
         if self.process is None or not self.running:
             return True
@@ -157,7 +166,8 @@ class Child:
 class Supervisor:
     """Keeps children alive between `async with` and its end, which stops them all.
 
-    `healthy(url)` says whether a child is ready; `say(line)` shows one line to the person who watches.
+    `healthy(url)` says whether a child is ready; `say(line)` shows one line to the person who
+    watches.
     """
 
     def __init__(
@@ -178,13 +188,18 @@ class Supervisor:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        why: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
     def start(self, spec: ChildSpec) -> Child:
         """Start a child and keep it alive from then on. Await its `ready`; it raises ChildFailed."""
-        child = Child(spec, asyncio.get_running_loop().create_future(), LogTail.of_what_comes(spec.log))
+        child = Child(
+            spec, asyncio.get_running_loop().create_future(), LogTail.of_what_comes(spec.log)
+        )
         child.spawn()
         self._children.append(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))
@@ -218,17 +233,25 @@ class Supervisor:
                     return
                 lived_s = time.monotonic() - child.started_at
                 delay_s = child.backoff.delay_s(lived_s)
-                self._say(f"{child.spec.name} {child.fate} after {lived_s:.1f} s; starting it again in {delay_s:g} s")
+                self._say(
+                    f"{child.spec.name} {child.fate} after {lived_s:.1f} s; starting it again in "
+                    f"{delay_s:g} s"
+                )
                 await asyncio.sleep(delay_s)
                 child.spawn()
             except OSError as why:  # no more processes or files, a full disk: that passes
                 delay_s = child.backoff.delay_s(0.0)
                 with contextlib.suppress(OSError):
-                    self._say(f"{child.spec.name} cannot be kept running ({why}); trying again in {delay_s:g} s")
+                    self._say(
+                        f"{child.spec.name} cannot be kept running ({why}); trying again in "
+                        f"{delay_s:g} s"
+                    )
                 await asyncio.sleep(delay_s)
 
     async def _live(self, child: Child) -> None:
-        """Watch one life of a child until it ends: show its warnings, tell when it is ready, kill it if it never is."""
+        """Watch one life of a child until it ends: show its warnings, tell when it is ready, kill
+        it if it never is.
+        """
         probe = asyncio.create_task(self._until_healthy(child))
         try:
             while not child.ended():
@@ -245,7 +268,9 @@ class Supervisor:
                 while not await self._healthy(child.spec.health_url):
                     await asyncio.sleep(_TICK_S)
         except TimeoutError:
-            self._say(f"{child.spec.name} is not healthy after {self._start_deadline_s:g} s; killing it")
+            self._say(
+                f"{child.spec.name} is not healthy after {self._start_deadline_s:g} s; killing it"
+            )
             child.given_up = True
             child.kill()
             return
@@ -260,11 +285,16 @@ class Supervisor:
         for line in notable[:_SHOWN_LINES]:
             self._say(f"[{child.spec.name}] {line}")
         if len(notable) > _SHOWN_LINES:
-            self._say(f"[{child.spec.name}] {len(notable) - _SHOWN_LINES} more warnings in {child.spec.log}")
+            self._say(
+                f"[{child.spec.name}] {len(notable) - _SHOWN_LINES} more warnings in "
+                f"{child.spec.log}"
+            )
 
 
 def cause_of(child: Child) -> str:
     """One sentence on how a child ended, with the end of its log below."""
     lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
     log = "\n".join(f"    {line}" for line in lines)
-    return f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"
+    return (
+        f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"
+    )

@@ -1,5 +1,5 @@
-"""`kvrelay top`: the console's picture in a terminal, from the same JSON. Owns what is printed; it looks, and
-changes nothing. Where nobody sees it live (a pipe) it prints one picture.
+"""`kvrelay top`: the console's picture in a terminal, from the same JSON. Owns what is printed; it
+looks, and changes nothing. Where nobody sees it live (a pipe) it prints one picture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class TopFailed(KvrelayError):
 
 
 def run(router: str, admin_key: str, interval_s: float, console: Console) -> int:
-    """The command, until Ctrl-C; once if the output is no terminal. Raises ConfigError, TopFailed at its first look."""
+    """The command, until Ctrl-C; once if the output is no terminal. Raises ConfigError, TopFailed
+    at its first look.
+    """
     if not is_base_url(router):
         raise ConfigError(f"address {router!r} must be http:// or https://, a host and a port")
     if not 0.1 <= interval_s <= 3600:
@@ -70,7 +72,9 @@ async def _top(router: str, admin_key: str, interval_s: float, console: Console)
 async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
-        async with session.get(f"{router}/console/state", headers=headers, allow_redirects=False) as answer:
+        async with session.get(
+            f"{router}/console/state", headers=headers, allow_redirects=False
+        ) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise TopFailed(f"{router} cannot be reached: {why or type(why).__name__}") from why
@@ -79,7 +83,9 @@ async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> 
             return _PICTURE.decode(said)
         raise TopFailed(f"{router}: {msgspec.json.decode(said, type=Refusal).error.message}")
     except msgspec.DecodeError as why:
-        raise TopFailed(f"{router} answers {answer.status} and no picture; is it a kvrelay router?") from why
+        raise TopFailed(
+            f"{router} answers {answer.status} and no picture; is it a kvrelay router?"
+        ) from why
 
 
 def drawn(picture: Picture, lost: str = "") -> RenderableType:
@@ -97,7 +103,10 @@ def drawn(picture: Picture, lost: str = "") -> RenderableType:
     for of_model in picture.roles:
         parts += [Text(), Text(f"roles of {of_model.model}: {of_model.why}")]
         parts += [
-            Text(f"  {picture.now - each.at:.0f} s ago, {_short(each.node)} to {each.role}: {each.outcome}")
+            Text(
+                f"  {picture.now - each.at:.0f} s ago, {_short(each.node)} to {each.role}: "
+                f"{each.outcome}"
+            )
             for each in of_model.changes[:_MOST_CHANGES]
         ]
     parts += [Text(), _requests(picture.requests[:_MOST_REQUESTS])]
@@ -107,7 +116,10 @@ def drawn(picture: Picture, lost: str = "") -> RenderableType:
 def _head(picture: Picture) -> RenderableType:
     style = {"ok": "bold green", "degraded": "bold yellow"}.get(picture.health, "bold red")
     first = Text.assemble("kvrelay ", (picture.health.value, style))
-    first.append(f"  {picture.running} running, {picture.waiting} waiting, {picture.waiting_for_room} for KV room")
+    first.append(
+        f"  {picture.running} running, {picture.waiting} waiting, {picture.waiting_for_room} for "
+        f"KV room"
+    )
     if picture.wanted > 1:
         silent = picture.wanted - len(picture.workers)
         of_all = f"  {len(picture.workers)} of {picture.wanted} router processes"
@@ -115,10 +127,17 @@ def _head(picture: Picture) -> RenderableType:
     lines = [
         first,
         Text(f"{picture.requests_per_s:8.1f} requests/s  {_sparks(picture.series.ended[:-1])}"),
-        Text(f"{picture.output_tokens_per_s:8.1f} tokens/s    {_sparks(picture.series.output_tokens[:-1])}"),
+        Text(
+            f"{picture.output_tokens_per_s:8.1f} tokens/s    "
+            f"{_sparks(picture.series.output_tokens[:-1])}"
+        ),
     ]
     table = _Fitting(("", ">p50", ">p90", ">p99"))
-    for name, figures in (("first token", picture.ttft), ("between", picture.inter_token), ("total", picture.total)):
+    for name, figures in (
+        ("first token", picture.ttft),
+        ("between", picture.inter_token),
+        ("total", picture.total),
+    ):
         table.add(name, *map(_time, _percentiles(figures)))
     return Group(*lines, table)
 
@@ -128,10 +147,25 @@ def _percentiles(figures: Percentiles) -> tuple[float | None, float | None, floa
 
 
 def _nodes(picture: Picture) -> RenderableType:
-    broken = any(each.state != "closed" for node in picture.nodes for each in node.breakers.values())
+    broken = any(
+        each.state != "closed" for node in picture.nodes for each in node.breakers.values()
+    )
     table = _Fitting(
-        ("node", "role", "state", ">run", ">wait", ">streams", ">depth", "KV in use", ">held", "breakers"),
-        ("held", "depth", "streams", "KV in use") if broken else ("held", "breakers", "depth", "streams", "KV in use"),
+        (
+            "node",
+            "role",
+            "state",
+            ">run",
+            ">wait",
+            ">streams",
+            ">depth",
+            "KV in use",
+            ">held",
+            "breakers",
+        ),
+        ("held", "depth", "streams", "KV in use")
+        if broken
+        else ("held", "breakers", "depth", "streams", "KV in use"),
     )
     for node in sorted(picture.nodes, key=lambda node: (node.role != "prefill", node.url)):
         table.add(
@@ -151,10 +185,16 @@ def _nodes(picture: Picture) -> RenderableType:
 
 def _state(node: NodeSeen, workers: int) -> Text:
     if node.up:
-        return Text("up" if node.up_in == workers else f"up in {node.up_in} of {workers}", style="green")
+        return Text(
+            "up" if node.up_in == workers else f"up in {node.up_in} of {workers}", style="green"
+        )
     if node.flips_to:
         return Text(f"flips to {node.flips_to}", style="yellow")
-    return Text("draining", style="yellow") if node.draining else Text(node.reason, style="red", overflow="ellipsis")
+    return (
+        Text("draining", style="yellow")
+        if node.draining
+        else Text(node.reason, style="red", overflow="ellipsis")
+    )
 
 
 def _kv(node: NodeSeen) -> Text:
@@ -163,7 +203,9 @@ def _kv(node: NodeSeen) -> Text:
     share = 1 - node.free_blocks / node.total_blocks
     full = round(share * _BAR_CELLS)
     style = "yellow" if share >= 0.95 else "blue"
-    return Text.assemble(("█" * full, style), ("░" * (_BAR_CELLS - full), "dim"), f" {share * 100:3.0f} %")
+    return Text.assemble(
+        ("█" * full, style), ("░" * (_BAR_CELLS - full), "dim"), f" {share * 100:3.0f} %"
+    )
 
 
 def _breakers(node: NodeSeen) -> Text:
@@ -189,14 +231,18 @@ def _edges(picture: Picture) -> RenderableType:
 def _requests(requests: Iterable[Ended]) -> RenderableType:
     times = (">first token", ">between", ">queue", ">prefill", ">hand-over", ">decode", ">total")
     table = _Fitting(
-        ("request", ">status", ">in", ">out", *times), ("queue", "decode", "hand-over", "prefill", "in", "between")
+        ("request", ">status", ">in", ">out", *times),
+        ("queue", "decode", "hand-over", "prefill", "in", "between"),
     )
     for each in requests:
         stages = each.stages_s
         after = [stages[name] for name in ("announce", "exposed", "decode_queue") if name in stages]
         table.add(
             each.id[:24],
-            Text("left" if each.status == 499 else str(each.status), style="red" if each.status >= 500 else ""),
+            Text(
+                "left" if each.status == 499 else str(each.status),
+                style="red" if each.status >= 500 else "",
+            ),
             "-" if each.prompt_tokens is None else str(each.prompt_tokens),
             str(each.output_tokens),
             _time(each.ttft_s),
@@ -212,7 +258,8 @@ def _requests(requests: Iterable[Ended]) -> RenderableType:
 
 @dataclass(slots=True)
 class _Fitting:
-    """A table without lines. Where it does not fit it leaves out columns of `spare`, one after the other.
+    """A table without lines. Where it does not fit it leaves out columns of `spare`, one after the
+    other.
 
     A name with > before it is of figures.
     """
@@ -228,7 +275,10 @@ class _Fitting:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for count in range(len(self.spare) + 1):
             table = self._without(self.spare[:count])
-            if Measurement.get(console, options.update(width=_PIPE_CELLS), table).maximum <= options.max_width:
+            if (
+                Measurement.get(console, options.update(width=_PIPE_CELLS), table).maximum
+                <= options.max_width
+            ):
                 break
         yield table
 
@@ -237,15 +287,21 @@ class _Fitting:
         kept = [at for at, name in enumerate(self.names) if name.lstrip(">") not in left_out]
         for name in (self.names[at] for at in kept):
             is_figure = name.startswith(">")
-            table.add_column(name.lstrip(">"), justify="right" if is_figure else "left", no_wrap=True)
+            table.add_column(
+                name.lstrip(">"), justify="right" if is_figure else "left", no_wrap=True
+            )
         for row in self._rows:
-            table.add_row(*(Text(cell) if isinstance(cell := row[at], str) else cell for at in kept))
+            table.add_row(
+                *(Text(cell) if isinstance(cell := row[at], str) else cell for at in kept)
+            )
         return table
 
 
 def _sparks(values: list[int]) -> str:
     most = max(*values, 1)
-    return "".join(_SPARKS[math.ceil(value * (len(_SPARKS) - 1) / most)] for value in values[-_SPARK_CELLS:])
+    return "".join(
+        _SPARKS[math.ceil(value * (len(_SPARKS) - 1) / most)] for value in values[-_SPARK_CELLS:]
+    )
 
 
 def _time(seconds: float | None) -> str:

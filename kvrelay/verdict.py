@@ -1,4 +1,6 @@
-"""What `kvrelay doctor` makes of what it has measured: failures and warnings, in words. Pure: no sockets, no clock."""
+"""What `kvrelay doctor` makes of what it has measured: failures and warnings, in words. Pure: no
+sockets, no clock.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class NodeSeen(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Probes of one size, the fastest of them. `read_s` of its `seconds` the data plane was reading."""
+    """Probes of one size, the fastest of them. `read_s` of its `seconds` the data plane was
+    reading.
+    """
 
     blocks: int
     num_bytes: int
@@ -87,7 +91,9 @@ class Report(msgspec.Struct, frozen=True):
     warnings: list[str]
 
 
-def judge(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen], others: Sequence[str] = ()) -> Report:
+def judge(
+    nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen], others: Sequence[str] = ()
+) -> Report:
     """The report on these measurements; `others` says which nodes nobody could measure."""
     failures = [*_failures(nodes, pairs)]
     warnings = [*others, *_slow_ways(pairs), *_recomputing(nodes), *_sampling_apart(nodes)]
@@ -110,7 +116,8 @@ def _failures(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen]) -> Iterator[
         wrong = [str(sample.blocks) for sample in pair.samples if not sample.verified]
         if wrong:
             yield (
-                f"{pair.way}, and the bytes that arrived are not those that were sent (probes of {', '.join(wrong)}"
+                f"{pair.way}, and the bytes that arrived are not those that were sent (probes of "
+                f"{', '.join(wrong)}"
                 " blocks): serve nothing this way, force another with --kv-connector, and report it"
             )
 
@@ -128,20 +135,31 @@ def _slow_ways(pairs: Sequence[PairSeen]) -> Iterator[str]:
                     yield f"{pair.way} and not by {kind}: {why}"
             if pair.judged is not None and pair.judged.gb_s < _SLOW_NETWORK_GB_S:
                 yield (
-                    f"{pair.way}, no more than 10 Gbit/s Ethernet gives: if there is RDMA between the two hosts, UCX "
-                    "does not use it (does the container see /dev/infiniband, and what does UCX_TLS say?)"
+                    f"{pair.way}, no more than 10 Gbit/s Ethernet gives: if there is RDMA between "
+                    f"the two hosts, UCX "
+                    "does not use it (does the container see /dev/infiniband, and what does "
+                    "UCX_TLS say?)"
                 )
-        alike = [p.judged.gb_s for p in pairs if p.judged and (p.plane, p.same_host) == (pair.plane, pair.same_host)]
+        alike = [
+            p.judged.gb_s
+            for p in pairs
+            if p.judged and (p.plane, p.same_host) == (pair.plane, pair.same_host)
+        ]
         if pair.judged is not None and pair.judged.gb_s < _SLOW_SHARE * max(alike):
-            yield f"{pair.way}, and another pair does {_rate(max(alike))} the same way: compare their hosts and links"
+            yield (
+                f"{pair.way}, and another pair does {_rate(max(alike))} the same way: compare "
+                f"their hosts and links"
+            )
 
 
 def _recomputing(nodes: Sequence[NodeSeen]) -> Iterator[str]:
     for node in nodes:
         if node.recomputed_prompts:
             yield (
-                f"{node.name} has computed {node.recomputed_prompts} prompts itself since its start, because their KV "
-                "could not be fetched: its log says why for each, kvrelay_fetches_failed_total counts the causes"
+                f"{node.name} has computed {node.recomputed_prompts} prompts itself since its "
+                f"start, because their KV "
+                "could not be fetched: its log says why for each, kvrelay_fetches_failed_total "
+                "counts the causes"
             )
 
 
@@ -151,6 +169,7 @@ def _sampling_apart(nodes: Sequence[NodeSeen]) -> Iterator[str]:
         other = first.setdefault(node.model, node) if node.down is None else node
         if node.sampling_defaults != other.sampling_defaults:
             yield (
-                f"{other.name} and {node.name} have different sampling defaults: an answer depends on which of them "
+                f"{other.name} and {node.name} have different sampling defaults: an answer "
+                f"depends on which of them "
                 "begins it; give both the same --generation-config and --override-generation-config"
             )

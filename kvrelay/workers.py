@@ -1,7 +1,8 @@
-"""`kvrelay router --workers N`: the processes of a router that has several, from the first to the last.
+"""`kvrelay router --workers N`: the processes of a router that has several, from the first to the
+last.
 
-Owns them: started, started again with back-off when they end, drained and ended. What they have in common is
-router/workers/parent.py's. Run as a module it is one of the workers.
+Owns them: started, started again with back-off when they end, drained and ended. What they have in
+common is router/workers/parent.py's. Run as a module it is one of the workers.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process. SIGHUP reloads, if there is `reread`.
+    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process. SIGHUP reloads, if there is
+    `reread`.
 
     Raises ConfigError, RequestError, ChildFailed.
     """
     server_context(config)  # else each worker would say what is wrong
     trusted(config)
-    with shared_port(config.host, config.port) as held, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        shared_port(config.host, config.port) as held,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(_run(config, held.getsockname()[1], reread))
 
 
@@ -61,13 +66,20 @@ async def _run(config: RouterConfig, port: int, reread: Reread | None = None) ->
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     folder = ProcessFolder()
     try:
-        return await _serve(Parent(config, port, folder.path, reread), config, port, folder.path, stop, reread)
+        return await _serve(
+            Parent(config, port, folder.path, reread), config, port, folder.path, stop, reread
+        )
     finally:
         folder.close()
 
 
 async def _serve(
-    parent: Parent, config: RouterConfig, port: int, folder: Path, stop: asyncio.Event, reread: Reread | None
+    parent: Parent,
+    config: RouterConfig,
+    port: int,
+    folder: Path,
+    stop: asyncio.Event,
+    reread: Reread | None,
 ) -> int:
     if reread is not None:
         reload_on_hangup(parent.router.reload)
@@ -96,7 +108,13 @@ async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
     while parent.listening() < config.workers:
         await asyncio.sleep(_LOOK_S)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    _log.info("%d workers serve http%s://%s:%d", config.workers, "s" if config.ssl_certfile else "", host, port)
+    _log.info(
+        "%d workers serve http%s://%s:%d",
+        config.workers,
+        "s" if config.ssl_certfile else "",
+        host,
+        port,
+    )
 
 
 class _Worker:
@@ -117,7 +135,10 @@ class _Worker:
             code = await process.wait()
             lived_s = time.monotonic() - began
             if not ready:
-                raise ChildFailed(f"worker {self._index} ended ({fate_of(code)}) before it served; its log says why")
+                raise ChildFailed(
+                    f"worker {self._index} ended ({fate_of(code)}) before it served; its log says "
+                    f"why"
+                )
             delay_s = self._backoff.delay_s(lived_s)
             fate = (self._index, fate_of(code), lived_s, delay_s)
             _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
@@ -134,14 +155,19 @@ class _Worker:
             try:
                 await asyncio.wait_for(process.wait(), self._stop_s)
             except TimeoutError:
-                _log.error("worker %d is killed: it has not ended %g s after SIGTERM", self._index, self._stop_s)
+                _log.error(
+                    "worker %d is killed: it has not ended %g s after SIGTERM",
+                    self._index,
+                    self._stop_s,
+                )
                 process.kill()
                 await process.wait()
 
     async def _start(self) -> Process:
         ours, its = socket.socketpair()
         with its:
-            # Also on the main thread: Linux sends the parent's death to the children of a *thread* that ends.
+            # Also on the main thread: Linux sends the parent's death to the children of a *thread*
+            # that ends.
             self._process = process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-u", "-m", "kvrelay.workers"),
                 *(str(its.fileno()), str(self._index), str(self._folder), RELEASE),
@@ -149,7 +175,9 @@ class _Worker:
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
             )
-        self._hearing = asyncio.create_task(self._parent.hear(self._index, ours, partial(_kill, process)))
+        self._hearing = asyncio.create_task(
+            self._parent.hear(self._index, ours, partial(_kill, process))
+        )
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
@@ -159,7 +187,11 @@ class _Worker:
                 await asyncio.wait_for(process.wait(), _LOOK_S)
                 return self._parent.serves_at(self._index)
             if time.monotonic() - began > _START_DEADLINE_S:
-                _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)
+                _log.error(
+                    "worker %d is killed: it does not serve after %g s",
+                    self._index,
+                    _START_DEADLINE_S,
+                )
                 _kill(process)
         return True
 
@@ -170,17 +202,31 @@ def _kill(process: Process) -> None:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`, the release being the parent's."""
+    """A worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`, the release being the
+    parent's.
+    """
     die_with_parent()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
     log_to_stderr("router", worker=index)
-    if sys.argv[4] != RELEASE:  # the package was replaced under a running router, and a worker has ended since
-        _log.error("this worker is of kvrelay %s and its parent of %s; restart the router", RELEASE, sys.argv[4])
+    if (
+        sys.argv[4] != RELEASE
+    ):  # the package was replaced under a running router, and a worker has ended since
+        _log.error(
+            "this worker is of kvrelay %s and its parent of %s; restart the router",
+            RELEASE,
+            sys.argv[4],
+        )
         sys.exit(2)
     settle()
-    # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised
+    # here.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(serve_worker(socket.socket(fileno=descriptor), index, Path(sys.argv[3])))
 
 

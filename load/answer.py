@@ -1,7 +1,9 @@
-"""One streamed answer of an OpenAI server, as it comes: when its tokens were there, how many, and what is wrong.
+"""One streamed answer of an OpenAI server, as it comes: when its tokens were there, how many, and
+what is wrong.
 
-Pure: bytes come with the time at which they were read. An event is one line `data: ...`, as OpenAI's are. Tokens are
-counted by the server's usage; an event without one counts as a token if it has text, or says nothing but could have.
+Pure: bytes come with the time at which they were read. An event is one line `data: ...`, as
+OpenAI's are. Tokens are counted by the server's usage; an event without one counts as a token if it
+has text, or says nothing but could have.
 """
 
 from __future__ import annotations
@@ -146,14 +148,18 @@ class Answer:
         self.counts.append(count)
 
     def end(self, asked: int, *, exact: bool) -> None:
-        """The body is over; `exact`: the server was told to make as many tokens as it was asked for."""
+        """The body is over; `exact`: the server was told to make as many tokens as it was asked
+        for.
+        """
         if not self.status:
             self.fail(Failure.EARLY_END, "the connection was closed within the head of the answer")
         elif self.status != 200:
             self.fail(Failure.STATUS, f"{self.status}: {self._refused.decode(errors='replace')}")
         elif not (self._done and self._finished):
             what = "[DONE]" if self._finished else "a finish reason"
-            self.fail(Failure.EARLY_END, f"the stream ended without {what} after {self.tokens} tokens")
+            self.fail(
+                Failure.EARLY_END, f"the stream ended without {what} after {self.tokens} tokens"
+            )
         elif self.first is None or self.tokens < 1:
             self.fail(Failure.EMPTY, "an answer without a token")
         elif exact and self.usage and self.tokens < asked:

@@ -1,4 +1,5 @@
-"""When requests come: the seconds at which an open loop sends, whatever became of the ones before. Pure.
+"""When requests come: the seconds at which an open loop sends, whatever became of the ones before.
+Pure.
 
 A closed loop has no arrivals: its clients ask again when they are answered.
 """
@@ -17,8 +18,8 @@ ARRIVALS = ("poisson", "bursty", "constant", "trace")
 def arrivals(kind: str, rate: float, variation: float, rng: random.Random) -> Iterator[float]:
     """Seconds from the begin, without an end, `rate` of them a second on average.
 
-    The gaps of `bursty` are of a gamma distribution whose standard deviation is `variation` times its mean: 1 is
-    Poisson, more comes in bursts.
+    The gaps of `bursty` are of a gamma distribution whose standard deviation is `variation` times
+    its mean: 1 is Poisson, more comes in bursts.
     """
     squared, now = variation**2, 0.0
     while True:

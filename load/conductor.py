@@ -1,4 +1,5 @@
-"""The processes of the client, started, told when to begin, listened to, and ended: one load on one server.
+"""The processes of the client, started, told when to begin, listened to, and ended: one load on one
+server.
 
 Owns no figure: it brings the records of all processes together.
 """
@@ -23,14 +24,18 @@ from wire.errors import DeadlineExceeded, KvrelayError
 __all__ = ["Outcome", "conduct", "cores", "processes_for"]
 
 _START_S, _READY_S, _SPARE_S = 0.3, 120.0, 60.0
-"""From the last process's being ready to the begin; how long that may take; beyond the last deadline of a request."""
+"""From the last process's being ready to the begin; how long that may take; beyond the last
+deadline of a request.
+"""
 _MOST_PROCESSES = 16
 _LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one load: all requests, by the time at which they were due, and what its client can say of itself."""
+    """Of one load: all requests, by the time at which they were due, and what its client can say of
+    itself.
+    """
 
     records: list[Record]
     cpu_shares: list[float]
@@ -88,12 +93,18 @@ async def conduct(
 
         last_s = load.sending_s + asking.deadline_s + _SPARE_S  # nothing is sent after sending_s
         async with asyncio.timeout(last_s if last_s != float("inf") else None):
-            ends = await asyncio.gather(*(_until_told(child, at, heard) for at, child in enumerate(children)))
+            ends = await asyncio.gather(
+                *(_until_told(child, at, heard) for at, child in enumerate(children))
+            )
     except TimeoutError as why:
-        raise DeadlineExceeded("a process of the client did not end in time; its machine may be too busy") from why
+        raise DeadlineExceeded(
+            "a process of the client did not end in time; its machine may be too busy"
+        ) from why
     finally:
         await asyncio.gather(*map(_end, children))
-    records = sorted((record for end in ends for record in end.records), key=lambda record: record.due_s)
+    records = sorted(
+        (record for end in ends for record in end.records), key=lambda record: record.due_s
+    )
     lags = max((end.lags_s for end in ends), key=lambda each: percentile(each or [0.0], 0.99))
     return Outcome(records, [end.cpu_share for end in ends], lags)
 
@@ -101,7 +112,9 @@ async def conduct(
 def _environ() -> dict[str, str]:
     """Ours, in which a child finds this very package, whatever is where it starts."""
     root = str(Path(__file__).resolve().parents[1])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    }
 
 
 def _say(child: asyncio.subprocess.Process, said: object) -> None:
@@ -113,12 +126,18 @@ async def _hear(child: asyncio.subprocess.Process) -> Progress | Told:
     assert child.stdout is not None
     try:
         head = await child.stdout.readexactly(4)
-        return msgspec.msgpack.decode(await child.stdout.readexactly(size_of(head)), type=Progress | Told)
+        return msgspec.msgpack.decode(
+            await child.stdout.readexactly(size_of(head)), type=Progress | Told
+        )
     except asyncio.IncompleteReadError as why:
-        raise KvrelayError("a process of the client has ended before its time; its last words are above") from why
+        raise KvrelayError(
+            "a process of the client has ended before its time; its last words are above"
+        ) from why
 
 
-async def _until_told(child: asyncio.subprocess.Process, index: int, heard: Callable[[int, Progress], None]) -> Told:
+async def _until_told(
+    child: asyncio.subprocess.Process, index: int, heard: Callable[[int, Progress], None]
+) -> Told:
     while True:
         said = await _hear(child)
         if isinstance(said, Told):

@@ -24,44 +24,59 @@ class BenchConfig:
     """What is asked of a server, how fast, and what its answers are held to."""
 
     url: str = "http://127.0.0.1:8000"
-    """The server: http:// or https://, a host and a port; several with commas between them are asked in turn."""
+    """The server: http:// or https://, a host and a port; several with commas between them are
+    asked in turn.
+    """
     api_key: str = field(default="", repr=False)
     """The key that it wants."""
     model: str = ""
     """The model to ask; empty takes the first one that the server names."""
     endpoint: str = "completions"
-    """completions sends token ids, whose number is exact; chat sends messages, and is what turns need."""
+    """completions sends token ids, whose number is exact; chat sends messages, and is what turns
+    need.
+    """
     lengths: str = "chat"
-    """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256), long-context (65536:256),
-    reasoning (512:4096), or IN:OUT."""
+    """Tokens of prompts and answers: chat (512:256), code (2048:64), summarise (8192:256),
+    long-context (65536:256), reasoning (512:4096), or IN:OUT.
+    """
     spread: float = 0.0
     """Lengths are log-normal with this standard deviation, in means; 0: all are alike."""
     sharegpt: str = ""
     """A file in ShareGPT's format, instead of lengths."""
     trace: str = ""
-    """A file in the format of Mooncake's traces, instead of lengths; also .gz. Equal hashes become equal beginnings."""
+    """A file in the format of Mooncake's traces, instead of lengths; also .gz. Equal hashes become
+    equal beginnings.
+    """
     turns: int = 1
     """Turns of each session; each prompt holds all that was said, with the server's own answers."""
     think_s: float = 1.0
     """Seconds from an answer to the next turn, on average."""
     rate: str = ""
-    """Requests a second, whatever is answered (open loop); several with commas between them are run one by one. With
-    --find-rate: where the search begins."""
+    """Requests a second, whatever is answered (open loop); several with commas between them are run
+    one by one. With --find-rate: where the search begins.
+    """
     arrivals: str = "poisson"
-    """How they come: poisson, bursty, constant, or trace: at its times, stretched to a --rate if given."""
+    """How they come: poisson, bursty, constant, or trace: at its times, stretched to a --rate if
+    given.
+    """
     variation: float = 2.0
     """Of bursty arrivals: the standard deviation of their gaps, in means; 1 is poisson."""
     concurrency: int = 0
-    """Clients that ask again when they are answered (closed loop), instead of a rate; 1 with --requests alone."""
+    """Clients that ask again when they are answered (closed loop), instead of a rate; 1 with
+    --requests alone.
+    """
     requests: int = 0
     """End after so many sessions behind the warm-up, instead of --duration-s."""
     duration_s: float = 60.0
     """Seconds that count, of each rate."""
     warm_up_s: float = -1.0
-    """Seconds before them that do not. Below 0: as long as an answer may take that meets its targets, with --turns all
-    answers of a session, and 5 at least; 0 with --requests."""
+    """Seconds before them that do not. Below 0: as long as an answer may take that meets its
+    targets, with --turns all answers of a session, and 5 at least; 0 with --requests.
+    """
     find_rate: bool = False
-    """Find the highest rate at which --attainment of the requests meet their targets, by several runs."""
+    """Find the highest rate at which --attainment of the requests meet their targets, by several
+    runs.
+    """
     attainment: float = 0.9
     """The share of requests that has to meet its targets."""
     precision: float = 0.05
@@ -69,11 +84,15 @@ class BenchConfig:
     ttft_ms: float = 0.0
     """Target for the first token; 0 takes that of the lengths (chat 200, code 125), or 1000."""
     tpot_ms: float = 0.0
-    """Target for the mean time per token after it; 0 takes that of the lengths (chat 15, code 20), or 50."""
+    """Target for the mean time per token after it; 0 takes that of the lengths (chat 15, code 20),
+    or 50.
+    """
     gap_ms: float = 0.0
     """Target for the longest time between two tokens; 0: none."""
     tell_targets: bool = False
-    """Send the first two targets with each request, as x-slo-ttft-ms and x-slo-tpot-ms: kvrelay's router knows them."""
+    """Send the first two targets with each request, as x-slo-ttft-ms and x-slo-tpot-ms: kvrelay's
+    router knows them.
+    """
     gpus: int = 1
     """GPUs behind the address, all of them: goodput is divided by it."""
     hardware: str = ""
@@ -89,20 +108,32 @@ class BenchConfig:
     ignore_eos: bool = True
     """Have the server make as many tokens as it is asked for. Not every server knows this field."""
     usage_per_chunk: bool = False
-    """Ask for the number of tokens in each chunk (continuous_usage_stats), for servers that send several at once."""
+    """Ask for the number of tokens in each chunk (continuous_usage_stats), for servers that send
+    several at once.
+    """
     vocab_size: int = 32_000
     """Token ids of prompts are below this."""
     seed: int = 0
-    """Another seed makes other prompts and arrivals; 0: kvrelay bench takes one by the clock, so that no server has its
-    prompts cached. The result has it."""
+    """Another seed makes other prompts and arrivals; 0: kvrelay bench takes one by the clock, so
+    that no server has its prompts cached. The result has it.
+    """
 
     def __post_init__(self) -> None:
         _ = self.base_urls
-        require(self.endpoint in _ENDPOINTS, f"endpoint {self.endpoint!r} is not one of {', '.join(_ENDPOINTS)}")
-        require(self.arrivals in ARRIVALS, f"arrivals {self.arrivals!r} is not one of {', '.join(ARRIVALS)}")
+        require(
+            self.endpoint in _ENDPOINTS,
+            f"endpoint {self.endpoint!r} is not one of {', '.join(_ENDPOINTS)}",
+        )
+        require(
+            self.arrivals in ARRIVALS,
+            f"arrivals {self.arrivals!r} is not one of {', '.join(ARRIVALS)}",
+        )
         positive = ("turns", "duration_s", "variation", "gpus", "deadline_s", "precision")
         for name in positive:
-            require(_finite(getattr(self, name)) > 0, f"{name} must be positive, got {getattr(self, name):g}")
+            require(
+                _finite(getattr(self, name)) > 0,
+                f"{name} must be positive, got {getattr(self, name):g}",
+            )
         for name in (
             "spread",
             "think_s",
@@ -113,28 +144,58 @@ class BenchConfig:
             "gap_ms",
             "processes",
         ):
-            require(_finite(getattr(self, name)) >= 0, f"{name} must not be negative, got {getattr(self, name):g}")
-        require(math.isfinite(self.warm_up_s), f"warm_up_s must be a number of seconds, got {self.warm_up_s:g}")
-        require(0 < self.attainment <= 1, f"attainment is a share above 0 and up to 1, got {self.attainment:g}")
-        require(self.vocab_size > FIRST_TOKEN, f"vocab_size must be above {FIRST_TOKEN}, got {self.vocab_size}")
+            require(
+                _finite(getattr(self, name)) >= 0,
+                f"{name} must not be negative, got {getattr(self, name):g}",
+            )
+        require(
+            math.isfinite(self.warm_up_s),
+            f"warm_up_s must be a number of seconds, got {self.warm_up_s:g}",
+        )
+        require(
+            0 < self.attainment <= 1,
+            f"attainment is a share above 0 and up to 1, got {self.attainment:g}",
+        )
+        require(
+            self.vocab_size > FIRST_TOKEN,
+            f"vocab_size must be above {FIRST_TOKEN}, got {self.vocab_size}",
+        )
         _ = self.fixed, self.rates
         self._check_together()
 
     def _check_together(self) -> None:
-        require(not (self.trace and self.sharegpt), "trace and sharegpt are both given; a run is of one of them")
-        require(not (self.concurrency and self.rate), "rate and concurrency contradict each other: open or closed loop")
-        require(not (self.concurrency and self.find_rate), "find_rate searches a rate; leave concurrency out")
         require(
-            not (self.requests and self.find_rate), "each probe of find_rate takes --duration-s; leave requests out"
+            not (self.trace and self.sharegpt),
+            "trace and sharegpt are both given; a run is of one of them",
         )
-        require(len(self.rates) < 2 or not self.find_rate, "find_rate begins at one rate; leave the others out")
+        require(
+            not (self.concurrency and self.rate),
+            "rate and concurrency contradict each other: open or closed loop",
+        )
+        require(
+            not (self.concurrency and self.find_rate),
+            "find_rate searches a rate; leave concurrency out",
+        )
+        require(
+            not (self.requests and self.find_rate),
+            "each probe of find_rate takes --duration-s; leave requests out",
+        )
+        require(
+            len(self.rates) < 2 or not self.find_rate,
+            "find_rate begins at one rate; leave the others out",
+        )
         require(self.arrivals != "trace" or bool(self.trace), "arrivals trace needs --trace FILE")
-        require(self.turns == 1 or not self.trace, "a trace says itself what is asked; leave turns out")
+        require(
+            self.turns == 1 or not self.trace, "a trace says itself what is asked; leave turns out"
+        )
         require(
             self.turns == 1 or self.endpoint == "chat",
             "turns need --endpoint chat: a turn holds the text of the answers",
         )
-        require(bool(self.clients) or self._open_loop, "how fast? give --rate, --concurrency or --find-rate")
+        require(
+            bool(self.clients) or self._open_loop,
+            "how fast? give --rate, --concurrency or --find-rate",
+        )
 
     @property
     def _open_loop(self) -> bool:
@@ -142,7 +203,9 @@ class BenchConfig:
 
     @property
     def clients(self) -> int:
-        """Clients of a closed loop: one if nothing is said but how many requests there are; 0: an open loop."""
+        """Clients of a closed loop: one if nothing is said but how many requests there are; 0: an
+        open loop.
+        """
         return self.concurrency or int(self.requests > 0 and not self._open_loop)
 
     @property
@@ -156,9 +219,13 @@ class BenchConfig:
         if self.lengths in LENGTHS:
             return LENGTHS[self.lengths]
         numbers = self.lengths.split(":")
-        if len(numbers) != 2 or not all(each.isascii() and each.isdigit() and int(each) for each in numbers):
+        if len(numbers) != 2 or not all(
+            each.isascii() and each.isdigit() and int(each) for each in numbers
+        ):
             known = ", ".join(LENGTHS)
-            raise ConfigError(f"lengths {self.lengths!r} is not one of {known}, and not IN:OUT in tokens")
+            raise ConfigError(
+                f"lengths {self.lengths!r} is not one of {known}, and not IN:OUT in tokens"
+            )
         return Lengths(int(numbers[0]), int(numbers[1]))
 
     @property
@@ -169,7 +236,10 @@ class BenchConfig:
         except ValueError:
             found = [math.nan]
         if not all(0 < each < math.inf for each in found):
-            raise ConfigError(f"rate must be a positive number, or several with commas between them, got {self.rate!r}")
+            raise ConfigError(
+                f"rate must be a positive number, or several with commas between them, got "
+                f"{self.rate!r}"
+            )
         return found
 
     @property
@@ -189,7 +259,9 @@ class BenchConfig:
     def work(self) -> Work:
         """What is asked."""
         of = self.fixed
-        return Work(of.prompt, of.output, self.spread, self.turns, self.think_s, self.trace, self.sharegpt)
+        return Work(
+            of.prompt, of.output, self.spread, self.turns, self.think_s, self.trace, self.sharegpt
+        )
 
     def arrival(self, rate: float) -> Arrival:
         """How requests come at that rate."""

@@ -1,7 +1,8 @@
-"""Connections of the client: HTTP/1.1, one request at a time on each, kept alive. Raw asyncio and httptools.
+"""Connections of the client: HTTP/1.1, one request at a time on each, kept alive. Raw asyncio and
+httptools.
 
-aiohttp's client takes more than twice as much of a core for each chunk (benchmarks/bench_client.py), and what it reads
-late would be measured as the server's.
+aiohttp's client takes more than twice as much of a core for each chunk
+(benchmarks/bench_client.py), and what it reads late would be measured as the server's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     async def ask(self, request: bytes, answer: Answer) -> bool:
-        """Wait for the whole answer. Whether its body was whole: else the connection has ended before it."""
+        """Wait for the whole answer. Whether its body was whole: else the connection has ended
+        before it.
+        """
         self._answer, self._whole, self.heard = answer, False, False
         self._parser = httptools.HttpResponseParser(self)
         self._over = asyncio.get_running_loop().create_future()
@@ -89,7 +92,10 @@ class Connections:
         path = f"{to.path.rstrip('/')}/v1/{'chat/completions' if chat else 'completions'}"
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"POST {path} HTTP/1.1\r\nhost: {to.netloc}\r\ncontent-type: application/json\r\n{key}{more}"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: {to.netloc}\r\ncontent-type: "
+            f"application/json\r\n{key}{more}"
+        )
         self._head = head.encode()
 
     async def ask(self, body: bytes, answer: Answer, asked: int, *, exact: bool) -> None:
@@ -103,12 +109,15 @@ class Connections:
                     whole = await connection.ask(request, answer)
                 finally:
                     self._give_back(connection)
-                # A server may close an idle connection just as it is used again: nothing was asked then. One that dies
-                # later dies with a request, which has failed.
+                # A server may close an idle connection just as it is used again: nothing was asked
+                # then. One that dies later dies with a request, which has failed.
                 if whole or connection.heard or fresh or time.monotonic() - began > _STALE_S:
                     break
         except OSError as why:
-            answer.fail(Failure.CLIENT if why.errno in _OURS else Failure.CONNECT, f"{type(why).__name__}: {why}")
+            answer.fail(
+                Failure.CLIENT if why.errno in _OURS else Failure.CONNECT,
+                f"{type(why).__name__}: {why}",
+            )
             return
         if not whole and not connection.heard:
             answer.fail(Failure.CONNECT, "the connection was closed without an answer")

@@ -1,4 +1,5 @@
-"""What a server says of itself before it is measured: its model, its version, and what it makes of words.
+"""What a server says of itself before it is measured: its model, its version, and what it makes of
+words.
 
 Owns no load; a handful of requests, each with a deadline.
 """
@@ -30,7 +31,9 @@ class Server:
 
 
 async def ask_server(url: str, api_key: str, model: str, *, chat: bool) -> Server:
-    """`chat`: texts will be sent, so their tokens are counted on two of them. Raises ServerUnusable."""
+    """`chat`: texts will be sent, so their tokens are counted on two of them. Raises
+    ServerUnusable.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=_DEADLINE) as session:
@@ -45,7 +48,9 @@ async def ask_server(url: str, api_key: str, model: str, *, chat: bool) -> Serve
     return Server(model, version, spelling)
 
 
-async def _json(session: aiohttp.ClientSession, method: str, url: str, said: dict[str, Any] | None = None) -> Any:
+async def _json(
+    session: aiohttp.ClientSession, method: str, url: str, said: dict[str, Any] | None = None
+) -> Any:
     async with session.request(method, url, json=said) as answer:
         if answer.status != 200:
             raise ServerUnusable(f"{url} answers {answer.status}: {(await answer.text())[:300]}")
@@ -70,5 +75,7 @@ async def _spelling(session: aiohttp.ClientSession, url: str, model: str) -> Spe
         counts.append(int(answer["usage"]["prompt_tokens"]))
     per_word = (counts[1] - counts[0]) / (_MANY - _FEW)
     if per_word <= 0:
-        raise ServerUnusable(f"{url} says that {_FEW} words are {counts[0]} tokens and {_MANY} words {counts[1]}")
+        raise ServerUnusable(
+            f"{url} says that {_FEW} words are {counts[0]} tokens and {_MANY} words {counts[1]}"
+        )
     return Spelling(1 / per_word, max(0, round(counts[0] - per_word * _FEW)))

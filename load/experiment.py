@@ -1,7 +1,7 @@
 """An experiment: one server, one or several rates, or the search of one; from settings to a result.
 
-Owns the windows of a run: a warm-up that does not count, the time that counts, and a while after it in which requests
-go on to come, so that the last ones that count are served under load, too.
+Owns the windows of a run: a warm-up that does not count, the time that counts, and a while after it
+in which requests go on to come, so that the last ones that count are served under load, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _FEWEST = 20
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How far a run is: what it is called, how long it takes if that is known, and what was sent and answered."""
+    """How far a run is: what it is called, how long it takes if that is known, and what was sent
+    and answered.
+    """
 
     name: str
     total_s: float | None
@@ -43,11 +45,18 @@ class Told:
 
 
 def usual_s(asked: Sequence[Session], slo: Slo) -> tuple[float, float]:
-    """How long an answer takes that just meets its targets, and all of a session: nine of ten take no longer."""
-    each = [[slo.ttft_ms / 1e3 + slo.tpot_ms / 1e3 * turn.output for turn in session.turns] for session in asked]
+    """How long an answer takes that just meets its targets, and all of a session: nine of ten take
+    no longer.
+    """
+    each = [
+        [slo.ttft_ms / 1e3 + slo.tpot_ms / 1e3 * turn.output for turn in session.turns]
+        for session in asked
+    ]
     thinking = [sum(turn.think_s for turn in session.turns) for session in asked]
     whole = [sum(answers) + think_s for answers, think_s in zip(each, thinking, strict=True)]
-    return percentile([answer_s for answers in each for answer_s in answers], _USUAL), percentile(whole, _USUAL)
+    return percentile([answer_s for answers in each for answer_s in answers], _USUAL), percentile(
+        whole, _USUAL
+    )
 
 
 class Experiment:
@@ -73,22 +82,33 @@ class Experiment:
         """Ask the server what it is. Raises ConfigError, ServerUnusable."""
         config = self._config
         # A file that is none is told now.
-        asked = list(itertools.islice(sessions(config.work, config.arrival(1.0), "0"), None if config.trace else _SOME))
+        asked = list(
+            itertools.islice(
+                sessions(config.work, config.arrival(1.0), "0"), None if config.trace else _SOME
+            )
+        )
         self._trace_requests = len(asked)
         self._answer_s, session_s = usual_s(asked, config.slo)
         default_s = 0.0 if config.requests else max(_LEAST_WARM_UP_S, session_s)
         self._warm_up_s = config.warm_up_s if config.warm_up_s >= 0 else default_s
         text = config.endpoint == "chat"
-        servers = [await ask_server(url, config.api_key, config.model, chat=text) for url in config.base_urls]
+        servers = [
+            await ask_server(url, config.api_key, config.model, chat=text)
+            for url in config.base_urls
+        ]
         models = {server.model for server in servers}
         if len(models) > 1:
-            raise ServerUnusable(f"these servers serve {', '.join(sorted(models))}; name one with --model")
+            raise ServerUnusable(
+                f"these servers serve {', '.join(sorted(models))}; name one with --model"
+            )
         self.server = servers[0]
 
     async def _search(self) -> None:
         config = self._config
         search = RateSearch(
-            config.rates[0] if config.rates else float(config.gpus), config.attainment, config.precision
+            config.rates[0] if config.rates else float(config.gpus),
+            config.attainment,
+            config.precision,
         )
         try:
             while (rate := search.next()) is not None:
@@ -107,7 +127,10 @@ class Experiment:
         """One probe of a search, which is told of it; or why nothing can be said of this rate."""
         config = self._config
         if (count := rate * config.duration_s) < _FEWEST:
-            return f"{count:.2g} requests come in {config.duration_s:g} s, too few; take a longer --duration-s"
+            return (
+                f"{count:.2g} requests come in {config.duration_s:g} s, too few; take a longer "
+                f"--duration-s"
+            )
         try:
             run = await self.probe(rate)
         except KvrelayError as why:
@@ -119,7 +142,10 @@ class Experiment:
         if client.bottleneck and attainment < config.attainment:
             return f"the client was too slow: {client.bottleneck}"
         if run.short and config.turns > 1:
-            return f"only {run.offered:.3g} came: sessions take longer than the warm-up; take a longer --warm-up-s"
+            return (
+                f"only {run.offered:.3g} came: sessions take longer than the warm-up; take a "
+                f"longer --warm-up-s"
+            )
         search.tell(attainment)
         return ""
 
@@ -133,7 +159,13 @@ class Experiment:
             config.vocab_size, config.ignore_eos, config.usage_per_chunk, config.deadline_s, list(config.base_urls[1:]),
             config.headers,
         )  # fmt: skip
-        name = f"{rate:.4g} requests/s" if rate else f"{config.clients} clients" if config.clients else "the trace"
+        name = (
+            f"{rate:.4g} requests/s"
+            if rate
+            else f"{config.clients} clients"
+            if config.clients
+            else "the trace"
+        )
         total_s = None if config.requests else load.sending_s
         count = config.requests * config.turns or None
 
@@ -149,8 +181,9 @@ class Experiment:
         return run
 
     def _load(self, rate: float) -> tuple[Load, Window, float]:
-        """And for how long requests go on to come behind the window. Each run has prompts of its own: no cache knows
-        them from the one before."""
+        """And for how long requests go on to come behind the window. Each run has prompts of its
+        own: no cache knows them from the one before.
+        """
         config = self._config
         seed = f"{config.seed} {len(self.runs)}"
         drawn, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
@@ -166,34 +199,47 @@ class Experiment:
         elif config.trace and (ends := self._ends(drawn, seed, window)) is not None:
             window, after_s = ends, 0.0
         sending_s = window.end_s + after_s
-        load = Load(config.work, drawn, seed, config.clients, 0, sending_s, window.end_s, config.deadline_s)
+        load = Load(
+            config.work, drawn, seed, config.clients, 0, sending_s, window.end_s, config.deadline_s
+        )
         if config.find_rate:
-            # Who is not answered by then has missed its targets; a search does not wait to see by how much.
+            # Who is not answered by then has missed its targets; a search does not wait to see by
+            # how much.
             first_s, token_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
             load = msgspec.structs.replace(load, drain_s=_SPARE_S, first_s=first_s, token_s=token_s)
         return load, window, after_s
 
     def _ends(self, drawn: Arrival, seed: str, window: Window) -> Window | None:
-        """The window of a trace that ends before its time. Raises KvrelayError if too few of its requests count."""
+        """The window of a trace that ends before its time. Raises KvrelayError if too few of its
+        requests count.
+        """
         dues = [session.at for session in sessions(self._config.work, drawn, seed)]
         if (last := max(dues)) >= window.end_s:
             return None
         counting = sum(due >= window.start_s for due in dues)
         if counting < _FEWEST:
             raise KvrelayError(
-                f"the {len(dues)} requests of the trace take {last:.3g} s, and {counting} come after the warm-up of "
-                f"{window.start_s:.3g} s; take a lower --rate, a longer trace or a shorter --warm-up-s"
+                f"the {len(dues)} requests of the trace take {last:.3g} s, and {counting} come "
+                f"after the warm-up of "
+                f"{window.start_s:.3g} s; take a lower --rate, a longer trace or a shorter "
+                f"--warm-up-s"
             )
         return _until(window, last)
 
     def _run(self, rate: float, outcome: Outcome, window: Window, after_s: float) -> Run:
         config, records = self._config, outcome.records
-        if config.requests or (config.clients and len(records) == self._trace_requests and config.trace):
-            window = _until(window, max(max(each.due_s, each.last_s if config.requests else 0.0) for each in records))
+        if config.requests or (
+            config.clients and len(records) == self._trace_requests and config.trace
+        ):
+            window = _until(
+                window,
+                max(max(each.due_s, each.last_s if config.requests else 0.0) for each in records),
+            )
         judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
         if not judged:
             raise KvrelayError(
-                f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or longer, or take a "
+                f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or "
+                f"longer, or take a "
                 "shorter --warm-up-s"
             )
         client = client_of(judged, outcome.cpu_shares, outcome.lags_s, open_loop=not config.clients)

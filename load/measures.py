@@ -1,8 +1,10 @@
-"""What a run shows: percentiles, rates, who met its targets, and whether the client was fast enough to say so. Pure.
+"""What a run shows: percentiles, rates, who met its targets, and whether the client was fast enough
+to say so. Pure.
 
-A request counts if it was due within the window. TTFT counts from the moment at which it was due (of a later turn: at
-which the client began to send), TPOT is the mean over all tokens after those of the first chunk, ITL the time between
-two chunks. A request that failed, or that was not answered when the run was over, has met nothing.
+A request counts if it was due within the window. TTFT counts from the moment at which it was due
+(of a later turn: at which the client began to send), TPOT is the mean over all tokens after those
+of the first chunk, ITL the time between two chunks. A request that failed, or that was not answered
+when the run was over, has met nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ __all__ = [
 ]
 
 LATE_MS, BUSY = 10.0, 0.85
-"""A client whose 99th percentile of being late is beyond this, or one of whose processes takes so much of its core."""
+"""A client whose 99th percentile of being late is beyond this, or one of whose processes takes so
+much of its core.
+"""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Targets of one request in milliseconds; `gap_ms`: no time between two tokens is longer, 0 for any."""
+    """Targets of one request in milliseconds; `gap_ms`: no time between two tokens is longer, 0 for
+    any.
+    """
 
     ttft_ms: float
     tpot_ms: float
@@ -142,8 +148,9 @@ def e2e_ms(record: Record) -> float:
 
 
 def _began_s(record: Record) -> float:
-    """What a client sends late has waited for it: else a stall would hide the queue that it makes. A later turn was
-    written when it was due."""
+    """What a client sends late has waited for it: else a stall would hide the queue that it makes.
+    A later turn was written when it was due.
+    """
     return record.sent_s if record.turn else record.due_s
 
 
@@ -161,7 +168,9 @@ def met(record: Record, slo: Slo) -> bool:
     return not slo.gap_ms or max(record.gaps_s, default=0.0) * 1e3 <= slo.gap_ms
 
 
-def measured(records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: Client) -> Measures:
+def measured(
+    records: Sequence[Record], window: Window, slo: Slo, gpus: int, client: Client
+) -> Measures:
     """The figures of a run."""
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
     good = [record for record in judged if not record.failure]
@@ -174,14 +183,18 @@ def measured(records: Sequence[Record], window: Window, slo: Slo, gpus: int, cli
     length = max(1e-9, window.length_s)
     tokens = sum(_tokens_within(record, window) for record in records if record.chunks) / length
     answered = [record for record in records if not record.failure]
-    chunks, prompts = sum(record.chunks for record in good), sum(record.prompt_tokens for record in good)
+    chunks, prompts = (
+        sum(record.chunks for record in good),
+        sum(record.prompt_tokens for record in good),
+    )
     return Measures(
         requests=len(judged),
         answered=len(good),
         failures=dict(failed),
         examples=list(examples.values()),
         offered_per_s=len(judged) / length,
-        achieved_per_s=sum(window.start_s <= record.last_s < window.end_s for record in answered) / length,
+        achieved_per_s=sum(window.start_s <= record.last_s < window.end_s for record in answered)
+        / length,
         attainment=reached / len(judged) if judged else math.nan,
         goodput_per_s=reached / length,
         goodput_per_s_per_gpu=reached / length / gpus,
@@ -192,16 +205,22 @@ def measured(records: Sequence[Record], window: Window, slo: Slo, gpus: int, cli
         itl_ms=Percentiles.of(gap * 1e3 for record in good for gap in record.gaps_s),
         e2e_ms=Percentiles.of(map(e2e_ms, good)),
         prompt_tokens=prompts / len(good) if good else math.nan,
-        output_tokens=sum(record.output_tokens for record in good) / len(good) if good else math.nan,
+        output_tokens=sum(record.output_tokens for record in good) / len(good)
+        if good
+        else math.nan,
         cached=sum(record.cached_tokens for record in good) / prompts if prompts else math.nan,
-        tokens_per_chunk=sum(record.output_tokens for record in good) / chunks if chunks else math.nan,
+        tokens_per_chunk=sum(record.output_tokens for record in good) / chunks
+        if chunks
+        else math.nan,
         usage=all(record.usage for record in good),
         client=client,
     )
 
 
 def _tokens_within(record: Record, window: Window) -> float:
-    """Tokens of an answer that came within the window; where counts are not known, all chunks have as many."""
+    """Tokens of an answer that came within the window; where counts are not known, all chunks have
+    as many.
+    """
     each = record.output_tokens / record.chunks
     now, total = record.first_s, 0.0
     for at in range(record.chunks):
@@ -213,13 +232,19 @@ def _tokens_within(record: Record, window: Window) -> float:
 
 
 def client_of(
-    records: Iterable[Record], cpu_shares: Sequence[float], lags_s: Iterable[float], *, open_loop: bool
+    records: Iterable[Record],
+    cpu_shares: Sequence[float],
+    lags_s: Iterable[float],
+    *,
+    open_loop: bool,
 ) -> Client:
     """What the client can say of itself."""
     records = list(records)
     own = [record for record in records if record.failure == Failure.CLIENT]
     late = (
-        Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records) if open_loop else Percentiles.of(())
+        Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records)
+        if open_loop
+        else Percentiles.of(())
     )
     lag, busiest = Percentiles.of(each * 1e3 for each in lags_s), max(cpu_shares, default=0.0)
     more = "; take more --processes, or another machine"

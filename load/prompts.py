@@ -1,7 +1,8 @@
 """Prompts as token ids or as text, made of names: equal names give equal tokens. Pure.
 
-What a server makes of a text is not known here; `words_per_token` and `overhead` say what it made of others
-(load/endpoint.py asks it). Token ids are exact, and the same for every model with such a vocabulary.
+What a server makes of a text is not known here; `words_per_token` and `overhead` say what it made
+of others (load/endpoint.py asks it). Token ids are exact, and the same for every model with such a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from load.sessions import Turn
 __all__ = ["FIRST_TOKEN", "Prompts", "Spelling", "body"]
 
 FIRST_TOKEN = 300
-"""Special tokens and bytes stand before it in nearly all vocabularies; none of them may end a request."""
+"""Special tokens and bytes stand before it in nearly all vocabularies; none of them may end a
+request.
+"""
 
 # Short and usual: one token each, with the space before it, in most vocabularies.
 _WORDS = """
@@ -39,7 +42,9 @@ _WORDS = """
 
 
 class Spelling(msgspec.Struct, frozen=True):
-    """How a text's words become tokens: `overhead` tokens more for each whole prompt, of a chat template for one."""
+    """How a text's words become tokens: `overhead` tokens more for each whole prompt, of a chat
+    template for one.
+    """
 
     words_per_token: float = 1.0
     overhead: int = 0
@@ -62,7 +67,9 @@ class Prompts:
         return found
 
     def text(self, turn: Turn) -> str:
-        """Words, about as many as make so many tokens; what a template adds is taken from the last piece."""
+        """Words, about as many as make so many tokens; what a template adds is taken from the last
+        piece.
+        """
         if turn.text:
             return turn.text
         parts = []
@@ -80,7 +87,15 @@ class Prompts:
         return " ".join(rng.choices(_WORDS, k=count))
 
 
-def body(prompt: list[int] | str | list[dict[str, Any]], model: str, output: int, asks: dict[str, Any]) -> bytes:
-    """The request as JSON: a prompt of a completion, or the messages of a chat; `asks` are its other fields."""
-    what = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
+def body(
+    prompt: list[int] | str | list[dict[str, Any]], model: str, output: int, asks: dict[str, Any]
+) -> bytes:
+    """The request as JSON: a prompt of a completion, or the messages of a chat; `asks` are its
+    other fields.
+    """
+    what = (
+        "messages"
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        else "prompt"
+    )
     return msgspec.json.encode({"model": model, what: prompt, "max_tokens": output, **asks})

@@ -1,7 +1,8 @@
-"""What the processes of the client say to each other: what to send, how far they are, what became of each request.
+"""What the processes of the client say to each other: what to send, how far they are, what became
+of each request.
 
-msgpack with types over pipes, each message behind its length. Seconds are counted from the begin of the run, which is
-a time on the machine's monotonic clock, the same for all processes.
+msgpack with types over pipes, each message behind its length. Seconds are counted from the begin of
+the run, which is a time on the machine's monotonic clock, the same for all processes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,26 @@ import msgspec
 from load.prompts import Spelling
 from load.sessions import Arrival, Work
 
-__all__ = ["Asking", "Begin", "Failure", "Load", "Progress", "Record", "Share", "Told", "pack", "size_of"]
+__all__ = [
+    "Asking",
+    "Begin",
+    "Failure",
+    "Load",
+    "Progress",
+    "Record",
+    "Share",
+    "Told",
+    "pack",
+    "size_of",
+]
 
 _SIZE_BYTES = 4
 
 
 class Failure(StrEnum):
-    """Why a request has no good answer. CUT is nobody's fault: the run was over. CLIENT is the client's own."""
+    """Why a request has no good answer. CUT is nobody's fault: the run was over. CLIENT is the
+    client's own.
+    """
 
     CONNECT = "no connection"
     STATUS = "HTTP status"
@@ -55,10 +69,10 @@ class Asking(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """How much is asked, by all processes together: an open loop, or a closed one of `clients`.
 
-    It ends after `sending_s`, or with `requests` sessions, those that begin within `warm_up_s` not counted.
-    Sessions that begin within `judged_s` are waited for, the others not. A request is cut `drain_s` after
-    `sending_s`, but never before `drain_s` after the time that it has: `first_s`, and `token_s` for each token that
-    it asks for.
+    It ends after `sending_s`, or with `requests` sessions, those that begin within `warm_up_s` not
+    counted. Sessions that begin within `judged_s` are waited for, the others not. A request is cut
+    `drain_s` after `sending_s`, but never before `drain_s` after the time that it has: `first_s`,
+    and `token_s` for each token that it asks for.
     """
 
     work: Work
@@ -90,8 +104,10 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """One request. `due_s` is when it was to be sent, `sent_s` when it was; `gaps_s` are those between the chunks of
-    its answer, of which chunk `i` had `counts[i]` tokens if the server said so."""
+    """One request. `due_s` is when it was to be sent, `sent_s` when it was; `gaps_s` are those
+    between the chunks of its answer, of which chunk `i` had `counts[i]` tokens if the server said
+    so.
+    """
 
     session: int
     turn: int
@@ -121,7 +137,9 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """At the end of a process: its requests, the share of a core that it took, and by how much its timers were late."""
+    """At the end of a process: its requests, the share of a core that it took, and by how much its
+    timers were late.
+    """
 
     records: list[Record]
     cpu_share: float

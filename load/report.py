@@ -1,6 +1,8 @@
-"""A result, or several beside each other, as one HTML page: figures, tables, plots. It needs no other file and no host.
+"""A result, or several beside each other, as one HTML page: figures, tables, plots. It needs no
+other file and no host.
 
-Owns what is shown and in which words; load/svg.py draws. The page follows the reader's light or dark.
+Owns what is shown and in which words; load/svg.py draws. The page follows the reader's light or
+dark.
 """
 
 from __future__ import annotations
@@ -33,8 +35,16 @@ def cells_of(result: Result, run: Run) -> list[str]:
     """A run as a row of that table."""
     of = run.measures
     failed = sum(of.failures.values())
-    rate = f"{run.offered:.4g}" if not run.concurrency else _count(run.concurrency, "client", "clients")
-    spread = [_ms(value) for each in (of.ttft_ms, of.tpot_ms, of.itl_ms, of.e2e_ms) for value in (each.p50, each.p99)]
+    rate = (
+        f"{run.offered:.4g}"
+        if not run.concurrency
+        else _count(run.concurrency, "client", "clients")
+    )
+    spread = [
+        _ms(value)
+        for each in (of.ttft_ms, of.tpot_ms, of.itl_ms, of.e2e_ms)
+        for value in (each.p50, each.p99)
+    ]
     per_gpu = f"{run.offered / result.gpus:.4g}"
     return [
         rate, per_gpu, f"{of.achieved_per_s:.4g}", _share(of.attainment), f"{of.goodput_per_s_per_gpu:.3g}", *spread,
@@ -49,7 +59,12 @@ def page(results: Sequence[Result]) -> str:
     sections = [_facts(results), *_warnings(results)]
     if one:
         sections.append(_tiles(one))
-    sections += [_best(results), _charts(results), *(_runs(each) for each in results), _how(results)]
+    sections += [
+        _best(results),
+        _charts(results),
+        *(_runs(each) for each in results),
+        _how(results),
+    ]
     style = _STYLE.read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -86,7 +101,10 @@ def _facts(results: Sequence[Result]) -> str:
 def _targets(result: Result) -> str:
     slo = result.slo
     gap = f", no gap above {slo.gap_ms:g} ms" if slo.gap_ms else ""
-    return f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} ms{gap}; met by {result.attainment:.0%} of the requests"
+    return (
+        f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} ms{gap}; met by "
+        f"{result.attainment:.0%} of the requests"
+    )
 
 
 def warnings_of(result: Result) -> list[str]:
@@ -97,12 +115,16 @@ def warnings_of(result: Result) -> list[str]:
     for run in result.runs:
         name, client = f"{result.label}, {_name(run)}", run.measures.client
         if client.bottleneck:
-            said.append(f"{name}: the client was too slow, so these figures are not the server's: {client.bottleneck}")
+            said.append(
+                f"{name}: the client was too slow, so these figures are not the server's: "
+                f"{client.bottleneck}"
+            )
         if run.short:
             said.append(f"{name}: {run.rate:.4g} were wanted, and fewer came")
         if not shares and run.measures.cached > _MOST_CACHED:
             said.append(
-                f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which share nothing; take "
+                f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which "
+                f"share nothing; take "
                 "another --seed"
             )
     if not all(run.measures.usage for run in result.runs):
@@ -130,7 +152,8 @@ def _differing(results: Sequence[Result]) -> list[str]:
         "endpoint": len(endpoints) > 1,
         "arrivals": len({each.arrivals for each in results}) > 1,
         "targets": len({(each.slo, each.attainment) for each in results}) > 1,
-        f"counted time ({min(windows):.0f} to {max(windows):.0f} s)": max(windows) > _MOST_LONGER * min(windows),
+        f"counted time ({min(windows):.0f} to {max(windows):.0f} s)": max(windows)
+        > _MOST_LONGER * min(windows),
     }
     return [what for what, is_so in unlike.items() if is_so]
 
@@ -162,7 +185,8 @@ def _best(results: Sequence[Result]) -> str:
         return ""
     rows = [(each.label, [_found(each), *cells_of(each, each.shown)]) for each in results]
     return (
-        "<section><h2>Each at its best</h2><p class=soft>The fastest run whose requests met their targets, or the "
+        "<section><h2>Each at its best</h2><p class=soft>The fastest run whose requests met their "
+        "targets, or the "
         f"first one.</p>{_table(('highest rate/GPU', *COLUMNS), rows)}</section>"
     )
 
@@ -179,7 +203,10 @@ def _runs(result: Result) -> str:
         if run.measures.examples
     ]  # fmt: skip
     broken = f"<h3>What failed</h3><ul>{''.join(said)}</ul>" if said else ""
-    return f"<section><h2>{_text(result.label)}: all runs</h2>{_table(COLUMNS, rows)}{broken}</section>"
+    return (
+        f"<section><h2>{_text(result.label)}: all "
+        f"runs</h2>{_table(COLUMNS, rows)}{broken}</section>"
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
@@ -193,7 +220,8 @@ def _table(columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-# --- plots -----------------------------------------------------------------------------------------------------------
+# --- plots
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _charts(results: Sequence[Result]) -> str:
@@ -213,16 +241,28 @@ def _charts(results: Sequence[Result]) -> str:
     )  # fmt: skip
     for name, words, of in every:
         lines = [
-            Line(label, _cumulated(run, name), colour=at) for at, (label, run) in enumerate(shown) if run.cdfs.get(name)
+            Line(label, _cumulated(run, name), colour=at)
+            for at, (label, run) in enumerate(shown)
+            if run.cdfs.get(name)
         ]
-        target = {"ttft": results[0].slo.ttft_ms, "tpot": results[0].slo.tpot_ms, "itl": results[0].slo.gap_ms}
+        target = {
+            "ttft": results[0].slo.ttft_ms,
+            "tpot": results[0].slo.tpot_ms,
+            "itl": results[0].slo.gap_ms,
+        }
         marks = [Mark("target", x=target[name])] if target.get(name) else []
-        plots.append(chart(f"{words}, {of}", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True))
+        plots.append(
+            chart(
+                f"{words}, {of}", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True
+            )
+        )
     return f'<section class="charts">{"".join(plots)}</section>'
 
 
 def _cumulated(run: Run, name: str) -> list[tuple[float, float]]:
-    """Requests that were not answered are those that come last, and never do; gaps are of whole answers."""
+    """Requests that were not answered are those that come last, and never do; gaps are of whole
+    answers.
+    """
     answered = 1.0 if name == "itl" else run.measures.answered / max(1, run.measures.requests)
     return [(ms, share * answered) for ms, share in zip(run.cdfs[name], CDF_SHARES, strict=False)]
 
@@ -231,21 +271,35 @@ def _some(runs: Sequence[Run]) -> list[Run]:
     ordered = sorted(runs, key=lambda run: (run.concurrency, run.offered))
     if len(ordered) <= _MOST_LINES:
         return ordered
-    return [ordered[round(at * (len(ordered) - 1) / (_MOST_LINES - 1))] for at in range(_MOST_LINES)]
+    return [
+        ordered[round(at * (len(ordered) - 1) / (_MOST_LINES - 1))] for at in range(_MOST_LINES)
+    ]
 
 
 def _attainment(results: Sequence[Result]) -> str:
     lines = []
     for at, each in enumerate(results):
-        runs = sorted((run for run in each.runs if run.measures.requests), key=lambda run: run.offered)
+        runs = sorted(
+            (run for run in each.runs if run.measures.requests), key=lambda run: run.offered
+        )
         points = [(run.offered / each.gpus, run.measures.attainment) for run in runs]
         told = [f"{each.label}, {_name(run)}: {run.measures.attainment:.1%}" for run in runs]
         lines.append(Line(each.label, points, dots=True, colour=at, told=told))
     marks = [Mark(f"{results[0].attainment:.0%}", y=results[0].attainment)]
-    found = [each.found.holds / each.gpus for each in results if each.found is not None and each.found.holds]
+    found = [
+        each.found.holds / each.gpus
+        for each in results
+        if each.found is not None and each.found.holds
+    ]
     marks += [Mark(f"{each:.3g}", x=each) for each in found] if len(results) == 1 else []
     return chart(
-        "Requests that met their targets", "requests/s per GPU", "share", lines, marks, y_most=1.04, percent=True
+        "Requests that met their targets",
+        "requests/s per GPU",
+        "share",
+        lines,
+        marks,
+        y_most=1.04,
+        percent=True,
     )
 
 
@@ -254,8 +308,13 @@ def _over_time(result: Result) -> list[str]:
     rows = [row for row in run.rows if not row.failure]
     start = run.warm_up_s
     plots = []
-    for words, of, target in (("TTFT", _ttft, result.slo.ttft_ms), ("TPOT", _tpot, result.slo.tpot_ms)):
-        points = [(row.due_s - start, ms) for row in rows if (ms := of(row))]  # an answer of one chunk has no TPOT
+    for words, of, target in (
+        ("TTFT", _ttft, result.slo.ttft_ms),
+        ("TPOT", _tpot, result.slo.tpot_ms),
+    ):
+        points = [
+            (row.due_s - start, ms) for row in rows if (ms := of(row))
+        ]  # an answer of one chunk has no TPOT
         lines = [
             Line("", _thinned(points), line=False, dots=True, faint=True, colour=0),
             Line("median", _binned(points, 0.5), colour=0),
@@ -277,7 +336,10 @@ def _tpot(row: Row) -> float:
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of many the slowest of each few, so that none of the slow ones is lost."""
     each = max(1, math.ceil(len(points) / _MOST_DOTS))
-    return [max(points[at : at + each], key=lambda point: point[1]) for at in range(0, len(points), each)]
+    return [
+        max(points[at : at + each], key=lambda point: point[1])
+        for at in range(0, len(points), each)
+    ]
 
 
 def _binned(points: list[tuple[float, float]], share: float) -> list[tuple[float, float]]:
@@ -300,19 +362,27 @@ def _how(results: Sequence[Result]) -> str:
     kept = "; requests after the counted time keep the load up" if behind else ""
     for each in results:
         client = each.shown.measures.client
-        versions = ", ".join(f"{name} {value}" for name, value in each.made.versions.items() if value)
+        versions = ", ".join(
+            f"{name} {value}" for name, value in each.made.versions.items() if value
+        )
         processes = _count(client.processes, "process", "processes")
-        late = "" if math.isnan(client.late.p99) else f"sent {_late(client.late)} after it was due, "
+        late = (
+            "" if math.isnan(client.late.p99) else f"sent {_late(client.late)} after it was due, "
+        )
         cards.append(
             f"<h3>{_text(each.label)}</h3><pre>{_text(each.made.command)}</pre><p>{_text(versions)}. The client: "
             f"{processes}, the busiest took {client.busiest:.0%} of its core; {late}"
             f"read {_late(client.lag)} late.</p>"
         )
     return (
-        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment a request was due; '
-        "TPOT is the mean over the tokens after the first chunk; ITL is the time between two chunks. A request that "
-        "failed, or was not answered when the run was over, has met nothing, and is in no percentile; plots of shares "
-        f"end below 100% for it. Requests of the warm-up do not count{kept}.</p>{''.join(cards)}</section>"
+        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment a '
+        "request was due; "
+        "TPOT is the mean over the tokens after the first chunk; ITL is the time between two "
+        "chunks. A request that "
+        "failed, or was not answered when the run was over, has met nothing, and is in no "
+        "percentile; plots of shares "
+        f"end below 100% for it. Requests of the warm-up do not "
+        f"count{kept}.</p>{''.join(cards)}</section>"
     )
 
 
@@ -321,7 +391,11 @@ def _late(of: Percentiles) -> str:
 
 
 def _name(run: Run) -> str:
-    return _count(run.concurrency, "client", "clients") if run.concurrency else f"{run.offered:.4g} requests/s"
+    return (
+        _count(run.concurrency, "client", "clients")
+        if run.concurrency
+        else f"{run.offered:.4g} requests/s"
+    )
 
 
 def _count(count: int, one: str, several: str) -> str:
@@ -331,7 +405,9 @@ def _count(count: int, one: str, several: str) -> str:
 def _ms(value: float) -> str:
     if math.isnan(value):
         return "-"
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
 
 
 def _share(value: float) -> str:

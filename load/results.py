@@ -15,7 +15,17 @@ from load.sessions import Work
 from wire.errors import ConfigError
 from wire.frames import MALFORMED
 
-__all__ = ["CDF_SHARES", "Made", "Result", "Row", "Run", "cdfs_of", "read_result", "row_of", "write_result"]
+__all__ = [
+    "CDF_SHARES",
+    "Made",
+    "Result",
+    "Row",
+    "Run",
+    "cdfs_of",
+    "read_result",
+    "row_of",
+    "write_result",
+]
 
 VERSION = 1
 _MOST_SHORT = 0.1
@@ -56,14 +66,20 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def short(self) -> bool:
-        """Whether fewer requests came than were wanted, by more than chance: later turns of sessions did not, yet."""
+        """Whether fewer requests came than were wanted, by more than chance: later turns of
+        sessions did not, yet.
+        """
         wanted = self.rate * self.window_s
         return wanted - self.measures.requests > max(_MOST_SHORT * wanted, 3 * math.sqrt(wanted))
 
     @property
     def offered(self) -> float:
-        """Requests a second that were wanted; those that came, if they were fewer or none were wanted."""
-        return self.measures.offered_per_s if self.short else self.rate or self.measures.offered_per_s
+        """Requests a second that were wanted; those that came, if they were fewer or none were
+        wanted.
+        """
+        return (
+            self.measures.offered_per_s if self.short else self.rate or self.measures.offered_per_s
+        )
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -139,7 +155,11 @@ def cdfs_of(records: list[Record]) -> dict[str, list[float]]:
 
 
 def _quantiles(ordered: list[float]) -> list[float]:
-    return [round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) for share in CDF_SHARES] if ordered else []
+    return (
+        [round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) for share in CDF_SHARES]
+        if ordered
+        else []
+    )
 
 
 def write_result(result: Result, path: Path) -> None:
@@ -159,7 +179,9 @@ def read_result(path: Path) -> Result:
         raise ConfigError(f"cannot read {path}: {why}") from why
     version = said.get("version") if isinstance(said, dict) else None
     if version != VERSION:
-        raise ConfigError(f"{path} is a result of version {version}; this release reads version {VERSION}")
+        raise ConfigError(
+            f"{path} is a result of version {version}; this release reads version {VERSION}"
+        )
     try:
         return msgspec.convert(_with_nan(said), Result)
     except msgspec.ValidationError as why:
@@ -169,7 +191,10 @@ def read_result(path: Path) -> Result:
 def _with_nan(said: Any) -> Any:
     """JSON has no nan: a figure of nothing is written as null."""
     if isinstance(said, dict):
-        return {key: _with_nan(value) if key != "found" and key != "breaks" else value for key, value in said.items()}
+        return {
+            key: _with_nan(value) if key != "found" and key != "breaks" else value
+            for key, value in said.items()
+        }
     if isinstance(said, list):
         return [_with_nan(each) for each in said]
     return math.nan if said is None else said

@@ -1,9 +1,10 @@
-"""The highest rate at which enough requests meet their targets, found by few probes. Pure: who probes tells of them.
+"""The highest rate at which enough requests meet their targets, found by few probes. Pure: who
+probes tells of them.
 
-First the rate is doubled, or halved (or by another stride), until one holds and one does not; then the geometric mean
-of the two is probed, until they are near enough. What holds at one rate should hold at each lower one: where a probe
-says otherwise the lower rate is probed once more, and its probes are averaged. If they still disagree, the lower rate
-is believed.
+First the rate is doubled, or halved (or by another stride), until one holds and one does not; then
+the geometric mean of the two is probed, until they are near enough. What holds at one rate should
+hold at each lower one: where a probe says otherwise the lower rate is probed once more, and its
+probes are averaged. If they still disagree, the lower rate is believed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ __all__ = ["Found", "RateSearch"]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """`holds` is the highest rate that was seen to hold, 0 if none did; `breaks` the lowest above it that did not, None
-    if none was found. `why` says what is to be said of it, if anything."""
+    """`holds` is the highest rate that was seen to hold, 0 if none did; `breaks` the lowest above
+    it that did not, None if none was found. `why` says what is to be said of it, if anything.
+    """
 
     holds: float
     breaks: float | None
@@ -26,11 +28,18 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class RateSearch:
-    """Rates are requests a second. `precision` is how far apart the two rates of the answer may be, as a share;
-    `stride` is by what the first rate is multiplied or divided until the answer lies between two."""
+    """Rates are requests a second. `precision` is how far apart the two rates of the answer may be,
+    as a share; `stride` is by what the first rate is multiplied or divided until the answer lies
+    between two.
+    """
 
     def __init__(
-        self, start: float, wanted: float = 0.9, precision: float = 0.05, most: int = 14, stride: float = 2.0
+        self,
+        start: float,
+        wanted: float = 0.9,
+        precision: float = 0.05,
+        most: int = 14,
+        stride: float = 2.0,
     ) -> None:
         self._wanted, self._precision, self._left, self._stride = wanted, precision, most, stride
         self._next: float | None = start
@@ -82,7 +91,11 @@ class RateSearch:
 
     def _following(self) -> float | None:
         low, high = self._bracket()
-        if high is not None and any(rate > high for rate in self._holding()) and len(self._seen[high]) < 2:
+        if (
+            high is not None
+            and any(rate > high for rate in self._holding())
+            and len(self._seen[high]) < 2
+        ):
             return high
         if high is None:
             return low * self._stride

@@ -1,9 +1,11 @@
-"""One process of the client: sends its share of a load on time, and tells what became of each request.
+"""One process of the client: sends its share of a load on time, and tells what became of each
+request.
 
     python -m load.sender
 
-load/conductor.py starts it and speaks with it over its standard input and output (load/records.py); when that input
-ends, it ends. Bodies are written ahead of their time, so that sending one is a write and nothing else.
+load/conductor.py starts it and speaks with it over its standard input and output (load/records.py);
+when that input ends, it ends. Bodies are written ahead of their time, so that sending one is a
+write and nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Sender:
         self._asking, self._load, self._share = share.asking, share.load, share
         asking = share.asking
         servers = (asking.url, *asking.others)
-        self._servers = [Connections(url, asking.api_key, asking.chat, asking.headers) for url in servers]
+        self._servers = [
+            Connections(url, asking.api_key, asking.chat, asking.headers) for url in servers
+        ]
         self._prompts = Prompts(share.load.seed, asking.vocab_size, asking.spelling)
         self._ready: deque[tuple[Session, bytes]] = deque()
         self._left = self._own()
@@ -54,7 +58,11 @@ class Sender:
         stream_options: dict[str, Any] = {"include_usage": True}
         if asking.usage_per_chunk:
             stream_options["continuous_usage_stats"] = True
-        self._asks: dict[str, Any] = {"temperature": 0, "stream": True, "stream_options": stream_options}
+        self._asks: dict[str, Any] = {
+            "temperature": 0,
+            "stream": True,
+            "stream_options": stream_options,
+        }
         if asking.ignore_eos:
             self._asks["ignore_eos"] = True
 
@@ -63,7 +71,9 @@ class Sender:
         every = sessions(load.work, load.arrival, load.seed)
         if load.requests and not load.clients:
             number = itertools.count()
-            every = itertools.takewhile(lambda each: each.at < load.warm_up_s or next(number) < load.requests, every)
+            every = itertools.takewhile(
+                lambda each: each.at < load.warm_up_s or next(number) < load.requests, every
+            )
         mine = itertools.islice(every, self._share.index, None, self._share.of)
         if load.clients:
             return mine  # a closed loop knows no times but its own
@@ -129,7 +139,9 @@ class Sender:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _closed(self) -> None:
-        """Clients that ask again when they are answered, until the time or the requests are used up."""
+        """Clients that ask again when they are answered, until the time or the requests are used
+        up.
+        """
         own, counted = map(self._part, (self._load.clients, self._load.requests))
         ends, loop = self._begin + self._load.sending_s, asyncio.get_running_loop()
         counts_from = self._load.warm_up_s if self._load.requests else math.inf
@@ -174,14 +186,21 @@ class Sender:
                 ]
 
     def _unsent(self, session: Session, begin: int) -> None:
-        """Turns from number `begin` on, behind one that failed: they have failed, too, when they would have come."""
+        """Turns from number `begin` on, behind one that failed: they have failed, too, when they
+        would have come.
+        """
         due = time.monotonic() - self._begin
         for number in range(begin, len(session.turns)):
             due += session.turns[number].think_s
             if due > self._load.sending_s:
                 return
-            record = Record(session.number, number, due, due, asked_tokens=session.turns[number].output)
-            record.failure, record.why = str(Failure.UNSENT), f"turn {number + 1} of {len(session.turns)} was not sent"
+            record = Record(
+                session.number, number, due, due, asked_tokens=session.turns[number].output
+            )
+            record.failure, record.why = (
+                str(Failure.UNSENT),
+                f"turn {number + 1} of {len(session.turns)} was not sent",
+            )
             self._sent += 1
             self._over(record)
 
@@ -195,10 +214,15 @@ class Sender:
         try:
             async with asyncio.timeout(max(0.0, min(self._asking.deadline_s, cut))):
                 server = self._servers[record.session % len(self._servers)]
-                await server.ask(request, answer, record.asked_tokens, exact=self._asking.ignore_eos)
+                await server.ask(
+                    request, answer, record.asked_tokens, exact=self._asking.ignore_eos
+                )
         except TimeoutError:
             if cut < self._asking.deadline_s:
-                answer.fail(Failure.CUT, f"not answered {cut:.3g} s after it was sent, when the run was over")
+                answer.fail(
+                    Failure.CUT,
+                    f"not answered {cut:.3g} s after it was sent, when the run was over",
+                )
             else:
                 answer.fail(Failure.DEADLINE, f"not answered within {self._asking.deadline_s:g} s")
         answer.into(record, self._begin)
@@ -211,9 +235,11 @@ class Sender:
         self._tokens += record.output_tokens
 
     async def _watch(self) -> None:
-        """By how much timers are late: so late is what is read. A tick that was slept through is one that was late.
+        """By how much timers are late: so late is what is read. A tick that was slept through is
+        one that was late.
 
-        It ends with the sending: what is left to do then would only make the client look better."""
+        It ends with the sending: what is left to do then would only make the client look better.
+        """
         wall, cpu = time.monotonic(), time.process_time()
         due, ends = wall, self._begin + self._load.sending_s
         try:
@@ -237,7 +263,9 @@ async def _serve() -> None:
         return await reader.readexactly(size_of(await reader.readexactly(4)))
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024 are usual, and each answer is a connection
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # 1,024 are usual, and each answer is a connection
     sender = Sender(msgspec.msgpack.decode(await hear(), type=Share))
     sender.prepare()
     stdout.write(pack(sender.progress))
@@ -252,7 +280,9 @@ async def _serve() -> None:
         if gone.done():
             return
         stdout.write(pack(sender.progress))
-    stdout.transport.set_write_buffer_limits(0)  # or drain() returns with 64 KiB left, which end with the process
+    stdout.transport.set_write_buffer_limits(
+        0
+    )  # or drain() returns with 64 KiB left, which end with the process
     stdout.write(pack(await running))
     await stdout.drain()
     stdout.close()
@@ -262,7 +292,9 @@ async def _serve() -> None:
 async def _pipes() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Standard input and output; what anybody prints goes to standard error."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", buffering=0))
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", buffering=0)
+    )
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, output)

@@ -1,7 +1,9 @@
-"""What is asked, in order: sessions of one or several turns, of given lengths, out of a ShareGPT file or a trace.
+"""What is asked, in order: sessions of one or several turns, of given lengths, out of a ShareGPT
+file or a trace.
 
-Owns how many tokens of which name each prompt has, and when its session begins; load/prompts.py writes them. Pure but
-for the files that it reads. A request that stands alone is a session of one turn.
+Owns how many tokens of which name each prompt has, and when its session begins; load/prompts.py
+writes them. Pure but for the files that it reads. A request that stands alone is a session of one
+turn.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from load.arrivals import arrivals
 from load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
 from wire.errors import ConfigError
 
-__all__ = ["CHARS_PER_TOKEN", "LENGTHS", "Arrival", "Lengths", "Session", "Turn", "Work", "sessions"]
+__all__ = [
+    "CHARS_PER_TOKEN",
+    "LENGTHS",
+    "Arrival",
+    "Lengths",
+    "Session",
+    "Turn",
+    "Work",
+    "sessions",
+]
 
 CHARS_PER_TOKEN = 4
 """Of English text; how long the answers of a ShareGPT file are is reckoned with it."""
@@ -50,7 +61,9 @@ LENGTHS = MappingProxyType(
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """How an open loop sends. `rate`: requests a second, all turns counted; 0: a closed loop, or a trace as it is."""
+    """How an open loop sends. `rate`: requests a second, all turns counted; 0: a closed loop, or a
+    trace as it is.
+    """
 
     kind: str = "poisson"
     rate: float = 0.0
@@ -58,7 +71,9 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What is asked. Lengths are means in tokens; `spread` is the standard deviation in means, 0 for all alike."""
+    """What is asked. Lengths are means in tokens; `spread` is the standard deviation in means, 0
+    for all alike.
+    """
 
     prompt: int = 512
     output: int = 256
@@ -73,7 +88,9 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One prompt: either `pieces` of a name and a number of tokens, where equal names are equal tokens, or a text."""
+    """One prompt: either `pieces` of a name and a number of tokens, where equal names are equal
+    tokens, or a text.
+    """
 
     output: int
     pieces: list[tuple[int, int]] = []
@@ -151,7 +168,9 @@ def _of_trace(work: Work, arrival: Arrival, rng: random.Random) -> Iterator[Sess
     try:
         asks = read_trace(Path(work.trace))
     except (OSError, ValueError, KeyError, TypeError) as why:
-        raise ConfigError(f"cannot read {work.trace} as a trace in Mooncake's format: {why!r}") from why
+        raise ConfigError(
+            f"cannot read {work.trace} as a trace in Mooncake's format: {why!r}"
+        ) from why
     first, length_s = asks[0].at, (asks[-1].at - asks[0].at) / 1e3
     if arrival.kind != "trace" and arrival.rate:
         begins = arrivals(arrival.kind, arrival.rate, arrival.variation, rng)
@@ -169,12 +188,18 @@ def _traced(asked: Asked, number: int) -> Turn:
     return Turn(asked.output, [*pieces, (tail, rest)] if rest else pieces)
 
 
-def _of_sharegpt(found: list[_Conversation], work: Work, rng: random.Random) -> Iterator[list[Turn]]:
+def _of_sharegpt(
+    found: list[_Conversation], work: Work, rng: random.Random
+) -> Iterator[list[Turn]]:
     """Conversations in random order, again and again; of each the first turns of its human."""
     while True:
         for said in rng.sample(found, len(found)):
             yield [
-                Turn(max(1, len(answer) // CHARS_PER_TOKEN), text=question, think_s=_thinking(work, turn, rng))
+                Turn(
+                    max(1, len(answer) // CHARS_PER_TOKEN),
+                    text=question,
+                    think_s=_thinking(work, turn, rng),
+                )
                 for turn, (question, answer) in enumerate(said[: work.turns])
             ]
 
@@ -182,9 +207,14 @@ def _of_sharegpt(found: list[_Conversation], work: Work, rng: random.Random) -> 
 def _conversations(path: Path) -> list[_Conversation]:
     """Questions and their answers. Raises ConfigError."""
     try:
-        found = [_exchanges(each["conversations"]) for each in json.loads(path.read_text(encoding="utf-8"))]
+        found = [
+            _exchanges(each["conversations"])
+            for each in json.loads(path.read_text(encoding="utf-8"))
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise ConfigError(f"cannot read {path} as conversations in ShareGPT's format: {why!r}") from why
+        raise ConfigError(
+            f"cannot read {path} as conversations in ShareGPT's format: {why!r}"
+        ) from why
     if not any(found):
         raise ConfigError(f"{path} has no conversation in which a human asks and is answered")
     return [each for each in found if each]

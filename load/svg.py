@@ -1,4 +1,5 @@
-"""Plots as inline SVG: lines and dots on two axes. Pure; colours are classes (`s0` ...) that the page's style gives.
+"""Plots as inline SVG: lines and dots on two axes. Pure; colours are classes (`s0` ...) that the
+page's style gives.
 
 No library and no script, so that a report is one file that needs nothing else.
 """
@@ -21,7 +22,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points in the order of x; `told` has the words that are shown over a point, if it is not the numbers."""
+    """Points in the order of x; `told` has the words that are shown over a point, if it is not the
+    numbers.
+    """
 
     name: str
     points: Sequence[Point]
@@ -53,7 +56,9 @@ class _Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        low, high = (
+            (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        )
         value = math.log10(max(value, self.low)) if self.log else value
         share = (value - low) / (high - low)
         return self.begin + min(1.02, max(-0.02, share)) * (self.end - self.begin)
@@ -85,11 +90,19 @@ def chart(
 ) -> str:
     """A figure with its caption and, for several names, a legend. Without any point it says so."""
     if not any(line.points for line in lines):
-        return f"<figure><figcaption>{html.escape(title)}</figcaption><p class=soft>nothing to show</p></figure>"
+        return (
+            f"<figure><figcaption>{html.escape(title)}</figcaption><p class=soft>nothing to "
+            f"show</p></figure>"
+        )
     named = [line for line in lines if line.name]
-    keys = "".join(f'<span class="key k{line.colour % COLOURS}">{html.escape(line.name)}</span>' for line in named)
+    keys = "".join(
+        f'<span class="key k{line.colour % COLOURS}">{html.escape(line.name)}</span>'
+        for line in named
+    )
     legend = f'<p class="legend">{keys}</p>' if len(named) > 1 else ""
-    drawn = drawing(title, x_label, y_label, lines, marks, log_x=log_x, y_most=y_most, percent=percent)
+    drawn = drawing(
+        title, x_label, y_label, lines, marks, log_x=log_x, y_most=y_most, percent=percent
+    )
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{legend}{drawn}</figure>"
 
 
@@ -108,7 +121,9 @@ def drawing(
 
     `log_x` is for values over more than one power of ten; others stay as they are."""
     points = [point for line in lines for point in line.points]
-    x = _x_axis([at for at, _ in points] + [mark.x for mark in marks if mark.x is not None], log=log_x)
+    x = _x_axis(
+        [at for at, _ in points] + [mark.x for mark in marks if mark.x is not None], log=log_x
+    )
     highest = max([value for _, value in points] + [mark.y for mark in marks if mark.y is not None])
     y = _Axis(0.0, y_most or highest * 1.08 or 1.0, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_grid(x, y, percent=percent), *(_mark(mark, x, y) for mark in marks)]
@@ -116,11 +131,15 @@ def drawing(
         parts += _drawn(line, x, y)
     parts.append(_label(x_label, (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, "middle"))
     parts.append(
-        f'<text class="soft" transform="translate(14 {(_HEIGHT - _BOTTOM + _TOP) / 2:.0f}) rotate(-90)" '
+        f'<text class="soft" transform="translate(14 {(_HEIGHT - _BOTTOM + _TOP) / 2:.0f}) '
+        f'rotate(-90)" '
         f'text-anchor="middle">{html.escape(y_label)}</text>'
     )
     drawn = "".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">{drawn}</svg>'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{html.escape(title)}">{drawn}</svg>'
+    )
 
 
 def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
@@ -144,7 +163,10 @@ def _grid(x: _Axis, y: _Axis, *, percent: bool) -> list[str]:
 
 
 def _label(text: str, x: float, y: float, anchor: str) -> str:
-    return f'<text class="soft" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+    return (
+        f'<text class="soft" x="{x:.1f}" y="{y:.1f}" '
+        f'text-anchor="{anchor}">{html.escape(text)}</text>'
+    )
 
 
 def _mark(mark: Mark, x: _Axis, y: _Axis) -> str:
@@ -153,7 +175,10 @@ def _mark(mark: Mark, x: _Axis, y: _Axis) -> str:
         name = _label(mark.name, _WIDTH - _RIGHT - 4, at - 5, "end")
         return f'<path class="mark" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>{name}'
     at = x.at(mark.x or 0.0)
-    return f'<path class="mark" d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>{_label(mark.name, at - 5, _TOP + 12, "end")}'
+    return (
+        f'<path class="mark" d="M{at:.1f} '
+        f'{_TOP}V{_HEIGHT - _BOTTOM}"/>{_label(mark.name, at - 5, _TOP + 12, "end")}'
+    )
 
 
 def _drawn(line: Line, x: _Axis, y: _Axis) -> list[str]:
@@ -166,7 +191,11 @@ def _drawn(line: Line, x: _Axis, y: _Axis) -> list[str]:
         kind, size = ("dot faint", 1.8) if line.faint else ("dot", 3.6)
         for number, (left, up) in enumerate(at):
             value = line.points[number]
-            words = line.told[number] if line.told else f"{line.name} {_number(value[0])}: {_number(value[1])}"
+            words = (
+                line.told[number]
+                if line.told
+                else f"{line.name} {_number(value[0])}: {_number(value[1])}"
+            )
             parts.append(
                 f'<circle class="{kind} {colour}" cx="{left:.1f}" cy="{up:.1f}" r="{size}">'
                 f"<title>{html.escape(words)}</title></circle>"

@@ -1,7 +1,8 @@
-"""What is asked of a cluster: made up by a seed, or read from a trace in the format of Mooncake's. Pure.
+"""What is asked of a cluster: made up by a seed, or read from a trace in the format of Mooncake's.
+Pure.
 
-Rates are given as *load*: the share of all prefill nodes' time that the prompts would take if nothing were ever cached.
-With shared prefixes more than 1 can be served. Lengths are tokens.
+Rates are given as *load*: the share of all prefill nodes' time that the prompts would take if
+nothing were ever cached. With shared prefixes more than 1 can be served. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ _BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`; equal names are equal
-    beginnings. `at`: milliseconds from the first one in a trace, means of the gap between two where it is made up.
-    `tail`: the name of what stands behind the full blocks, if it has one."""
+    """One request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`;
+    equal names are equal beginnings. `at`: milliseconds from the first one in a trace, means of the
+    gap between two where it is made up. `tail`: the name of what stands behind the full blocks, if
+    it has one.
+    """
 
     at: float
     prompt: int
@@ -49,8 +52,10 @@ class Workload:
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Asked]:
-    """A trace of one JSON object a line: timestamp in ms from any moment on, input_length, output_length, hash_ids of
-    the 512-token blocks of the prompt, of which the last is seldom full. Raises OSError and ValueError."""
+    """A trace of one JSON object a line: timestamp in ms from any moment on, input_length,
+    output_length, hash_ids of the 512-token blocks of the prompt, of which the last is seldom full.
+    Raises OSError and ValueError.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
     asks = []
     with opened(path, "rt", encoding="utf-8") as lines:
@@ -60,15 +65,21 @@ def read_trace(path: Path, count: int | None = None) -> list[Asked]:
             names = asked["hash_ids"]
             full = prompt // TRACE_BLOCK_TOKENS
             # The first token comes from the prefill node; a second one needs a decode node.
-            output, tail = max(2, asked["output_length"]), names[full] if full < len(names) else None
-            asks.append(Asked(float(asked["timestamp"]), prompt, output, tuple(names[:full]), tail=tail))
+            output, tail = (
+                max(2, asked["output_length"]),
+                names[full] if full < len(names) else None,
+            )
+            asks.append(
+                Asked(float(asked["timestamp"]), prompt, output, tuple(names[:full]), tail=tail)
+            )
     if not asks:
         raise ValueError(f"{path} has no requests")
     begins = min(asked.at for asked in asks)
     return [replace(asked, at=asked.at - begins) for asked in asks]
 
 
-# --- made up ---------------------------------------------------------------------------------------------------------
+# --- made up
+# ---------------------------------------------------------------------------------------------------------
 
 
 class _Names:
@@ -105,7 +116,9 @@ def _zipf(rng: random.Random, many: int) -> Callable[[], int]:
 def _behind(
     rng: random.Random, count: int, shared: Sequence[int], own: Callable[[], int], output: float
 ) -> list[Asked]:
-    """Prompts with one of several shared beginnings, the first of which are the most usual, and a part of their own."""
+    """Prompts with one of several shared beginnings, the first of which are the most usual, and a
+    part of their own.
+    """
     names, which = _Names(), _zipf(rng, len(shared))
     begin = [names.of(tokens) for tokens in shared]
     asks = []
@@ -114,7 +127,13 @@ def _behind(
         head = begin[app]
         rest = tokens + shared[app] % _BLOCK_TOKENS
         asks.append(
-            Asked(at, shared[app] + tokens, _output(rng, output), head + names.of(rest), session=f"user {rng.random()}")
+            Asked(
+                at,
+                shared[app] + tokens,
+                _output(rng, output),
+                head + names.of(rest),
+                session=f"user {rng.random()}",
+            )
         )
     return asks
 
@@ -129,7 +148,9 @@ def _code(rng: random.Random, count: int) -> list[Asked]:
     return _behind(rng, count, shared, lambda: _lognormal(rng, 400, 0.7, 20, 6_000), 60)
 
 
-def _alone(rng: random.Random, count: int, prompt: Callable[[], int], output: Callable[[], int]) -> list[Asked]:
+def _alone(
+    rng: random.Random, count: int, prompt: Callable[[], int], output: Callable[[], int]
+) -> list[Asked]:
     """Prompts that share nothing."""
     names = _Names()
     asks = []
@@ -140,12 +161,18 @@ def _alone(rng: random.Random, count: int, prompt: Callable[[], int], output: Ca
 
 
 def _summarise(rng: random.Random, count: int) -> list[Asked]:
-    return _alone(rng, count, lambda: _lognormal(rng, 6_000, 0.5, 1_000, 30_000), lambda: _output(rng, 200))
+    return _alone(
+        rng, count, lambda: _lognormal(rng, 6_000, 0.5, 1_000, 30_000), lambda: _output(rng, 200)
+    )
 
 
 def _long_mix(rng: random.Random, count: int) -> list[Asked]:
     def prompt() -> int:
-        return rng.randrange(32_000, 100_000) if rng.random() < 0.03 else _lognormal(rng, 600, 0.6, 50, 4_000)
+        return (
+            rng.randrange(32_000, 100_000)
+            if rng.random() < 0.03
+            else _lognormal(rng, 600, 0.6, 50, 4_000)
+        )
 
     return _alone(rng, count, prompt, lambda: _output(rng, 200))
 
@@ -161,19 +188,27 @@ def _heavy_tail(rng: random.Random, count: int) -> list[Asked]:
 
 def _bursty(rng: random.Random, count: int) -> list[Asked]:
     """A sixth of the time four times as much is asked as on average."""
-    asks = _alone(rng, count, lambda: _lognormal(rng, 1_200, 0.8, 50, 12_000), lambda: _output(rng, 200))
+    asks = _alone(
+        rng, count, lambda: _lognormal(rng, 1_200, 0.8, 50, 12_000), lambda: _output(rng, 200)
+    )
     burst, period = 4 / 6, count / 12
 
     def moved(at: float) -> float:
         whole, part = divmod(at / period, 1)
-        return (whole + (part / burst / 6 if part < burst else 1 / 6 + (part - burst) / (1 - burst) * 5 / 6)) * period
+        return (
+            whole
+            + (part / burst / 6 if part < burst else 1 / 6 + (part - burst) / (1 - burst) * 5 / 6)
+        ) * period
 
     return [replace(each, at=moved(each.at)) for each in asks]
 
 
 def _scale(rng: random.Random, count: int) -> list[Asked]:
     poisson = _poisson(rng)
-    return [Asked(next(poisson), _lognormal(rng, 1_800, 1.0, 50, 30_000), _output(rng, 300)) for _ in range(count)]
+    return [
+        Asked(next(poisson), _lognormal(rng, 1_800, 1.0, 50, 30_000), _output(rng, 300))
+        for _ in range(count)
+    ]
 
 
 def _sessions(rng: random.Random, count: int) -> list[Asked]:
@@ -193,7 +228,8 @@ def _sessions(rng: random.Random, count: int) -> list[Asked]:
             tokens += asked
             output = _output(rng, 250)
             asks.append(Asked(at, tokens, output, blocks, session=f"session {number}"))
-            # The answer is computed where the client's next prompt does not look for it: on the decode node.
+            # The answer is computed where the client's next prompt does not look for it: on the
+            # decode node.
             blocks += names.of(tokens % _BLOCK_TOKENS + output)
             tokens += output
             # Thinking takes about as long as a hundredth of the run.
@@ -212,10 +248,21 @@ WORKLOADS = _named(
     Workload("chat", "30 system prompts of 300 to 3,000 tokens, 250 of one's own", _chat, 1.3),
     Workload("code", "150 contexts of 3,000 to 16,000 tokens, 400 of one's own", _code, 3.0),
     Workload("summarise", "prompts of 6,000 tokens that share nothing", _summarise, 0.85),
-    Workload("long mix", "3 % prompts of 32,000 to 100,000 tokens among those of 600", _long_mix, 0.8),
-    Workload("sessions", "conversations of six turns, each prompt all that was said", _sessions, 1.3),
-    Workload("bursty", "prompts of 1,200 tokens, a sixth of the time at four times the rate", _bursty, 0.5),
+    Workload(
+        "long mix", "3 % prompts of 32,000 to 100,000 tokens among those of 600", _long_mix, 0.8
+    ),
+    Workload(
+        "sessions", "conversations of six turns, each prompt all that was said", _sessions, 1.3
+    ),
+    Workload(
+        "bursty",
+        "prompts of 1,200 tokens, a sixth of the time at four times the rate",
+        _bursty,
+        0.5,
+    ),
     Workload("heavy tail", "lengths of prompts and answers by power laws", _heavy_tail, 0.8),
 )
 
-SCALE = Workload("scale", "prompts of 3,000 tokens on average that share nothing, answers of 400", _scale, 0.85)
+SCALE = Workload(
+    "scale", "prompts of 3,000 tokens on average that share nothing, answers of 400", _scale, 0.85
+)

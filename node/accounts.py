@@ -1,6 +1,8 @@
-"""What becomes known of one leg while it runs, and where it goes at its end: metrics, a log line, a span of its trace.
+"""What becomes known of one leg while it runs, and where it goes at its end: metrics, a log line, a
+span of its trace.
 
-Reads updates as they pass; changes none of them, and costs a token well under a microsecond and a clock.
+Reads updates as they pass; changes none of them, and costs a token well under a microsecond and a
+clock.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _SPANS = {Role.PREFILL: "prefill leg", Role.DECODE: "decode leg", Role.AGGREGATE
 class Account:
     """Of one leg: `submitted` once it is submitted, `heard` for each update, `close` once."""
 
-    def __init__(self, leg: Leg, call: Call, role: Role, metrics: NodeMetrics | None, tracing: Tracing | None) -> None:
+    def __init__(
+        self, leg: Leg, call: Call, role: Role, metrics: NodeMetrics | None, tracing: Tracing | None
+    ) -> None:
         self._leg, self._call, self._role, self._metrics = leg, call, role, metrics
         self._began = self._told = time.monotonic()
         self._first_token_s: float | None = None
@@ -84,14 +88,22 @@ class Account:
 
     def _timing(self, total_s: float) -> Timing | None:
         timing, last = self._leg.timing, self.last
-        if timing is not None and (last is None or last.timing is not timing or last.finish is None):
-            # It ended here and not in the engine, which has told of its beginning only; or another choice was the last.
+        if timing is not None and (
+            last is None or last.timing is not timing or last.finish is None
+        ):
+            # It ended here and not in the engine, which has told of its beginning only; or another
+            # choice was the last.
             decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
             timing = msgspec.structs.replace(timing, decode_s=decode_s)
         return timing
 
     def _log(
-        self, finish: Finish, total_s: float, timing: Timing | None, stages: dict[str, float], error: str | None
+        self,
+        finish: Finish,
+        total_s: float,
+        timing: Timing | None,
+        stages: dict[str, float],
+        error: str | None,
     ) -> None:
         more = Fields()
         if timing is not None and timing.draft_tokens:
@@ -112,7 +124,9 @@ class Account:
             more,
         )
 
-    def _attributes(self, finish: Finish, timing: Timing | None, stages: dict[str, float]) -> dict[str, Attribute]:
+    def _attributes(
+        self, finish: Finish, timing: Timing | None, stages: dict[str, float]
+    ) -> dict[str, Attribute]:
         """By OpenTelemetry's names for generative AI where it has any."""
         writer = self._leg.writer
         told: dict[str, Attribute] = {
@@ -128,4 +142,6 @@ class Account:
             told["kvrelay.transfer_bytes"] = timing.transfer_bytes
         if self._first_token_s is not None:
             told["gen_ai.latency.time_to_first_token"] = self._first_token_s
-        return told | {f"kvrelay.stage.{name}_ms": took for name, took in stages.items() if name in STAGES}
+        return told | {
+            f"kvrelay.stage.{name}_ms": took for name, took in stages.items() if name in STAGES
+        }

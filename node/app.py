@@ -1,7 +1,7 @@
 """The HTTP shell of a node: OpenAI routes, health, metrics, release of held KV.
 
-Every answer is made of frames (wire/frames.py). A caller that asks for frames gets them; any other gets their payloads,
-which are the plain OpenAI answer.
+Every answer is made of frames (wire/frames.py). A caller that asks for frames gets them; any other
+gets their payloads, which are the plain OpenAI answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,15 @@ from wire.errors import (
     Overloaded,
     RequestError,
 )
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
+from wire.frames import (
+    FRAMES_MEDIA_TYPE,
+    LOAD_HEADER,
+    MALFORMED,
+    MAX_HANDOVER_BYTES,
+    Frame,
+    FrameKind,
+    pack,
+)
 from wire.leg_stream import LEGS_PATH
 from wire.outputs import Finish, Load
 from wire.versions import LEGS, RELEASE
@@ -67,8 +75,11 @@ log = logging.getLogger("kvrelay.node")
 
 MAX_QUEUED = 1024
 POD_UID = "KVRELAY_POD_UID"
-"""Variable from the downward API: with it a router sees that another pod has been given this address."""
-# The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
+"""Variable from the downward API: with it a router sees that another pod has been given this
+address.
+"""
+# The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a
+# slow machine.
 SILENCE_LIMIT_S = 20.0
 FRESH_WITHIN_S = 0.25  # longer is not waited for an engine's numbers
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
@@ -109,7 +120,8 @@ class Node:
             raise EngineDead(f"the engine process has said nothing for {silent_s:.0f} s")
         if (stopped_s := self.engine.stats.kv_silent_s) > SILENCE_LIMIT_S:
             raise EngineDead(
-                f"this node hands no KV over: a thread of its KV link has stood still for {stopped_s:.0f} s"
+                f"this node hands no KV over: a thread of its KV link has stood still for "
+                f"{stopped_s:.0f} s"
             )
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
@@ -121,7 +133,9 @@ class Node:
         self.role.check()
 
     def alive(self) -> bool:
-        """Whether it serves, or may: false if only a new process can help. Loading and draining are no reason."""
+        """Whether it serves, or may: false if only a new process can help. Loading and draining are
+        no reason.
+        """
         try:
             self.ready()
         except EngineDead:
@@ -141,9 +155,13 @@ class _App(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
+def create_app(
+    node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]
+) -> FastAPI:
     """The routes over one node."""
-    app = _App(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = _App(
+        title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.front = front_of(node.config)
     answer_errors(app)
 
@@ -175,7 +193,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         authorize(node.config.api_key, request)
         check_version(request.headers)
         node.ready()
-        return node.streams.stream(partial(_streamed, node), node.config.max_body_bytes + MAX_HANDOVER_BYTES)
+        return node.streams.stream(
+            partial(_streamed, node), node.config.max_body_bytes + MAX_HANDOVER_BYTES
+        )
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -186,7 +206,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     async def model(request: Request, name: str) -> Response:
         authorize(node.config.api_key, request)
         node.ready().check_served(name)
-        return json_response(next(card for card in node.ready().cards(node.created) if card.id == name))
+        return json_response(
+            next(card for card in node.ready().cards(node.created) if card.id == name)
+        )
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(request: Request) -> Response:
@@ -224,7 +246,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         node.ready()
         return json_response(await fetch_probe(node.role.now, node.engine, body))
 
-    add_orders(app, node.config, node.engine, node.drain, node.role, node.ready, partial(_node_body, node))
+    add_orders(
+        app, node.config, node.engine, node.drain, node.role, node.ready, partial(_node_body, node)
+    )
 
     @app.get("/health")
     async def health() -> Response:
@@ -268,10 +292,14 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     return app
 
 
-async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | None = None) -> Response:
-    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors.
+async def _complete(
+    node: Node, request: Request, *, chat: bool, body: bytes | None = None
+) -> Response:
+    """One request, from its bytes to its answer. Errors before the first token are plain HTTP
+    errors.
 
-    `body`: what the client means as a completion, if it has said it in another dialect; then it gets no frames.
+    `body`: what the client means as a completion, if it has said it in another dialect; then it
+    gets no frames.
     """
     began = time.monotonic()
     authorize(node.config.api_key, request)
@@ -279,7 +307,9 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     node.check_open()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
-        body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
+        body = await read_body(
+            request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0)
+        )
         if wants_frames:
             await beside(len(body), check_leg, body, node.config.max_body_bytes)
         else:
@@ -302,12 +332,16 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
         await frames.aclose()
         if first.status in (429, 503):
             headers["retry-after"] = str(load.retry_after_s)
-        return Response(msgspec.json.encode({"error": first.error}), first.status, headers, "application/json")
+        return Response(
+            msgspec.json.encode({"error": first.error}), first.status, headers, "application/json"
+        )
     # A caller that knows frames has the stages of all legs, and puts them into the answer itself.
     since = began if parsed.include_metrics else None
     if parsed.stream:
         events = payloads(first, frames, leg, since)
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers=headers | SSE_HEADERS
+        )
     answer = await unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
@@ -318,7 +352,9 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
 async def _begun(
     node: Node, call: Call
 ) -> tuple[list[Leg], ChatRequest | CompletionRequest, Load, AsyncGenerator[Frame, None]]:
-    """A call that the engine was given: its legs, the request, the load that answers it, and the answer's frames."""
+    """A call that the engine was given: its legs, the request, the load that answers it, and the
+    answer's frames.
+    """
     serving = node.ready()
     node.check_open()
     if node.engine.queue_depth() >= MAX_QUEUED:
@@ -337,13 +373,19 @@ async def _streamed(
     if path not in _COMPLETIONS:
         raise NotFound(f"there is no leg {path}")
     await beside(len(body), check_leg, body, node.config.max_body_bytes)
-    call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")), sane_trace(headers.get))
+    call = Call(
+        path == _COMPLETIONS[0],
+        body,
+        request_id(headers.get("x-request-id")),
+        sane_trace(headers.get),
+    )
     _, _, load, frames = await _begun(node, call)
     return load, frames
 
 
 async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
-    """Give the legs of a call to the engine, before anything else can happen, and return the frames of its answer.
+    """Give the legs of a call to the engine, before anything else can happen, and return the frames
+    of its answer.
 
     Legs of several prompts together are one answer's. Raises EngineDead, Overloaded.
     """
@@ -364,10 +406,12 @@ async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerat
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
-    """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame.
+    """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an
+    ERROR frame.
 
-    The first frame is none of the answer: with it the engine has the leg, and from then on a generator that nobody
-    goes on with is closed when it is forgotten. Raises EngineDead, Overloaded before it.
+    The first frame is none of the answer: with it the engine has the leg, and from then on a
+    generator that nobody goes on with is closed when it is forgotten. Raises EngineDead, Overloaded
+    before it.
     """
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
     updates = node.engine.start_requests(leg.submits)
@@ -381,7 +425,8 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         for opening in leg.opening_frames(node.engine.load):
             yield opening
         while not leg.done:
-            # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
+            # Only around the waiting: a timeout must not be left open across a yield, which may
+            # resume in another task.
             async with asyncio.timeout_at(deadline):
                 update, load = await updates.next()
             account.heard(update)
@@ -395,7 +440,11 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
     except TimeoutError:
         limit = node.config.request_deadline_s
         error = f"not done within {limit:g} s"
-        yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
+        yield leg.error(
+            DeadlineExceeded(
+                f"the request was {error}; ask for fewer tokens or raise request_deadline_s"
+            )
+        )
     finally:
         updates.close()
         last = account.last

@@ -1,6 +1,8 @@
-"""What the engine process tells of its prefix cache: which blocks are held, and what those of a prompt are called.
+"""What the engine process tells of its prefix cache: which blocks are held, and what those of a
+prompt are called.
 
-Costs nothing where nobody asks for it, and a message a few times a second where somebody does, never one per step.
+Costs nothing where nobody asks for it, and a message a few times a second where somebody does,
+never one per step.
 """
 
 from __future__ import annotations
@@ -19,10 +21,18 @@ _INTERVAL_S = 0.05
 
 
 class CacheTeller:
-    """`told` is called with the changes, and with `texts` also with what is in the blocks. With `on` false: never."""
+    """`told` is called with the changes, and with `texts` also with what is in the blocks. With
+    `on` false: never.
+    """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, told: Callable[[CacheChanges], None], *, on: bool, texts: bool = False
+        self,
+        pool: BlockPool,
+        block_size: int,
+        told: Callable[[CacheChanges], None],
+        *,
+        on: bool,
+        texts: bool = False,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
@@ -37,7 +47,11 @@ class CacheTeller:
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _INTERVAL_S
             changes = self._pool.changes()
-            self._told(CacheChanges(changes.stored, list(changes.removed), changes.texts, cleared=changes.cleared))
+            self._told(
+                CacheChanges(
+                    changes.stored, list(changes.removed), changes.texts, cleared=changes.cleared
+                )
+            )
 
     def blocks_of(self, request: Request) -> PromptBlocks | None:
         """What a router must know to find this prompt in KV events."""

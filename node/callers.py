@@ -17,7 +17,9 @@ READ_DEADLINE_S = 60.0
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, refused before it is read whole when it is too long. Raises BodyTooLarge, RequestTimeout."""
+    """The body, refused before it is read whole when it is too long. Raises BodyTooLarge,
+    RequestTimeout.
+    """
     size = int(request.headers.get("content-length") or 0)
     body = bytearray()
     if size <= limit:
@@ -29,7 +31,9 @@ async def read_body(request: Request, limit: int) -> bytes:
                     if size > limit:
                         break
         except TimeoutError as why:
-            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
+            raise RequestTimeout(
+                f"the request body did not arrive within {READ_DEADLINE_S:g} s"
+            ) from why
     if size > limit:
         raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
     return bytes(body)
@@ -48,4 +52,6 @@ def request_id(given: str | None) -> str:
 def authorize(key: str, request: Request) -> None:
     """Raise Unauthorized unless the request carries the key, or none is wanted."""
     if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
-        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+        raise Unauthorized(
+            "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+        )

@@ -1,6 +1,8 @@
-"""Grammars of requests on their way into the engine: compiled beside the step loop, on threads of their own.
+"""Grammars of requests on their way into the engine: compiled beside the step loop, on threads of
+their own.
 
-A request waits here until its guide is ready; nobody else does. `begin`, `drop` and `ready` are for one thread.
+A request waits here until its guide is ready; nobody else does. `begin`, `drop` and `ready` are for
+one thread.
 """
 
 from __future__ import annotations
@@ -24,21 +26,27 @@ __all__ = ["COMPILE_DEADLINE_S", "Compiling", "grammars_for"]
 log = logging.getLogger("kvrelay.engine")
 
 COMPILE_DEADLINE_S = 10.0
-"""The largest schemas that are taken need about one; the library itself gives up after some millions of steps."""
+"""The largest schemas that are taken need about one; the library itself gives up after some
+millions of steps.
+"""
 _THREADS = 2
 _STACK_BYTES = 16 << 20
 """Compilers recurse. What comes here has been compiled with less (node/sandbox_messages.py)."""
 
 
 def grammars_for(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
-    """Of a model with so many ids, of which its tokenizer may know fewer or more. Takes about 4 us per token."""
+    """Of a model with so many ids, of which its tokenizer may know fewer or more. Takes about 4 us
+    per token.
+    """
     known = min(tokenizer.vocab_size, vocab_size)
     tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
     return Grammars(tokens, special_ids=tokenizer.special_ids, eos_token_ids=eos_token_ids)
 
 
 class Compiling:
-    """`model`: where its tokenizer is; it is read at once, on a thread. `wake` is called from threads."""
+    """`model`: where its tokenizer is; it is read at once, on a thread. `wake` is called from
+    threads.
+    """
 
     def __init__(self, model: str, engine: Engine, wake: Callable[[], None]) -> None:
         self._model, self._engine, self._wake = model, engine, wake
@@ -51,7 +59,9 @@ class Compiling:
         self._load_error: str | None = None
         before = threading.stack_size(_STACK_BYTES)
         for number in range(_THREADS):
-            threading.Thread(target=self._work, args=(number == 0,), name=f"compiling-{number}", daemon=True).start()
+            threading.Thread(
+                target=self._work, args=(number == 0,), name=f"compiling-{number}", daemon=True
+            ).start()
         threading.stack_size(before)
 
     def begin(self, request: Request) -> None:
@@ -70,9 +80,11 @@ class Compiling:
         return self._waiting.pop(request_id, None)
 
     def ready(self, now: float) -> list[tuple[Request, str | None]]:
-        """Requests that wait no longer: with a guide that has followed their tokens, or why there is none.
+        """Requests that wait no longer: with a guide that has followed their tokens, or why there
+        is none.
 
-        A fork never comes before its parent. `now`: the clock of their arrival."""
+        A fork never comes before its parent. `now`: the clock of their arrival.
+        """
         while not self._done.empty():
             request, error = self._done.get()
             if self._waiting.get(request.request_id) is request:
@@ -86,7 +98,12 @@ class Compiling:
             elif now - request.arrival_s > COMPILE_DEADLINE_S:
                 constraint = request.params.constraint
                 assert constraint is not None
-                found.append((request, f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile"))
+                found.append(
+                    (
+                        request,
+                        f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile",
+                    )
+                )
             else:
                 continue
             del self._waiting[name]

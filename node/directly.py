@@ -33,8 +33,9 @@ class _Refusal(msgspec.Struct):
 class Directly:
     """The Server of openai_api/routes.py on a node.
 
-    `ready` is the serving half or raises EngineDead, `alive` whether it may still get so, `read` a request's checked
-    body, `check` looks at its key only, and `answer` answers a completion, of a chat or not, in its own bytes.
+    `ready` is the serving half or raises EngineDead, `alive` whether it may still get so, `read` a
+    request's checked body, `check` looks at its key only, and `answer` answers a completion, of a
+    chat or not, in its own bytes.
     """
 
     def __init__(
@@ -47,7 +48,13 @@ class Directly:
         answer: Callable[[Request, bytes, bool], Awaitable[Response]],
         max_body_bytes: int,
     ) -> None:
-        self._ready, self._sandbox, self._check, self._read, self._answer = ready, sandbox, check, read, answer
+        self._ready, self._sandbox, self._check, self._read, self._answer = (
+            ready,
+            sandbox,
+            check,
+            read,
+            answer,
+        )
         self._max_bytes = max_body_bytes
         self.alive = alive
 
@@ -73,7 +80,9 @@ class Directly:
             return [serving.model_name, *serving.adapters]
         return []
 
-    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
+    async def complete(
+        self, request: Request, speak: Speak, learn: Learn | None = None
+    ) -> Response:
         """A completion in a dialect. Raises KvrelayError."""
         self._ready()
         body = await self._read(request)
@@ -82,24 +91,38 @@ class Directly:
         try:
             return _spoken(await self._answer(request, body, dialect.chat), dialect)
         except RequestError as why:  # of a field by its name in a completion
-            return Response(dialect.error(why.status, why.body()), why.status, media_type="application/json")
+            return Response(
+                dialect.error(why.status, why.body()), why.status, media_type="application/json"
+            )
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
+    async def tokenized(
+        self, request: Request, path: str, translate: Callable[[bytes], bytes]
+    ) -> bytes | None:
         """POST /tokenize and /detokenize; None if the client has gone. Raises KvrelayError."""
         serving = self._ready()
         body = await self._read(request)
         await beside(len(body), check_shape, body)
         body = await beside(len(body), translate, body)
-        work = tokenized(serving, self._sandbox, body) if path == "/tokenize" else detokenized(serving, body)
+        work = (
+            tokenized(serving, self._sandbox, body)
+            if path == "/tokenize"
+            else detokenized(serving, body)
+        )
         return await unless_gone(request, work)
 
 
 def _spoken(answer: Response, dialect: Dialect) -> Response:
     """The answer to a completion in the client's dialect."""
     if isinstance(answer, StreamingResponse):
-        answer.body_iterator = _events(cast("AsyncGenerator[bytes, None]", answer.body_iterator), dialect)
+        answer.body_iterator = _events(
+            cast("AsyncGenerator[bytes, None]", answer.body_iterator), dialect
+        )
         return answer
-    headers = {name: value for name, value in answer.headers.items() if name not in ("content-length", "content-type")}
+    headers = {
+        name: value
+        for name, value in answer.headers.items()
+        if name not in ("content-length", "content-type")
+    }
     status, body = answer.status_code, bytes(answer.body)
     try:
         body = dialect.whole(body) if status == 200 else _refusal(status, body, dialect)

@@ -1,4 +1,5 @@
-"""Draining: a node that is asked to ends the legs that it has, keeps KV until it is fetched, and takes nothing new.
+"""Draining: a node that is asked to ends the legs that it has, keeps KV until it is fetched, and
+takes nothing new.
 
 Owns whether it drains and when that is over. What ends the process afterwards is node/server.py's.
 """
@@ -15,7 +16,8 @@ from wire.errors import DeadlineExceeded, Draining, EngineDead
 
 __all__ = ["DRAIN_DEADLINE_S", "Drain"]
 
-# Then legs are cut, which go on elsewhere from where they are, and KV is dropped: decode nodes compute it.
+# Then legs are cut, which go on elsewhere from where they are, and KV is dropped: decode nodes
+# compute it.
 DRAIN_DEADLINE_S = 30.0
 _TICK_S = 0.05
 _STATS_DEADLINE_S = 5.0
@@ -48,10 +50,15 @@ class Drain:
     def check(self) -> None:
         """Raise Draining if no new leg may begin."""
         if self.begun:
-            raise Draining("this node is draining: it ends what it has and takes no new requests; ask another one")
+            raise Draining(
+                "this node is draining: it ends what it has and takes no new requests; ask "
+                "another one"
+            )
 
     async def over(self, deadline_s: float) -> bool:
-        """Wait until no leg runs and no KV waits for its decode node; False if that is not so by the deadline."""
+        """Wait until no leg runs and no KV waits for its decode node; False if that is not so by
+        the deadline.
+        """
         with contextlib.suppress(EngineDead, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while self._engine.queue_depth() or await self._held_blocks():

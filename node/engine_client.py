@@ -1,7 +1,8 @@
-"""The HTTP side of the engine process: starts it, sends it requests, hands its updates to whoever waits for them.
+"""The HTTP side of the engine process: starts it, sends it requests, hands its updates to whoever
+waits for them.
 
-One asyncio task reads the zmq pair; each live request has a queue. When the engine process ends, or says that it does,
-every waiting request gets EngineDead, once.
+One asyncio task reads the zmq pair; each live request has a queue. When the engine process ends, or
+says that it does, every waiting request gets EngineDead, once.
 """
 
 from __future__ import annotations
@@ -67,15 +68,24 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 class Updates:
-    """What the engine says of some requests, as it comes. `close` in any case: it aborts those that have not ended."""
+    """What the engine says of some requests, as it comes. `close` in any case: it aborts those that
+    have not ended.
+    """
 
-    def __init__(self, engine: EngineClient, queue: asyncio.Queue[RequestUpdate | None], request_ids: set[str]) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        queue: asyncio.Queue[RequestUpdate | None],
+        request_ids: set[str],
+    ) -> None:
         self._engine = engine
         self._queue = queue
         self._live = request_ids
 
     async def next(self) -> tuple[RequestUpdate, Load]:
-        """The next update of any of them. Raises EngineDead if the engine process ends before they have."""
+        """The next update of any of them. Raises EngineDead if the engine process ends before they
+        have.
+        """
         while True:
             update = await self._queue.get()
             if update is None:
@@ -147,8 +157,9 @@ class EngineClient:
         self._socket.bind(endpoint)
         threads = str(self._config.engine.threads_on(os.cpu_count() or 1))
         environment = {
-            # Huge pages: the same step takes 53 ms instead of 57, weights are streamed through fewer TLB entries. And
-            # freed buffers are kept: mapping the same megabytes anew in every layer costs another 2 %.
+            # Huge pages: the same step takes 53 ms instead of 57, weights are streamed through
+            # fewer TLB entries. And freed buffers are kept: mapping the same megabytes anew in
+            # every layer costs another 2 %.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"
             ":glibc.malloc.mmap_threshold=33554432",
             "OMP_NUM_THREADS": threads,
@@ -160,18 +171,25 @@ class EngineClient:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         }
         self._process = await asyncio.create_subprocess_exec(
-            *command_of("node.engine_process"), endpoint, stdin=asyncio.subprocess.PIPE, env=environment
+            *command_of("node.engine_process"),
+            endpoint,
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))
         self._process.stdin.close()
 
     async def ready(self, deadline_s: float) -> EngineReady:
-        """What the engine says of itself. Raises EngineDead if it ended, or did not come up in time."""
+        """What the engine says of itself. Raises EngineDead if it ended, or did not come up in
+        time.
+        """
         deadline = asyncio.create_task(self._ready.wait())
         ended = asyncio.create_task(self.ended.wait())
         try:
-            await asyncio.wait({deadline, ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {deadline, ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             deadline.cancel()
             ended.cancel()
@@ -180,7 +198,9 @@ class EngineClient:
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
-        """Run these requests, which have one prompt, each to its end. Raises EngineDead, Overloaded."""
+        """Run these requests, which have one prompt, each to its end. Raises EngineDead,
+        Overloaded.
+        """
         if self.ended.is_set():
             raise EngineDead(self.why_ended())
         spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
@@ -214,7 +234,9 @@ class EngineClient:
         self._send(Renew(request_id))
 
     def give_up(self, submit: Submit) -> None:
-        """End a request that is over before it began, so that what its ticket holds elsewhere is released."""
+        """End a request that is over before it began, so that what its ticket holds elsewhere is
+        released.
+        """
         self._submit(submit)
         self._send(Abort(submit.request_id))
 
@@ -225,7 +247,9 @@ class EngineClient:
         late = f"the engine process did not answer a probe within {deadline_s:g} s"
         return await self._answered(self._probes, probe.probe_id, probe, deadline_s, late)
 
-    async def load_adapter(self, load: LoadAdapter, deadline_s: float) -> AdapterLoaded | AdapterRefused:
+    async def load_adapter(
+        self, load: LoadAdapter, deadline_s: float
+    ) -> AdapterLoaded | AdapterRefused:
         """What the engine process says to it. Raises EngineDead, DeadlineExceeded."""
         late = f"adapter {load.name!r} was not read within {deadline_s:g} s"
         return await self._answered(self._loads, load.load_id, load, deadline_s, late)
@@ -234,20 +258,36 @@ class EngineClient:
         """Its numbers after all that was sent to it until now. Raises EngineDead, DeadlineExceeded."""
         self._asked += 1
         late = f"the engine process did not tell its numbers within {deadline_s:g} s"
-        return await self._answered(self._stats_asked, self._asked, AskStats(self._asked), deadline_s, late)
+        return await self._answered(
+            self._stats_asked, self._asked, AskStats(self._asked), deadline_s, late
+        )
 
     async def profile(self, *, begin: bool, deadline_s: float) -> None:
-        """Profile its steps from now on, or end that. Raises EngineDead, DeadlineExceeded, NodeFailed."""
+        """Profile its steps from now on, or end that. Raises EngineDead, DeadlineExceeded,
+        NodeFailed.
+        """
         self._asked += 1
-        late = f"the engine process did not {'begin' if begin else 'write'} a profile within {deadline_s:g} s"
-        told = await self._answered(self._profiles, self._asked, Profile(self._asked, begin), deadline_s, late)
+        late = (
+            f"the engine process did not {'begin' if begin else 'write'} a profile within "
+            f"{deadline_s:g} s"
+        )
+        told = await self._answered(
+            self._profiles, self._asked, Profile(self._asked, begin), deadline_s, late
+        )
         if told.refused:
             raise NodeFailed(told.refused)
 
     async def _answered(
-        self, waiting: dict[K, asyncio.Future[T]], key: K, asked: ToEngine, deadline_s: float, late: str
+        self,
+        waiting: dict[K, asyncio.Future[T]],
+        key: K,
+        asked: ToEngine,
+        deadline_s: float,
+        late: str,
     ) -> T:
-        """Send what the engine process answers once; `waiting` is where its answer is looked for, by `key`."""
+        """Send what the engine process answers once; `waiting` is where its answer is looked for,
+        by `key`.
+        """
         if self.ended.is_set():
             raise EngineDead(self.why_ended())
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -293,13 +333,21 @@ class EngineClient:
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
             except TimeoutError:
-                log.warning("the engine process did not end within %g s, killing it", STOP_DEADLINE_S)
-                self.failure = self.failure or "the engine process did not end when it was told to, and was killed"
+                log.warning(
+                    "the engine process did not end within %g s, killing it", STOP_DEADLINE_S
+                )
+                self.failure = (
+                    self.failure
+                    or "the engine process did not end when it was told to, and was killed"
+                )
                 self._process.kill()
                 try:
                     await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
                 except TimeoutError:
-                    log.error("the engine process %d cannot be killed: its driver holds it", self._process.pid)
+                    log.error(
+                        "the engine process %d cannot be killed: its driver holds it",
+                        self._process.pid,
+                    )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -314,7 +362,9 @@ class EngineClient:
     def _spilled_ms(self, submit: Submit) -> float:
         """Return what a prompt takes that a prefill node could compute.
 
-        Raises Overloaded if that is more than the engine takes now; what it was sent since it said so counts."""
+        Raises Overloaded if that is more than the engine takes now; what it was sent since it said
+        so counts.
+        """
         costs = None if self.info is None else self.info.costs
         if not submit.spill_tokens or costs is None:
             return 0.0
@@ -326,7 +376,8 @@ class EngineClient:
         left_ms = self.load.spill_ms - sum(each for _, each in self._spilled)
         if ms > left_ms:
             raise Overloaded(
-                f"the prompt takes {ms:.0f} ms, and this node now has {max(0.0, left_ms):.0f} ms for prompts that a "
+                f"the prompt takes {ms:.0f} ms, and this node now has {max(0.0, left_ms):.0f} ms "
+                f"for prompts that a "
                 "prefill node can compute; send it to one",
                 code="spill_refused",
             )
@@ -335,8 +386,11 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():
             return
-        # Never waits: there is no high-water mark. It fails when the engine process is not there, which `ended` tells.
-        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
+        # Never waits: there is no high-water mark. It fails when the engine process is not there,
+        # which `ended` tells.
+        sent = cast(
+            "asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        )
         sent.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _read(self) -> None:
@@ -351,7 +405,9 @@ class EngineClient:
                         if queue is not None:
                             queue.put_nowait(update)
                         elif update.held is not None:
-                            self._send(Release(update.request_id))  # its client left while the last step ran
+                            self._send(
+                                Release(update.request_id)
+                            )  # its client left while the last step ran
                 case EngineStats() as stats:
                     self.stats, self.load = stats, stats.load
                     for number, wanted in self._stats_asked.items():
@@ -381,7 +437,10 @@ class EngineClient:
 
     async def _watch(self) -> None:
         assert self._process is not None
-        ended, failed = asyncio.create_task(self._process.wait()), asyncio.create_task(self._failed.wait())
+        ended, failed = (
+            asyncio.create_task(self._process.wait()),
+            asyncio.create_task(self._failed.wait()),
+        )
         try:
             # Whichever is first: a process whose GPU has failed may be slow to end, or never do.
             await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -390,7 +449,9 @@ class EngineClient:
             failed.cancel()
         if self.failure is None:
             await asyncio.sleep(0.05)  # its last words may still be in the socket
-        self.failure = self.failure or f"the engine process ended ({fate_of(self._process.returncode or 0)})"
+        self.failure = (
+            self.failure or f"the engine process ended ({fate_of(self._process.returncode or 0)})"
+        )
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)

@@ -1,7 +1,9 @@
-"""What an engine process reports (EngineStats), as Prometheus samples, made when somebody scrapes them.
+"""What an engine process reports (EngineStats), as Prometheus samples, made when somebody scrapes
+them.
 
-Names that begin with `vllm:` mean what vLLM means by them, so that dashboards, autoscalers and gateways made for it
-read a node of ours; `kvrelay_` is what vLLM has no name for. Counts nothing itself.
+Names that begin with `vllm:` mean what vLLM means by them, so that dashboards, autoscalers and
+gateways made for it read a node of ours; `kvrelay_` is what vLLM has no name for. Counts nothing
+itself.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from wire.config import NodeConfig
@@ -24,7 +31,11 @@ class EngineMetrics(Collector):
     """Turns the engine's last report into samples at scrape time."""
 
     def __init__(
-        self, stats: Callable[[], EngineStats], labels: Mapping[str, str], config: NodeConfig, info: EngineReady
+        self,
+        stats: Callable[[], EngineStats],
+        labels: Mapping[str, str],
+        config: NodeConfig,
+        info: EngineReady,
     ) -> None:
         """`labels` are on every sample. `config` and `info` are facts that do not change."""
         self._stats = stats
@@ -50,7 +61,9 @@ class EngineMetrics(Collector):
             counter = CounterMetricFamily(name, text, labels=self._names)
             counter.add_metric(self._values, value)
             yield counter
-        yield self._gauge("vllm:cache_config_info", "Facts of the KV cache, in the labels", 1, self._cache)
+        yield self._gauge(
+            "vllm:cache_config_info", "Facts of the KV cache, in the labels", 1, self._cache
+        )
         if self._max_loras:
             yield self._adapters(stats)
         yield self._steps(stats)
@@ -58,14 +71,21 @@ class EngineMetrics(Collector):
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens that were drawn, by their place in the proposal",
             "position",
-            {str(at): (stats.accepted_at or [0] * self._max_drafts)[at] for at in range(self._max_drafts)},
+            {
+                str(at): (stats.accepted_at or [0] * self._max_drafts)[at]
+                for at in range(self._max_drafts)
+            },
         )
         # All from the start, so that a rate can be taken of the first one.
         causes = sorted({*KV_CAUSES, *stats.fetch_failures})
         by_cause = {cause: stats.fetch_failures.get(cause, 0) for cause in causes}
-        yield self._by("kvrelay_fetches_failed", "KV fetches that failed, by cause", "cause", by_cause)
+        yield self._by(
+            "kvrelay_fetches_failed", "KV fetches that failed, by cause", "cause", by_cause
+        )
 
-    def _gauge(self, name: str, text: str, value: float, more: Mapping[str, str] | None = None) -> Metric:
+    def _gauge(
+        self, name: str, text: str, value: float, more: Mapping[str, str] | None = None
+    ) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=[*self._names, *(more or {})])
         gauge.add_metric([*self._values, *(more or {}).values()], value)
         return gauge
@@ -91,7 +111,9 @@ class EngineMetrics(Collector):
         )
         sizes = stats.step_sizes or [0] * (len(STEP_TOKENS) + 1)
         bounds = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
-        family.add_metric(self._values, list(zip(bounds, accumulate(sizes), strict=True)), stats.step_tokens)
+        family.add_metric(
+            self._values, list(zip(bounds, accumulate(sizes), strict=True)), stats.step_tokens
+        )
         return family
 
 
@@ -103,15 +125,30 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
         "vllm:num_requests_waiting": ("Requests that wait for a seat or for blocks", load.waiting),
         "vllm:num_requests_swapped": ("Always 0: nothing is swapped, a preempted request waits", 0),
         "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
-        "vllm:gpu_cache_usage_perc": ("vllm:kv_cache_usage_perc by its older name, which gateways still read", used),
+        "vllm:gpu_cache_usage_perc": (
+            "vllm:kv_cache_usage_perc by its older name, which gateways still read",
+            used,
+        ),
         "vllm:cpu_cache_usage_perc": ("Always 0: no KV is swapped to the host's memory", 0),
         "kvrelay_blocks_free": ("KV blocks that can be given out", load.free_blocks),
         "kvrelay_blocks": ("KV blocks of the pool", load.total_blocks),
-        "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", stats.held_blocks),
-        "kvrelay_blocks_quarantined": ("KV blocks that a lost transfer may still write to", stats.quarantined_blocks),
+        "kvrelay_blocks_held": (
+            "KV blocks kept under a lease for a decode node",
+            stats.held_blocks,
+        ),
+        "kvrelay_blocks_quarantined": (
+            "KV blocks that a lost transfer may still write to",
+            stats.quarantined_blocks,
+        ),
         "kvrelay_blocks_cached": ("KV blocks that the prefix cache can find", stats.cached_blocks),
-        "kvrelay_waiting_tokens": ("Tokens of prompts that are still to be computed", load.waiting_tokens),
-        "kvrelay_context_tokens": ("Tokens of KV that the running requests have, together", load.context_tokens),
+        "kvrelay_waiting_tokens": (
+            "Tokens of prompts that are still to be computed",
+            load.waiting_tokens,
+        ),
+        "kvrelay_context_tokens": (
+            "Tokens of KV that the running requests have, together",
+            load.context_tokens,
+        ),
     }
 
 
@@ -121,37 +158,73 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
     return {
         "vllm:prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
         "vllm:generation_tokens": ("Tokens generated", stats.generated_tokens),
-        "vllm:num_preemptions": ("Requests that lost their blocks to older ones", stats.preemptions),
-        "vllm:spec_decode_num_drafts": ("Decode steps of a request with proposed tokens", stats.drafts),
-        "vllm:spec_decode_num_draft_tokens": ("Tokens proposed before they were drawn", stats.draft_tokens),
-        "vllm:spec_decode_num_accepted_tokens": ("Proposed tokens that were drawn", stats.accepted_tokens),
-        "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
+        "vllm:num_preemptions": (
+            "Requests that lost their blocks to older ones",
+            stats.preemptions,
+        ),
+        "vllm:spec_decode_num_drafts": (
+            "Decode steps of a request with proposed tokens",
+            stats.drafts,
+        ),
+        "vllm:spec_decode_num_draft_tokens": (
+            "Tokens proposed before they were drawn",
+            stats.draft_tokens,
+        ),
+        "vllm:spec_decode_num_accepted_tokens": (
+            "Proposed tokens that were drawn",
+            stats.accepted_tokens,
+        ),
+        "vllm:prefix_cache_hits": (
+            "Prompt tokens found in the prefix cache",
+            stats.cached_prompt_tokens,
+        ),
         "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", looked_up),
-        "vllm:gpu_prefix_cache_hits": ("vllm:prefix_cache_hits by its older name", stats.cached_prompt_tokens),
+        "vllm:gpu_prefix_cache_hits": (
+            "vllm:prefix_cache_hits by its older name",
+            stats.cached_prompt_tokens,
+        ),
         "vllm:gpu_prefix_cache_queries": ("vllm:prefix_cache_queries by its older name", looked_up),
         "vllm:nixl_num_failed_transfers": ("KV fetches that failed, over any connector", failed),
-        "vllm:nixl_num_kv_expired_reqs": ("Requests whose KV nobody fetched in time", stats.leases_expired),
-        "kvrelay_forked_blocks": ("KV blocks of prompts that further choices have shared", stats.forked_blocks),
+        "vllm:nixl_num_kv_expired_reqs": (
+            "Requests whose KV nobody fetched in time",
+            stats.leases_expired,
+        ),
+        "kvrelay_forked_blocks": (
+            "KV blocks of prompts that further choices have shared",
+            stats.forked_blocks,
+        ),
         "kvrelay_engine_steps": ("Engine steps", stats.steps),
         "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
         "kvrelay_fetches": ("KV fetches started", stats.fetches),
-        "kvrelay_fetch_retries": ("Reads of a KV fetch that broke and were tried again", stats.fetch_retries),
+        "kvrelay_fetch_retries": (
+            "Reads of a KV fetch that broke and were tried again",
+            stats.fetch_retries,
+        ),
         "kvrelay_fetch_kept_blocks": (
             "KV blocks of failed fetches that need not be computed again",
             stats.fetch_kept_blocks,
         ),
         "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", stats.fetched_bytes),
-        "kvrelay_fetch_seconds": ("Time in which fetched KV was waited for, prompts computed", stats.fetch_s),
+        "kvrelay_fetch_seconds": (
+            "Time in which fetched KV was waited for, prompts computed",
+            stats.fetch_s,
+        ),
         "kvrelay_fetch_checked_blocks": (
             "Fetched KV blocks whose checksum was compared with the source's",
             stats.checked_blocks,
         ),
-        "kvrelay_fetch_wrong_blocks": ("Of these, those that were not what the source has", stats.wrong_blocks),
+        "kvrelay_fetch_wrong_blocks": (
+            "Of these, those that were not what the source has",
+            stats.wrong_blocks,
+        ),
         "kvrelay_fetch_unchecked_blocks": (
             "Fetched KV blocks drawn for a check whose source gives no checksums",
             stats.unchecked_blocks,
         ),
         "kvrelay_leases_granted": ("Leases given to decode nodes", stats.leases_granted),
-        "kvrelay_leases_released": ("Leases ended by their reader or by the router", stats.leases_released),
+        "kvrelay_leases_released": (
+            "Leases ended by their reader or by the router",
+            stats.leases_released,
+        ),
         "kvrelay_leases_expired": ("Leases that nobody ended in time", stats.leases_expired),
     }

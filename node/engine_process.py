@@ -1,7 +1,7 @@
 """The engine process of a node: one loop that joins the engine, the connector and the HTTP process.
 
-Started by node/engine_client.py with its ENDPOINT as argument and the NodeConfig as JSON on stdin. Ends when told to,
-when its parent ends, or on an error that it reports first.
+Started by node/engine_client.py with its ENDPOINT as argument and the NodeConfig as JSON on stdin.
+Ends when told to, when its parent ends, or on an error that it reports first.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ _GLANCE_S = 5e-5
 
 
 class EngineProcess:
-    """Everything behind the zmq pair, whose end here is `socket`. `serve` is the whole life after start."""
+    """Everything behind the zmq pair, whose end here is `socket`. `serve` is the whole life after
+    start.
+    """
 
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
@@ -100,10 +102,14 @@ class EngineProcess:
         self._costs = measure_steps(self.engine, config.engine)
         blocks, told = self.engine.scheduler.pool, config.told_events
         texts = told is not None and told.token_ids
-        self._cache = CacheTeller(blocks, self.engine.pool.block_size, self._send, on=told is not None, texts=texts)
+        self._cache = CacheTeller(
+            blocks, self.engine.pool.block_size, self._send, on=told is not None, texts=texts
+        )
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
-        self._profile = EngineProfile(config.profiler_config, self.engine, ranks, self._send, self.wake)
+        self._profile = EngineProfile(
+            config.profiler_config, self.engine, ranks, self._send, self.wake
+        )
         self._adapters = AdapterLoads(self.engine, self._send, self.wake)
         self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
@@ -167,7 +173,8 @@ class EngineProcess:
             )
         )
 
-    # --- the loop ------------------------------------------------------------------------------------------------
+    # --- the loop
+    # ------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Until told to stop: hear, step, tell."""
@@ -204,8 +211,9 @@ class EngineProcess:
             os.read(self._wake_read, 4096)
 
     def _wait_for_step(self) -> None:
-        """Until the step that runs on the device is done, or there is news: a prompt that comes now is launched behind
-        it, and the device goes from one to the other."""
+        """Until the step that runs on the device is done, or there is news: a prompt that comes now
+        is launched behind it, and the device goes from one to the other.
+        """
         until = time.monotonic() + BLOCKED_WAIT_S
         while not (self.engine.is_done or self._poller.poll(0)) and time.monotonic() < until:
             time.sleep(_GLANCE_S)
@@ -251,7 +259,9 @@ class EngineProcess:
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
             watched = submit.fetch is not None
-            if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(request, unlike):
+            if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(
+                request, unlike
+            ):
                 return
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
@@ -260,18 +270,24 @@ class EngineProcess:
                 self._compiling.begin(request)
         except (ValueError, AdapterNotLoaded) as why:
             update = RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why))
-            self._updates.append(msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded)))
+            self._updates.append(
+                msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded))
+            )
             if watched:
                 self.connector.cancel(submit.request_id)
 
     def _kv_left(self, request: Request, unlike: str) -> bool:
-        """A request that is new leaves its KV where it is, for this reason; whether it goes on without."""
+        """A request that is new leaves its KV where it is, for this reason; whether it goes on
+        without.
+        """
         self.connector.cancel(request.request_id)
         log.warning("request %s: KV not fetched: %s", request.request_id, unlike)
         request.fetch, request.fetch_error = None, f"Incompatible: {unlike}"
         if self._config.transfer.kv_load_failure_policy == "fail":
             request.finish = Finish.ERROR
-            self._updates.append(self._update(request, error=KvNotLoaded.because("Incompatible", unlike).message))
+            self._updates.append(
+                self._update(request, error=KvNotLoaded.because("Incompatible", unlike).message)
+            )
         return request.finish is None
 
     def _take_compiled(self) -> None:
@@ -291,7 +307,8 @@ class EngineProcess:
     def _abort(self, request_id: str) -> None:
         request = self.engine.scheduler.abort(request_id) or self._compiling.drop(request_id)
         if request is None or request.offered:
-            # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
+            # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will
+            # fetch it.
             self.connector.release(request_id)
         elif request.fetch is not None:
             self.connector.cancel(request_id)
@@ -305,7 +322,9 @@ class EngineProcess:
             match event:
                 case Fetched():
                     if request is None:
-                        scheduler.kept.settled(event.request_id)  # aborted after the last byte was in
+                        scheduler.kept.settled(
+                            event.request_id
+                        )  # aborted after the last byte was in
                     else:
                         self._fetched(request, event)
                 case FetchFailed():
@@ -315,11 +334,15 @@ class EngineProcess:
                     scheduler.kept.settled(request_id)
                 case Released(request_id, expired):
                     if expired:
-                        log.warning("request %s: nobody fetched its KV before the lease ended", request_id)
+                        log.warning(
+                            "request %s: nobody fetched its KV before the lease ended", request_id
+                        )
                     scheduler.kept.released(request_id)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
-        """A request goes on here; if the source has sent its first tokens with the KV, they are this node's too."""
+        """A request goes on here; if the source has sent its first tokens with the KV, they are
+        this node's too.
+        """
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
@@ -336,9 +359,15 @@ class EngineProcess:
         """A request's KV does not come: what is missing is computed here, or it ends."""
         request.fetched_s = time.monotonic()
         if self._config.transfer.kv_load_failure_policy == "fail":
-            log.warning("request %s: KV not fetched, ending it with an error: %s", request.request_id, failed.reason)
+            log.warning(
+                "request %s: KV not fetched, ending it with an error: %s",
+                request.request_id,
+                failed.reason,
+            )
             self.engine.scheduler.give_up(request.request_id, failed.reason)
-            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause).message))
+            self._updates.append(
+                self._update(request, error=KvNotLoaded.because(failed.cause).message)
+            )
             return
         self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
         log.warning(
@@ -354,11 +383,17 @@ class EngineProcess:
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
 
     def offer(self, request: Request) -> None:
-        """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
+        """See Handover. The ticket goes out at once, not after the step: a decode node makes room
+        meanwhile.
+        """
         prompt, made_with = request.prompt_tokens, content(request)
-        ticket = self.connector.offer(request.request_id, request.blocks, prompt, ready=0, adapter=made_with)
+        ticket = self.connector.offer(
+            request.request_id, request.blocks, prompt, ready=0, adapter=made_with
+        )
         cached, names = request.cached_tokens or 0, self._cache.blocks_of(request)
-        update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=cached, blocks=names)
+        update = RequestUpdate(
+            request.request_id, [], held=ticket, cached_tokens=cached, blocks=names
+        )
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -385,11 +420,15 @@ class EngineProcess:
             logprobs=request.new_logprobs or None,
             finish=request.finish,
             cached_tokens=request.cached_tokens or 0,
-            held=self._completed(request) if request.finish is not None and request.offered else None,
+            held=self._completed(request)
+            if request.finish is not None and request.offered
+            else None,
             timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
-            refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
+            refused=error is not None
+            and request.params.constraint is not None
+            and request.fetch_error is None,
             prompt_logprobs=request.prompt_logprobs or None,
         )
         request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
@@ -401,12 +440,15 @@ class EngineProcess:
         if scheduler.kept.held(request_id) is None:
             self.connector.release(request_id)
             return None
-        ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
+        ticket = self.connector.complete(
+            request_id, Completion(request.new_tokens, request.new_logprobs)
+        )
         if ticket is None:  # its lease was ended while it grew
             scheduler.kept.released(request_id)
         return ticket
 
-    # --- what goes out -------------------------------------------------------------------------------------------
+    # --- what goes out
+    # -------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -428,7 +470,9 @@ class EngineProcess:
 def main() -> NoReturn:
     """Entry point of the process, whose exit code is 0 after an orderly end."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent says when to end
     imports_are_done()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     log_to_stderr("engine", config.log_format)
@@ -448,7 +492,9 @@ def main() -> NoReturn:
 
 
 def connected(endpoint: str) -> zmq.Socket[bytes]:
-    """This process's end of the pair. It outlives an EngineProcess, so that what has ended that can still be told."""
+    """This process's end of the pair. It outlives an EngineProcess, so that what has ended that can
+    still be told.
+    """
     socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.set_hwm(0)

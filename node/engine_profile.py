@@ -1,7 +1,8 @@
-"""A profile of the engine's steps while it serves: begun and ended by an operator, a trace of each rank.
+"""A profile of the engine's steps while it serves: begun and ended by an operator, a trace of each
+rank.
 
-Owns which profiler runs in this process. What it sees is turned into a file beside the loop, because that may take half
-a minute and a node whose engine is silent for so long is taken for dead.
+Owns which profiler runs in this process. What it sees is turned into a file beside the loop,
+because that may take half a minute and a node whose engine is silent for so long is taken for dead.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class RankProfiler:
         self.running = True
 
     def stop(self, written: _Written) -> None:
-        """Record no more. `written` is called, on another thread perhaps, with why there is no trace, or nothing."""
+        """Record no more. `written` is called, on another thread perhaps, with why there is no
+        trace, or nothing.
+        """
         self.running = False
         seen, self._profile = self._profile, None
         if seen is None:
@@ -67,7 +70,9 @@ class RankProfiler:
             written("")
             return
         seen.stop()
-        threading.Thread(target=self._write, args=(seen, written), name="profile", daemon=True).start()
+        threading.Thread(
+            target=self._write, args=(seen, written), name="profile", daemon=True
+        ).start()
 
     def _write(self, seen: profile, written: _Written) -> None:
         suffix = "json.gz" if self._config.torch_profiler_use_gzip else "json"
@@ -84,7 +89,9 @@ class RankProfiler:
 
 
 class EngineProfile:
-    """Profiles of an engine, on all of its ranks. Belongs to the loop's thread, but for the news of what is written."""
+    """Profiles of an engine, on all of its ranks. Belongs to the loop's thread, but for the news of
+    what is written.
+    """
 
     def __init__(
         self,
@@ -94,7 +101,13 @@ class EngineProfile:
         send: Callable[[Profiled], None],
         wake: Callable[[], None],
     ) -> None:
-        self._config, self._engine, self._ranks, self._send, self._wake = config, engine, ranks, send, wake
+        self._config, self._engine, self._ranks, self._send, self._wake = (
+            config,
+            engine,
+            ranks,
+            send,
+            wake,
+        )
         self._profiler = RankProfiler(config or ProfilerConfig("cuda"), 0)
         self._until = 0
         self._asked: list[int] = []
@@ -106,7 +119,11 @@ class EngineProfile:
         """Begin or end. What is so already is no error."""
         assert self._config is not None, "the HTTP process refuses it"
         if ask.begin:
-            self._send(Profiled(ask.profile_id, "" if self._profiler.running else self._begin(self._config)))
+            self._send(
+                Profiled(
+                    ask.profile_id, "" if self._profiler.running else self._begin(self._config)
+                )
+            )
             return
         self._asked.append(ask.profile_id)
         self._end()

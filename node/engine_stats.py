@@ -1,4 +1,6 @@
-"""What an engine process reports: the numbers of its engine, scheduler, connector and adapters in one value."""
+"""What an engine process reports: the numbers of its engine, scheduler, connector and adapters in
+one value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from wire.engine_messages import EngineStats
 __all__ = ["stats_of"]
 
 
-def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, now: float, asked: int = 0) -> EngineStats:
+def stats_of(
+    engine: Engine, connector: Connector, adapters: AdapterLoads, now: float, asked: int = 0
+) -> EngineStats:
     """Counters since start and gauges now. `asked`: who has asked for them last."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     running_adapters, waiting_adapters = adapters.in_use()

@@ -28,7 +28,9 @@ async def _error_answer(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
     headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
     if why.status != 503:  # a node that loads says so twice a second
-        log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
+        log.info(
+            "%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message
+        )
     body = error_shape(request.url.path)(why.status, why.body())
     return Response(body, why.status, headers, "application/json")
 

@@ -1,4 +1,6 @@
-"""KV events of a node in order: numbered batches, the newest of which can be told again, and all that is held. Pure."""
+"""KV events of a node in order: numbered batches, the newest of which can be told again, and all
+that is held. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,28 @@ from collections import deque
 from collections.abc import Iterator
 
 from wire.engine_messages import BlockText, CacheChanges
-from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, pack_batch
+from wire.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    pack_batch,
+)
 
 __all__ = ["EventLog"]
 
-# A listener that has lost more than this gets all that is held instead, which is no more for a pool of 200,000 blocks,
-# as long as their tokens are not told.
+# A listener that has lost more than this gets all that is held instead, which is no more for a pool
+# of 200,000 blocks, as long as their tokens are not told.
 BUFFER_BYTES = 4 << 20
 _MEDIUM = "GPU"
 """vLLM's word for the memory that the engine computes in, whatever the device."""
 
 
 class EventLog:
-    """Numbers count from 0. `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps`: the form of events."""
+    """Numbers count from 0. `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps`: the
+    form of events.
+    """
 
     def __init__(self, block_size: int, buffer_steps: int, *, maps: bool = False) -> None:
         self.next_number = 0
@@ -63,10 +74,12 @@ class EventLog:
         return number, payload
 
     def since(self, number: int, now: float) -> list[tuple[int, bytes]]:
-        """The batches from `number` on; if the first of them is kept no more, one that says all that was held then, and
-        those behind it.
+        """The batches from `number` on; if the first of them is kept no more, one that says all
+        that was held then, and those behind it.
 
-        That one is made anew only when its successor is kept no more: nobody makes it often by asking often."""
+        That one is made anew only when its successor is kept no more: nobody makes it often by
+        asking often.
+        """
         if number >= self.next_number:
             return []
         first = self.next_number - len(self._kept)

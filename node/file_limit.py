@@ -1,6 +1,8 @@
-"""How many files a process may have open: as many as its system lets it. Its children may have as many.
+"""How many files a process may have open: as many as its system lets it. Its children may have as
+many.
 
-Systems start processes with a soft limit of 1,024, for programs that use select(2); each connection is a file.
+Systems start processes with a soft limit of 1,024, for programs that use select(2); each connection
+is a file.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import resource
 
 __all__ = ["raise_file_limit"]
 
-# The kernel's own default for the hard limit. Some systems allow 2**30, and libraries have loops over all numbers.
+# The kernel's own default for the hard limit. Some systems allow 2**30, and libraries have loops
+# over all numbers.
 _MOST = 1 << 20
 
 

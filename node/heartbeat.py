@@ -1,6 +1,8 @@
-"""A node announces itself to routers: every few seconds, at once when it changes, and once more when it ends.
+"""A node announces itself to routers: every few seconds, at once when it changes, and once more
+when it ends.
 
-A beat is one datagram to every address that a router's name has then. Nothing waits for a router, and none answers.
+A beat is one datagram to every address that a router's name has then. Nothing waits for a router,
+and none answers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ class Announcer:
     """
 
     def __init__(
-        self, routers: Sequence[str], key: str, facts: Callable[[], Heartbeat | None], every_s: float = HEARTBEAT_S
+        self,
+        routers: Sequence[str],
+        key: str,
+        facts: Callable[[], Heartbeat | None],
+        every_s: float = HEARTBEAT_S,
     ) -> None:
         self._routers = routers
         self._key = key
@@ -68,7 +74,8 @@ class Announcer:
         self._told = facts
         message = sealed(msgspec.structs.replace(facts, sent_at=time.time()), self._key)
         for family, address in [each for found in self._at.values() for each in found]:
-            # A socket for each: one that stays open would be a port at which this node takes datagrams.
+            # A socket for each: one that stays open would be a port at which this node takes
+            # datagrams.
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
                 once.setblocking(False)
                 once.sendto(message, address)
@@ -82,7 +89,9 @@ class Announcer:
 
     async def _found(self, router: str) -> None:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(*udp_address(router), type=socket.SOCK_DGRAM)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                *udp_address(router), type=socket.SOCK_DGRAM
+            )
             self._at[router] = [(family, address) for family, _, _, _, address in found]
         except (OSError, UnicodeError):
             pass  # no such name yet, or no name server: what was known goes on

@@ -1,4 +1,6 @@
-"""The frames of several prompts' legs as those of one answer. Owns no leg: whoever runs one gives back what it took."""
+"""The frames of several prompts' legs as those of one answer. Owns no leg: whoever runs one gives
+back what it took.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ async def joined_frames(
     streams: bool,
     end: Callable[[Sequence[tuple[int, int, int]]], bytes],
 ) -> AsyncGenerator[Frame, None]:
-    """All parts at the same time, their frames as they come; the last END ends all, and so does the first ERROR.
+    """All parts at the same time, their frames as they come; the last END ends all, and so does the
+    first ERROR.
 
     `end` makes the end of a stream of the parts' token counts. Leaving early ends every part.
     """
@@ -40,7 +43,9 @@ async def joined_frames(
                 if len(ends) == len(parts):
                     yield _last(frame, [ends[each] for each in range(len(parts))], streams, end)
                     return
-                frame = msgspec.structs.replace(frame, kind=FrameKind.TOKENS, payload=frame.payload if streams else b"")
+                frame = msgspec.structs.replace(
+                    frame, kind=FrameKind.TOKENS, payload=frame.payload if streams else b""
+                )
             yield frame
             if frame.kind is FrameKind.ERROR:
                 return
@@ -51,11 +56,16 @@ async def joined_frames(
 
 
 def _last(
-    frame: Frame, ends: Sequence[Frame], streams: bool, end: Callable[[Sequence[tuple[int, int, int]]], bytes]
+    frame: Frame,
+    ends: Sequence[Frame],
+    streams: bool,
+    end: Callable[[Sequence[tuple[int, int, int]]], bytes],
 ) -> Frame:
     if not streams:
         return msgspec.structs.replace(frame, payload=joined_body([each.payload for each in ends]))
-    return msgspec.structs.replace(frame, payload=frame.payload + end([each.usage or (0, 0, 0) for each in ends]))
+    return msgspec.structs.replace(
+        frame, payload=frame.payload + end([each.usage or (0, 0, 0) for each in ends])
+    )
 
 
 async def _pump(at: int, part: AsyncGenerator[Frame, None], queue: _Queue) -> None:

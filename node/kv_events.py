@@ -1,9 +1,11 @@
-"""The sockets on which a node tells its KV events (wire/kv_events.py), in its HTTP process, away from the step loop.
+"""The sockets on which a node tells its KV events (wire/kv_events.py), in its HTTP process, away
+from the step loop.
 
-There are none unless kv_events_config asks for them. They ask nobody who he is, because a router has no secret: who
-reaches them can see whether KV of a text that he knows is here, and no text unless token_ids are told. What he can make
-the node do is bounded: replays take a tenth of the event loop's time at most, and who does not read what he has asked
-for is cut off. A message whose frames never end is not: libzmq collects them before we see any, until memory runs out.
+There are none unless kv_events_config asks for them. They ask nobody who he is, because a router
+has no secret: who reaches them can see whether KV of a text that he knows is here, and no text
+unless token_ids are told. What he can make the node do is bounded: replays take a tenth of the
+event loop's time at most, and who does not read what he has asked for is cut off. A message whose
+frames never end is not: libzmq collects them before we see any, until memory runs out.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class KvEvents:
             self._port = listen(self._pub, *address_of(config.endpoint), ("endpoint", "port"))
             if config.replay_endpoint:
                 called = "replay_endpoint", "port"
-                self._replay_port = listen(self._replays, *address_of(config.replay_endpoint), called)
+                self._replay_port = listen(
+                    self._replays, *address_of(config.replay_endpoint), called
+                )
         except BaseException:
             self._close_sockets()
             raise
@@ -80,8 +84,14 @@ class KvEvents:
         self._pub.send_multipart((self._topic, packed_number(number), payload), zmq.NOBLOCK)
 
     def report(self) -> KvEventsReport | None:
-        """Say in the health report where a router can listen. Without replays it cannot know what is held."""
-        return KvEventsReport(self._port, self._replay_port, self._log.next_number) if self._replay_port else None
+        """Say in the health report where a router can listen. Without replays it cannot know what
+        is held.
+        """
+        return (
+            KvEventsReport(self._port, self._replay_port, self._log.next_number)
+            if self._replay_port
+            else None
+        )
 
     async def close(self) -> None:
         """Nothing is told any more."""
@@ -97,7 +107,9 @@ class KvEvents:
         while True:
             began = time.monotonic()
             asking = asyncio.ensure_future(self._replays.recv_multipart())
-            if not asking.done():  # zmq gives what is there already without a turn of the event loop
+            if (
+                not asking.done()
+            ):  # zmq gives what is there already without a turn of the event loop
                 await asking
                 began = time.monotonic()
             who, *frames = asking.result()
@@ -107,7 +119,9 @@ class KvEvents:
                 continue
             self.counted("ok")
             for number, payload in self._log.since(int.from_bytes(frames[1], "big"), time.time()):
-                await self._replays.send_multipart((who, b"", packed_number(number), payload), copy=False)
+                await self._replays.send_multipart(
+                    (who, b"", packed_number(number), payload), copy=False
+                )
                 began = await self._rest(began)
             await self._replays.send_multipart((who, b"", END, b""))
             await self._rest(began)
@@ -115,10 +129,16 @@ class KvEvents:
     def _note_malformed(self) -> None:
         self.counted("malformed")
         if times := self._malformed.times(time.monotonic()):
-            log.warning("replays of KV events were asked for in odd frames, times=%d since this was last said", times)
+            log.warning(
+                "replays of KV events were asked for in odd frames, times=%d since this was last "
+                "said",
+                times,
+            )
 
     async def _rest(self, began: float) -> float:
-        """Count the time since `began`, and leave the loop to others when it was a turn's. What time it is then."""
+        """Count the time since `began`, and leave the loop to others when it was a turn's. What
+        time it is then.
+        """
         now = time.monotonic()
         self._turn_s += now - began
         if self._turn_s < _TURN_S:

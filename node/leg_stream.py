@@ -1,7 +1,9 @@
-"""The node's end of leg streams (wire/leg_stream.py): legs that come over one connection, each as a task of its own.
+"""The node's end of leg streams (wire/leg_stream.py): legs that come over one connection, each as a
+task of its own.
 
-Owns the connection's messages and how many bytes of each leg are on their way. What a leg is, and what it answers, is
-told by the caller's `begin`, which serves legs over HTTP too. A stream that ends takes all of its legs with it.
+Owns the connection's messages and how many bytes of each leg are on their way. What a leg is, and
+what it answers, is told by the caller's `begin`, which serves legs over HTTP too. A stream that
+ends takes all of its legs with it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from wire.versions import LEGS
 
 __all__ = ["Begin", "LegStream", "LegStreams", "check_version"]
 
-Begin = Callable[[str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]]
+Begin = Callable[
+    [str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]
+]
 """Given path, headers and body of a leg: the node's load and the leg's frames. Raises KvrelayError."""
 
 _GOES_ON = (FrameKind.TOKENS, FrameKind.TICKET)
@@ -47,7 +51,8 @@ def check_version(headers: Mapping[str, str]) -> None:
     asked = headers.get(LEGS_VERSION_HEADER, "1")
     if not (asked.isascii() and asked.isdigit() and int(asked) in LEGS):
         raise RequestError(
-            f"this node speaks version {LEGS} of the leg stream, and was asked for {asked[:20]!r}; the router and its "
+            f"this node speaks version {LEGS} of the leg stream, and was asked for "
+            f"{asked[:20]!r}; the router and its "
             "nodes must be of one release, or of two that follow each other"
         )
 

@@ -23,15 +23,18 @@ log = logging.getLogger("kvrelay.node")
 
 
 async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
-    """Load the tokenizer while the started engine loads the model, and open the sandbox. Raises ConfigError,
-    EngineDead."""
+    """Load the tokenizer while the started engine loads the model, and open the sandbox. Raises
+    ConfigError, EngineDead.
+    """
     if config.tool_parser_plugin:
         await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
     template = await asyncio.to_thread(read_template, config.chat_template)
     formats = (template or tokenizer.tool_template, tokenizer.model_type)
     tools = tool_format(config.tool_call_parser, *formats)
-    reasoning = reasoning_format(config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type)
+    reasoning = reasoning_format(
+        config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type
+    )
     names = [row[0] if row else "none" for row in (tools, reasoning)]
     log.info("tool calls are read as %s writes them, reasoning as %s", *names)
     info = await engine.ready(config.start_deadline_s)
@@ -63,12 +66,17 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
 def served_name(name: str, engine: EngineConfig) -> str:
     """Give the model's name back. Raises ConfigError if one of the engine's adapters has it, too."""
     if name in [adapter for adapter, _ in engine.adapters]:
-        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name in lora_modules")
+        raise ConfigError(
+            f"an adapter is named {name!r}, as the model itself is; give it another name in "
+            f"lora_modules"
+        )
     return name
 
 
 def read_template(path: str) -> str | None:
-    """Read a chat template; None for no path. Raises ConfigError if it cannot be read or is no template."""
+    """Read a chat template; None for no path. Raises ConfigError if it cannot be read or is no
+    template.
+    """
     if not path:
         return None
     try:

@@ -1,4 +1,5 @@
-"""A node without HTTP: the same engine process, the same checks and answers, for a caller in this process.
+"""A node without HTTP: the same engine process, the same checks and answers, for a caller in this
+process.
 
 What `kvrelay batch` and the class LLM are made of.
 """
@@ -42,14 +43,18 @@ class Offline:
         self.serving = serving
 
     async def answer(self, chat: bool, body: bytes) -> bytes:
-        """The whole body of an answer that is not streamed. Raises KvrelayError; if it broke, AnswerBroke."""
+        """The whole body of an answer that is not streamed. Raises KvrelayError; if it broke,
+        AnswerBroke.
+        """
         _, frames = await self.run(chat, body)
         return frames[-1].payload
 
     async def run(self, chat: bool, body: bytes) -> tuple[list[Leg], list[Frame]]:
-        """The legs of a completion that have run to their end, one for each prompt, and all their frames.
+        """The legs of a completion that have run to their end, one for each prompt, and all their
+        frames.
 
-        Raises KvrelayError, AnswerBroke."""
+        Raises KvrelayError, AnswerBroke.
+        """
         call = Call(chat, body, uuid.uuid4().hex)
         legs, _ = await legs_of(self.serving, self._node.sandbox, call)
         told: list[Frame] = []
@@ -65,7 +70,9 @@ async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events_config=None)
     # Nobody is there to try again later: all that is asked at once is done in turn.
-    node = Node(config, EngineClient(config), int(time.time()), sandbox=Sandbox(turn_deadline_s=None))
+    node = Node(
+        config, EngineClient(config), int(time.time()), sandbox=Sandbox(turn_deadline_s=None)
+    )
     await node.engine.start()
     try:
         node.serving = await serving_of(config, node.engine, node.sandbox)

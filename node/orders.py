@@ -1,4 +1,5 @@
-"""What operators order and ask of a node, over its HTTP: to drain, to change its role, and vLLM's routes for them.
+"""What operators order and ask of a node, over its HTTP: to drain, to change its role, and vLLM's
+routes for them.
 
 Owns the routes. What they set off is node/drain.py's, node/role.py's and the engine's.
 """
@@ -41,7 +42,9 @@ def add_orders(
     ready: Callable[[], object],
     read: Callable[[Request], Awaitable[bytes]],
 ) -> None:
-    """Add them all. `ready` raises EngineDead before the node serves; `read` gives the body of one who may ask."""
+    """Add them all. `ready` raises EngineDead before the node serves; `read` gives the body of one
+    who may ask.
+    """
 
     @app.post("/drain")
     @app.post("/undrain")
@@ -65,7 +68,9 @@ def add_orders(
         ready()
         if config.profiler_config is None:
             raise NotFound("this node has no profiler; start it with --profiler-config")
-        await engine.profile(begin=request.url.path == "/start_profile", deadline_s=_PROFILE_DEADLINE_S)
+        await engine.profile(
+            begin=request.url.path == "/start_profile", deadline_s=_PROFILE_DEADLINE_S
+        )
         return Response()
 
     @app.get("/server_info")
@@ -84,7 +89,9 @@ def add_orders(
         try:
             wanted = msgspec.json.decode(body, type=_Wanted).role
         except MALFORMED as why:
-            raise RequestError(f'the body must be {{"role": "prefill"}} or {{"role": "decode"}}: {why}') from why
+            raise RequestError(
+                f'the body must be {{"role": "prefill"}} or {{"role": "decode"}}: {why}'
+            ) from why
         role.ask(wanted)
         told = {"role": role.now, "flips_to": role.flips_to, "requests": engine.queue_depth()}
         return json_response(told, 200 if role.flips_to is None else 202)

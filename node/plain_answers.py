@@ -1,4 +1,5 @@
-"""Frames as an answer to a caller that knows none: plain OpenAI bytes, with the request's stages if it asked for them.
+"""Frames as an answer to a caller that knows none: plain OpenAI bytes, with the request's stages if
+it asked for them.
 
 Owns what such a caller sees of a hand-over: an answer of one token.
 """
@@ -21,7 +22,9 @@ __all__ = ["payloads", "whole"]
 async def payloads(
     first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None
 ) -> AsyncIterator[bytes]:
-    """The bytes of a streamed answer. `since`: if the caller asks for stages, the monotonic second of its arrival."""
+    """The bytes of a streamed answer. `since`: if the caller asks for stages, the monotonic second
+    of its arrival.
+    """
     async with contextlib.aclosing(frames):
         yield _plain(first, leg, since)
         async for frame in frames:
@@ -29,7 +32,9 @@ async def payloads(
 
 
 def _plain(frame: Frame, leg: Leg, since: float | None) -> bytes:
-    """A frame's bytes to a caller that knows none; to it, a hand-over looks like an answer of one token."""
+    """A frame's bytes to a caller that knows none; to it, a hand-over looks like an answer of one
+    token.
+    """
     payload = frame.payload + (leg.writer.cut() if frame.kind is FrameKind.HANDOVER else b"")
     return _timed(payload, frame, since)
 
@@ -41,7 +46,9 @@ def _timed(payload: bytes, frame: Frame, since: float | None) -> bytes:
     return with_stages(payload, {**(frame.timing or {}), "total": (time.monotonic() - since) * 1e3})
 
 
-async def whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None) -> tuple[int, bytes]:
+async def whole(
+    first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None
+) -> tuple[int, bytes]:
     """Status and JSON body of an answer that is not streamed."""
     async with contextlib.aclosing(frames):
         frame = first

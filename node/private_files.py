@@ -1,7 +1,9 @@
-"""Files that nobody else of this machine may open: a folder for a process's own, folders and files for logs.
+"""Files that nobody else of this machine may open: a folder for a process's own, folders and files
+for logs.
 
-A process's own folder is in one of its user, kvrelay-UID in the system's temporary folder, and has a lock that the
-kernel takes back however the process ends. So what can be locked is a dead one's, and whoever starts next removes it.
+A process's own folder is in one of its user, kvrelay-UID in the system's temporary folder, and has
+a lock that the kernel takes back however the process ends. So what can be locked is a dead one's,
+and whoever starts next removes it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _log = logging.getLogger("kvrelay.node")
 
 
 class ProcessFolder:
-    """A folder of this process at `path`, from now on until `close`. Removes those of processes that were killed."""
+    """A folder of this process at `path`, from now on until `close`. Removes those of processes
+    that were killed.
+    """
 
     def __init__(self) -> None:
         """Raises ConfigError if there can be none."""
@@ -40,12 +44,16 @@ class ProcessFolder:
                 _make_private(parent)
             except PermissionError as why:  # whoever was first must not keep nodes from starting
                 parent = Path(tempfile.mkdtemp(prefix=f"{usual.name}-"))
-                _log.warning("%s; this process uses %s, which the next one does not look for", why, parent)
+                _log.warning(
+                    "%s; this process uses %s, which the next one does not look for", why, parent
+                )
             _remove_dead(parent)
             self.path, self._lock = _made(parent)
             self._ours = self.path if parent == usual else parent
         except OSError as why:
-            raise ConfigError(f"cannot make a folder in {parent}: {why}; name another place with TMPDIR") from why
+            raise ConfigError(
+                f"cannot make a folder in {parent}: {why}; name another place with TMPDIR"
+            ) from why
 
     def close(self) -> None:
         """Remove it."""
@@ -75,7 +83,9 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds its lock. Raises OSError if somebody else has it, or if it is not there any more."""
+    """A descriptor that holds its lock. Raises OSError if somebody else has it, or if it is not
+    there any more.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,9 +104,12 @@ def _remove_dead(parent: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder for logs that nobody else may enter. One that is there is made so if it has nothing but logs.
+    """Make a folder for logs that nobody else may enter. One that is there is made so if it has
+    nothing but logs.
 
-    Raises ConfigError, because to close any other to the rest of the machine may break what is in it."""
+    Raises ConfigError, because to close any other to the rest of the machine may break what is in
+    it.
+    """
     try:
         for each in reversed((folder, *folder.parents)):
             each.mkdir(mode=_FOLDER, exist_ok=True)
@@ -105,7 +118,8 @@ def private_folder(folder: Path) -> None:
             return
         if any(each.suffix != ".log" for each in folder.iterdir()):
             raise ConfigError(
-                f"log_dir {folder} may be opened by others (mode {mode:04o}) and has more than logs in it; name a "
+                f"log_dir {folder} may be opened by others (mode {mode:04o}) and has more than "
+                f"logs in it; name a "
                 "folder in it that is not there yet, or close it (chmod 700)"
             )
         _make_private(folder)

@@ -1,4 +1,6 @@
-"""Probes of the hand-over, the HTTP process's half: from a body to what the engine process is asked."""
+"""Probes of the hand-over, the HTTP process's half: from a body to what the engine process is
+asked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import msgspec
 
 from node.engine_client import EngineClient
 from wire.config import Role
-from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
+from wire.engine_messages import (
+    PROBE_PREFIX,
+    FetchProbe,
+    OfferProbe,
+    ProbeFetched,
+    ProbeOffered,
+    ProbeRefused,
+)
 from wire.errors import RequestError
 from wire.frames import MALFORMED
 from wire.transfer import KvTransferParams
@@ -41,12 +50,16 @@ async def offer_probe(role: Role, engine: EngineClient, body: bytes) -> ProbeOff
 
 
 async def fetch_probe(role: Role, engine: EngineClient, body: bytes) -> ProbeFetched | ProbeRefused:
-    """Reader: fetch what another node has offered. Raises RequestError, EngineDead, DeadlineExceeded."""
+    """Reader: fetch what another node has offered. Raises RequestError, EngineDead,
+    DeadlineExceeded.
+    """
     _check_role(role, Role.PREFILL, "reader")
     asked = _decoded(body, _Fetch)
     port = asked.ticket.remote_port or 0
     if not 0 < port < 65536:
-        raise RequestError(f"the ticket's remote_port {port} is none; pass on what the other node has offered")
+        raise RequestError(
+            f"the ticket's remote_port {port} is none; pass on what the other node has offered"
+        )
     answer = await engine.ask(FetchProbe(_fresh_id(), asked.ticket, asked.seed), ANSWER_DEADLINE_S)
     assert not isinstance(answer, ProbeOffered)
     return answer

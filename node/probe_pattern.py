@@ -1,8 +1,10 @@
-"""What the blocks of a probe hold: a pattern of seed, block and position, the same however the heads are shared out.
+"""What the blocks of a probe hold: a pattern of seed, block and position, the same however the
+heads are shared out.
 
-The pattern is that of a whole block, with the KV heads of all ranks; a rank writes and compares its own heads' part. A
-piece that is missing, old or in the wrong place does not compare equal. Its bytes are 0 to 63: finite in every dtype of
-KV, because masked attention multiplies what is in free blocks by zero.
+The pattern is that of a whole block, with the KV heads of all ranks; a rank writes and compares its
+own heads' part. A piece that is missing, old or in the wrong place does not compare equal. Its
+bytes are 0 to 63: finite in every dtype of KV, because masked attention multiplies what is in free
+blocks by zero.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class ProbePattern:
 
     def holds(self, seed: int, blocks: Sequence[int]) -> bool:
         """Whether it is what these blocks hold."""
-        return all(torch.equal(self._words[block], self._of(seed, index)) for index, block in enumerate(blocks))
+        return all(
+            torch.equal(self._words[block], self._of(seed, index))
+            for index, block in enumerate(blocks)
+        )
 
     @property
     def _words(self) -> torch.Tensor:
@@ -45,12 +50,15 @@ class ProbePattern:
 
     def _of(self, seed: int, index: int) -> torch.Tensor:
         words = self._words
-        return pattern(seed, index * self._block_words + self._first_word, words.shape[1], words.device)
+        return pattern(
+            seed, index * self._block_words + self._first_word, words.shape[1], words.device
+        )
 
 
 def pattern(seed: int, first_word: int, words: int, device: torch.device) -> torch.Tensor:
     """int32 [words] of the pattern, from its `first_word` on; each byte 0 to 63."""
     first = (seed + first_word) % (1 << 31)
-    # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are the good ones.
+    # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are the
+    # good ones.
     mixed = torch.arange(words, dtype=torch.int32, device=device).add_(first).mul_(-1640531535)
     return mixed.bitwise_xor_(mixed >> 15).bitwise_and_(0x3F3F3F3F)

@@ -1,8 +1,10 @@
-"""Probes of the hand-over, the engine process's half: a few free blocks with a known pattern go from node to node.
+"""Probes of the hand-over, the engine process's half: a few free blocks with a known pattern go
+from node to node.
 
-A probe goes the way of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine if that fails. So
-nothing stays taken, whoever dies between. Owns one probe at a time in each direction; no request is delayed for it but
-by filling and comparing, which all ranks do at the same time. Runs in the step loop and returns at once.
+A probe goes the way of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine if
+that fails. So nothing stays taken, whoever dies between. Owns one probe at a time in each
+direction; no request is delayed for it but by filling and comparing, which all ranks do at the same
+time. Runs in the step loop and returns at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from node.probe_pattern import ProbePattern
 from node.rank_asides import Aside, FillBlocks, VerifyBlocks
 from paged_engine.engine import Engine, aside
 from paged_engine.ranks import Alone, Ranks
-from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
+from wire.engine_messages import (
+    PROBE_PREFIX,
+    FetchProbe,
+    OfferProbe,
+    ProbeFetched,
+    ProbeOffered,
+    ProbeRefused,
+)
 from wire.transfer import KvTransferParams
 
 __all__ = ["Probes"]
@@ -69,27 +78,36 @@ class Probes:
     def offer(self, ask: OfferProbe) -> None:
         """Source: fill and offer. The blocks are free again when the connector says Released."""
         if self._offered is not None:
-            return self._refuse(ask.probe_id, "another probe of this node has not been fetched yet", busy=True)
+            return self._refuse(
+                ask.probe_id, "another probe of this node has not been fetched yet", busy=True
+            )
         spare = self._spare_blocks
         blocks = self._taken(ask.probe_id, ask.blocks)
         if blocks is None:
             return None
         seed = random.getrandbits(31)
-        self._settle_device()  # a step that is running may still write to what has just become free, on any rank
+        # a step that is running may still write to what has just become free, on any rank
+        self._settle_device()
         self._tell_ranks(FillBlocks(seed, blocks, self._num_kv_heads))
         self._pattern.fill(seed, blocks)
         self._ranks.least(1)
         self._offered = ask.probe_id
-        ticket = self._connector.offer(ask.probe_id, blocks, len(blocks) * self._engine.pool.block_size)
+        ticket = self._connector.offer(
+            ask.probe_id, blocks, len(blocks) * self._engine.pool.block_size
+        )
         return self._send(ProbeOffered(ask.probe_id, ticket, seed, spare, self._host))
 
     def fetch(self, ask: FetchProbe) -> None:
         """Reader: fetch into free blocks. The answer comes with the connector's event."""
         remote = ask.ticket.remote_block_ids or []
         if not _is_probe(ask.ticket) or len(remote) != 1 or not remote[0]:
-            return self._refuse(ask.probe_id, "the ticket is not one that a node has offered as a probe")
+            return self._refuse(
+                ask.probe_id, "the ticket is not one that a node has offered as a probe"
+            )
         if self._running is not None:
-            return self._refuse(ask.probe_id, "another probe of this node is not over yet", busy=True)
+            return self._refuse(
+                ask.probe_id, "another probe of this node is not over yet", busy=True
+            )
         spare = self._spare_blocks
         blocks = self._taken(ask.probe_id, len(remote[0]))
         if blocks is None:
@@ -144,7 +162,11 @@ class Probes:
         spare = self._spare_blocks
         blocks = self._engine.scheduler.lend(probe_id, count) if 0 < count <= spare else None
         if blocks is None:
-            self._refuse(probe_id, f"this node can spare {spare} blocks now, and the probe asks for {count}", busy=True)
+            self._refuse(
+                probe_id,
+                f"this node can spare {spare} blocks now, and the probe asks for {count}",
+                busy=True,
+            )
         return blocks
 
     def _refuse(self, probe_id: str, reason: str, *, busy: bool = False) -> None:
@@ -166,4 +188,8 @@ class Probes:
 
 
 def _is_probe(ticket: KvTransferParams) -> bool:
-    return ticket.do_remote_prefill and not ticket.growing and (ticket.remote_request_id or "").startswith(PROBE_PREFIX)
+    return (
+        ticket.do_remote_prefill
+        and not ticket.growing
+        and (ticket.remote_request_id or "").startswith(PROBE_PREFIX)
+    )

@@ -1,7 +1,9 @@
-"""Where a process of ours writes its log, and in which form: stderr, as text or JSON. Its children do the same.
+"""Where a process of ours writes its log, and in which form: stderr, as text or JSON. Its children
+do the same.
 
-Nobody who logs waits for who takes the log: a thread writes it, and what has no room while a disk or a pipe is slow is
-counted and left out. Owns the variable by which children hear of the form. How a line looks is wire/log_lines.py's.
+Nobody who logs waits for who takes the log: a thread writes it, and what has no room while a disk
+or a pipe is slow is counted and left out. Owns the variable by which children hear of the form. How
+a line looks is wire/log_lines.py's.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ _END_S = 1.0
 
 
 def log_to_stderr(process: str, log_format: str = "", worker: int | None = None) -> None:
-    """Log from INFO on. `log_format` empty: as the parent process does, or as text. Raises ConfigError.
+    """Log from INFO on. `log_format` empty: as the parent process does, or as text. Raises
+    ConfigError.
 
-    `worker`: the number of one of several processes that do the same."""
+    `worker`: the number of one of several processes that do the same.
+    """
     log_format = log_format or os.environ.get(LOG_FORMAT) or "text"
     check_log_format(log_format)
     os.environ[LOG_FORMAT] = log_format
@@ -55,9 +59,12 @@ def log_is_written() -> None:
 
 
 class LogThread(logging.Handler):
-    """Writes lines to a file, on a thread of its own. `flush`, and so the end of the process, waits for it a little.
+    """Writes lines to a file, on a thread of its own. `flush`, and so the end of the process, waits
+    for it a little.
 
-    Not by way of sys.stderr: who holds its lock in a write that does not end would hold up the end of the process."""
+    Not by way of sys.stderr: who holds its lock in a write that does not end would hold up the end
+    of the process.
+    """
 
     def __init__(self, number: int) -> None:
         """`number`: of the open file."""

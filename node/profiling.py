@@ -1,4 +1,6 @@
-"""An engine opened to be measured: in this process, without HTTP and peers, set up as its node would have it."""
+"""An engine opened to be measured: in this process, without HTTP and peers, set up as its node
+would have it.
+"""
 
 from __future__ import annotations
 

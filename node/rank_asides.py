@@ -1,4 +1,6 @@
-"""What rank 0 tells the other ranks beside the steps, in their order: msgpack, over the engine's own messages."""
+"""What rank 0 tells the other ranks beside the steps, in their order: msgpack, over the engine's
+own messages.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class FillBlocks(msgspec.Struct, tag="fill", frozen=True):
 
 
 class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
-    """Say whether these blocks hold your share of the pattern: the least of all ranks' answers counts."""
+    """Say whether these blocks hold your share of the pattern: the least of all ranks' answers
+    counts.
+    """
 
     seed: int
     blocks: list[int]

@@ -1,7 +1,9 @@
-"""The ranks of a tensor-parallel engine as processes: starts those of this host, and ends this process if one is lost.
+"""The ranks of a tensor-parallel engine as processes: starts those of this host, and ends this
+process if one is lost.
 
-Rank 0 is the engine process; every other rank is a process of its own with its place as JSON on stdin. Beside the
-steps a rank opens its data planes (led by rank 0's desk) and does its share of probes.
+Rank 0 is the engine process; every other rank is a process of its own with its place as JSON on
+stdin. Beside the steps a rank opens its data planes (led by rank 0's desk) and does its share of
+probes.
 """
 
 from __future__ import annotations
@@ -71,8 +73,12 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
     return TorchRanks(address, 0, size, choose_device(config.device, 0))
 
 
-def meet_ranks(ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str) -> RankLink | None:
-    """Rank 0: let the other ranks open their data planes; the link to them, if there are any. Raises ConfigError."""
+def meet_ranks(
+    ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str
+) -> RankLink | None:
+    """Rank 0: let the other ranks open their data planes; the link to them, if there are any.
+    Raises ConfigError.
+    """
     if ranks.size == 1:
         return None
     heads = [kv_heads_of(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
@@ -89,7 +95,8 @@ def region_of(pool: KVPool) -> PoolRegion:
 
 
 def run_ranks(config: RanksConfig) -> int:
-    """Run this host's ranks until they end, and all end if one fails: the command `kvrelay rank`. Its exit code.
+    """Run this host's ranks until they end, and all end if one fails: the command `kvrelay rank`.
+    Its exit code.
 
     Raises ConfigError if they cannot work as configured.
     """
@@ -126,11 +133,17 @@ def _start(place: _Place) -> subprocess.Popen[bytes]:
 
 
 def _end_with(child: subprocess.Popen[bytes], rank: int) -> None:
-    """End this process when the child fails: its main thread may be waiting for the lost rank on the GPU, forever."""
+    """End this process when the child fails: its main thread may be waiting for the lost rank on
+    the GPU, forever.
+    """
 
     def watch() -> None:
         if child.wait():
-            log.error("rank %d ended (%s); the engine cannot go on without it", rank, fate_of(child.returncode))
+            log.error(
+                "rank %d ended (%s); the engine cannot go on without it",
+                rank,
+                fate_of(child.returncode),
+            )
             logging.shutdown()
             os._exit(1)
 
@@ -157,14 +170,24 @@ class _Beside:
         match rank_asides.decode(message):
             case Meet(meeting):
                 kv_host = meeting.terms.host
-                host = kv_host if is_of_this_host(kv_host) else address_towards(f"{meeting.host}:{meeting.port}")
+                host = (
+                    kv_host
+                    if is_of_this_host(kv_host)
+                    else address_towards(f"{meeting.host}:{meeting.port}")
+                )
                 self._pool = pool
-                self._planes = join_connector(self._ranks.rank, region_of(pool), meeting, host, _end_at_once)
+                self._planes = join_connector(
+                    self._ranks.rank, region_of(pool), meeting, host, _end_at_once
+                )
             case FillBlocks(seed, blocks, num_kv_heads):
-                ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).fill(seed, blocks)
+                ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).fill(
+                    seed, blocks
+                )
                 self._ranks.least(1)
             case VerifyBlocks(seed, blocks, num_kv_heads):
-                held = ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).holds(seed, blocks)
+                held = ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).holds(
+                    seed, blocks
+                )
                 self._ranks.least(int(held))
             case ProfileSteps(config, begin):
                 self._profile(config, begin=begin)
@@ -211,7 +234,9 @@ def _followed() -> int:
     config = place.engine
     try:
         device = choose_device(config.device, place.device_index)
-        ranks = TorchRanks(config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device)
+        ranks = TorchRanks(
+            config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device
+        )
         beside = _Beside(ranks)
         follow(config, ranks, device, beside.heard)
     except KvrelayError as why:

@@ -1,7 +1,9 @@
-"""A node's metrics by the role in which each was counted, for a node whose role changes. Knows no metric but its own.
+"""A node's metrics by the role in which each was counted, for a node whose role changes. Knows no
+metric but its own.
 
-All metrics are declared with the role that the node had at its start. Here gauges get the role that it has now, and
-counts are divided: what was counted before a change stays with the role before. A node that never flips is passed on.
+All metrics are declared with the role that the node had at its start. Here gauges get the role that
+it has now, and counts are divided: what was counted before a change stays with the role before. A
+node that never flips is passed on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class ByRole(Collector):
         self._counted: dict[Role, dict[_Key, float]] = {role: {}}
         """Of each role, in its former times."""
         self._gauge = Gauge(
-            _NAME, "1 for the role that the node has now, else 0", ["model_name", "role"], registry=registry
+            _NAME,
+            "1 for the role that the node has now, else 0",
+            ["model_name", "role"],
+            registry=registry,
         )
         self._show()
 
@@ -75,7 +80,9 @@ class ByRole(Collector):
                 if "role" not in sample.labels:
                     value = sample.value if role is self._now else None
                 if value is not None:
-                    labels = sample.labels | ({"role": role.value} if "role" in sample.labels else {})
+                    labels = sample.labels | (
+                        {"role": role.value} if "role" in sample.labels else {}
+                    )
                     yield sample._replace(labels=labels, value=value)
 
 

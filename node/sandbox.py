@@ -1,7 +1,9 @@
-"""Work that a request could make endless, done in child processes with limits (node/sandbox_process.py).
+"""Work that a request could make endless, done in child processes with limits
+(node/sandbox_process.py).
 
-That is every prompt that is long or has a template of its own, and every grammar that was not seen before. A child that
-reaches a limit means that its request asks for too much: a 400. A child for which nobody waits any more is ended.
+That is every prompt that is long or has a template of its own, and every grammar that was not seen
+before. A child that reaches a limit means that its request asks for too much: a 400. A child for
+which nobody waits any more is ended.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _MAX_ANSWER_BYTES = 1 << 27
 _ROOT = Path(__file__).resolve().parent.parent
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
-# Not an error itself: each time that one is raised it holds on to the frames, and so to the request's body.
+# Not an error itself: each time that one is raised it holds on to the frames, and so to the
+# request's body.
 Outcome = Constraint | Refused
 
 
@@ -74,7 +77,9 @@ class _Compiling:
 
 
 class Sandbox:
-    """The children of one node, and the process that forks them. `open` it before anything else, `close` it last."""
+    """The children of one node, and the process that forks them. `open` it before anything else,
+    `close` it last.
+    """
 
     def __init__(self, turn_deadline_s: float | None = _TURN_DEADLINE_S) -> None:
         """`turn_deadline_s`: how long work may wait for a child to begin; None is for ever."""
@@ -83,14 +88,19 @@ class Sandbox:
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
-        self._turns = {Tokenize: asyncio.Semaphore(_CHILDREN), Compile: asyncio.Semaphore(_CHILDREN)}
+        self._turns = {
+            Tokenize: asyncio.Semaphore(_CHILDREN),
+            Compile: asyncio.Semaphore(_CHILDREN),
+        }
         self._long_body = asyncio.Semaphore(1)
         self._grammars: OrderedDict[Constraint, Outcome] = OrderedDict()
         self._compiling: dict[Constraint, _Compiling] = {}
 
     @contextlib.asynccontextmanager
     async def turn_of(self, size: int) -> AsyncIterator[None]:
-        """Read one body of more than LONG_BYTES at a time, with what is made of it. Raises Overloaded."""
+        """Read one body of more than LONG_BYTES at a time, with what is made of it. Raises
+        Overloaded.
+        """
         if size <= LONG_BYTES:
             yield
             return
@@ -101,7 +111,9 @@ class Sandbox:
             self._long_body.release()
 
     def open(self, setup: Setup) -> None:
-        """Set what the process begins with. It is started with the first work, which waits until it has loaded."""
+        """Set what the process begins with. It is started with the first work, which waits until it
+        has loaded.
+        """
         self._setup = framed(msgspec.msgpack.encode(setup))
 
     async def close(self) -> None:
@@ -114,7 +126,9 @@ class Sandbox:
             await self._process.wait()
 
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
-        """The prompts of a chat's or completion's body. `fits`: the context. Raises RequestError, Unavailable."""
+        """The prompts of a chat's or completion's body. `fits`: the context. Raises RequestError,
+        Unavailable.
+        """
         field = "messages" if chat else "prompt"
         try:
             answer = await self._done(Tokenize(chat, body, fits))
@@ -124,7 +138,9 @@ class Sandbox:
         return answer.prompts
 
     async def as_lark(self, constraint: Constraint) -> Constraint:
-        """The same constraint as a Lark grammar that compiles. Raises RequestError with the reason, Unavailable."""
+        """The same constraint as a Lark grammar that compiles. Raises RequestError with the reason,
+        Unavailable.
+        """
         known = self._grammars.get(constraint)
         if known is None:
             known = self._grammars[constraint] = await self._shared(constraint)
@@ -137,10 +153,14 @@ class Sandbox:
         return known
 
     async def _shared(self, constraint: Constraint) -> Outcome:
-        """One child for all requests that wait for the same grammar; it ends when the last of them leaves."""
+        """One child for all requests that wait for the same grammar; it ends when the last of them
+        leaves.
+        """
         compiling = self._compiling.get(constraint)
         if compiling is None:
-            compiling = self._compiling[constraint] = _Compiling(asyncio.create_task(self._compiled(constraint)))
+            compiling = self._compiling[constraint] = _Compiling(
+                asyncio.create_task(self._compiled(constraint))
+            )
             compiling.outcome.add_done_callback(partial(self._ended, constraint))
         compiling.waiting += 1
         try:
@@ -152,7 +172,9 @@ class Sandbox:
                 compiling.outcome.cancel()
 
     def _ended(self, constraint: Constraint, outcome: asyncio.Task[Outcome]) -> None:
-        if (compiling := self._compiling.get(constraint)) is not None and compiling.outcome is outcome:
+        if (
+            compiling := self._compiling.get(constraint)
+        ) is not None and compiling.outcome is outcome:
             del self._compiling[constraint]
 
     async def _compiled(self, constraint: Constraint) -> Outcome:
@@ -174,7 +196,9 @@ class Sandbox:
             async with asyncio.timeout(_WORK_DEADLINE_S):
                 answer = await self._asked(msgspec.msgpack.encode(work))
         except TimeoutError as why:
-            raise Unavailable(f"this node could not read the request within {_WORK_DEADLINE_S:g} s") from why
+            raise Unavailable(
+                f"this node could not read the request within {_WORK_DEADLINE_S:g} s"
+            ) from why
         finally:
             turn.release()
         if isinstance(answer, Refused):
@@ -188,7 +212,9 @@ class Sandbox:
         try:
             await asyncio.wait_for(turn.acquire(), self._turn_deadline_s)
         except TimeoutError as why:
-            raise Overloaded("this node has too many long requests or new grammars to read; try again later") from why
+            raise Overloaded(
+                "this node has too many long requests or new grammars to read; try again later"
+            ) from why
 
     async def _asked(self, work: bytes) -> Answer:
         process = await self._ready()
@@ -206,12 +232,16 @@ class Sandbox:
                     raise ConnectionError(f"an answer of {length} bytes")
                 return _answer.decode(await _exactly(ours, length))
             except BlockingIOError as why:
-                raise Overloaded("this node has too many requests to read; try again later") from why
+                raise Overloaded(
+                    "this node has too many requests to read; try again later"
+                ) from why
             except ConnectionError as why:
                 # Its end is known a moment after that of its sockets.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _END_S)
-                    raise Unavailable("the process that reads requests on this node has ended; try again") from why
+                    raise Unavailable(
+                        "the process that reads requests on this node has ended; try again"
+                    ) from why
                 log.warning("a child that read a request was ended at its limits")
                 raise _Killed from why
 
@@ -227,7 +257,11 @@ class Sandbox:
                 with theirs:
                     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
                     # Children are forked from it, so no library may start threads.
-                    one = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+                    one = {
+                        "TOKENIZERS_PARALLELISM": "false",
+                        "OPENBLAS_NUM_THREADS": "1",
+                        "OMP_NUM_THREADS": "1",
+                    }
                     self._process = await asyncio.create_subprocess_exec(
                         *command_of("node.sandbox_process"),
                         stdin=theirs.fileno(),
@@ -242,7 +276,9 @@ async def _exactly(sock: socket.socket, count: int) -> bytes:
     """Read so many bytes. Raises ConnectionError if there are no more."""
     received = bytearray()
     while len(received) < count:
-        chunk = await asyncio.get_running_loop().sock_recv(sock, min(count - len(received), 1 << 20))
+        chunk = await asyncio.get_running_loop().sock_recv(
+            sock, min(count - len(received), 1 << 20)
+        )
         if not chunk:
             raise ConnectionError("the other side has hung up")
         received += chunk
@@ -250,4 +286,8 @@ async def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def _too_much(field: str, what: str, limits: Limits, code: str | None) -> RequestError:
-    return RequestError(f"{field} could not {what} within {limits}; make it shorter or simpler", param=field, code=code)
+    return RequestError(
+        f"{field} could not {what} within {limits}; make it shorter or simpler",
+        param=field,
+        code=code,
+    )

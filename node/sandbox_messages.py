@@ -1,4 +1,6 @@
-"""Messages between a node and its sandbox process, as msgpack behind a length of eight bytes; and its limits."""
+"""Messages between a node and its sandbox process, as msgpack behind a length of eight bytes; and
+its limits.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class Limits:
         return f"{self.cpu_s} s of CPU time, {memory} MiB of memory and {stack} MiB of stack"
 
 
-# A schema of 1,000 properties takes 0.2 s and 14 MiB, with the answers that are tried. The engine compiles what passes
-# here with 8 times the stack.
+# A schema of 1,000 properties takes 0.2 s and 14 MiB, with the answers that are tried. The engine
+# compiles what passes here with 8 times the stack.
 GRAMMAR = Limits(cpu_s=2, memory_bytes=256 << 20, stack_bytes=2 << 20)
 # Tokenizing takes about 1 us and 60 bytes of memory per byte of text.
 PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
@@ -65,7 +67,9 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """The body of a chat or of a completion, whose prompts are wanted as token ids. `fits`: the context."""
+    """The body of a chat or of a completion, whose prompts are wanted as token ids. `fits`: the
+    context.
+    """
 
     chat: bool
     body: bytes

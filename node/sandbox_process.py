@@ -1,10 +1,13 @@
-"""The process that forks a child for each piece of work that a request could make endless, and that child.
+"""The process that forks a child for each piece of work that a request could make endless, and that
+child.
 
-A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out. It has limits of CPU
-time, memory and stack, and the kernel ends it when its caller hangs up: no request costs more than that, and none
-outlives its client. What is sent here, and what is said of a child that was ended, is node/sandbox.py's.
+A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out. It
+has limits of CPU time, memory and stack, and the kernel ends it when its caller hangs up: no
+request costs more than that, and none outlives its client. What is sent here, and what is said of a
+child that was ended, is node/sandbox.py's.
 
-For each child the caller passes one end of a socket pair. The work comes on it, and the answer goes back.
+For each child the caller passes one end of a socket pair. The work comes on it, and the answer goes
+back.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ _work: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 
 def main() -> None:
     """Fork a child for each socket that comes, until the caller hangs up."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group or service, and a draining node needs us
+    for each in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they reach the whole group or service, and a draining node needs us
         signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     control = socket.socket(fileno=os.dup(0))
@@ -69,7 +75,9 @@ def main() -> None:
         setup.max_model_len,
         chat_template=setup.chat_template,
         trusts_request_templates=setup.trusts_request_templates,
-        tool_format=None if setup.tool_call_parser == "none" else TOOL_FORMATS[setup.tool_call_parser],
+        tool_format=None
+        if setup.tool_call_parser == "none"
+        else TOOL_FORMATS[setup.tool_call_parser],
     )
     imports_are_done()
     while True:
@@ -94,7 +102,11 @@ def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
     answer: Answer
     with _ended_with(caller):
         try:
-            answer = _tokenized(work, prompts) if isinstance(work, Tokenize) else _compiled(work, grammars)
+            answer = (
+                _tokenized(work, prompts)
+                if isinstance(work, Tokenize)
+                else _compiled(work, grammars)
+            )
         except RequestError as why:
             answer = Refused(why.message, why.param, why.code)
         except MemoryError:
@@ -116,7 +128,8 @@ def _compiled(work: Compile, grammars: Grammars) -> Compiled:
     if taken > _MAX_COMPILED_BYTES:
         field = work.constraint.field
         raise RequestError(
-            f"{field} takes {taken >> 20} MiB once it is compiled; the limit is {_MAX_COMPILED_BYTES >> 20} MiB: make "
+            f"{field} takes {taken >> 20} MiB once it is compiled; the limit is "
+            f"{_MAX_COMPILED_BYTES >> 20} MiB: make "
             "it simpler",
             param=field,
             code="invalid_grammar",

@@ -1,4 +1,6 @@
-"""The node's life: start the engine process and the HTTP server, serve, drain, end. `run` is the entry point."""
+"""The node's life: start the engine process and the HTTP server, serve, drain, end. `run` is the
+entry point.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ _TICK_S = 0.02
 
 
 def run(config: NodeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once. Raises ConfigError.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once. Raises
+    ConfigError.
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
@@ -100,7 +103,9 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
 
 
 class _Server(uvicorn.Server):
-    """Told to end it drains first, and still listens: who asks for its health or gives KV back is answered."""
+    """Told to end it drains first, and still listens: who asks for its health or gives KV back is
+    answered.
+    """
 
     def __init__(self, node: Node, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -129,7 +134,9 @@ class _Server(uvicorn.Server):
         self._drain.begin()
         if not await self._drain.over(DRAIN_DEADLINE_S):
             log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
-        self.should_exit = True  # not by uvicorn, which would then die of the signal: this is an orderly end
+        self.should_exit = (
+            True  # not by uvicorn, which would then die of the signal: this is an orderly end
+        )
 
 
 def _facts(node: Node) -> Heartbeat | None:
@@ -158,9 +165,11 @@ def _changed(node: Node, announcer: Announcer) -> None:
 
 
 async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], None]) -> None:
-    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another.
+    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor
+    starts another.
 
-    `changed`: it is ready now."""
+    `changed`: it is ready now.
+    """
     config = node.config
     try:
         serving = await serving_of(config, node.engine, node.sandbox)
@@ -168,8 +177,12 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
             node.kv_events = KvEvents(config.told_events, serving.info.block_size)
             node.engine.on_changes = node.kv_events.tell
     except Exception as why:
-        node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
-        log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))
+        node.failure = (
+            why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
+        )
+        log.error(
+            "the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError)
+        )
         give_up()
         return
     name, info = serving.model_name, serving.info
@@ -196,7 +209,8 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     )
     if serving.defaults != PLAIN_SAMPLING:
         log.info(
-            "requests that leave it out are sampled as the model's generation config says (or not, with "
+            "requests that leave it out are sampled as the model's generation config says (or "
+            "not, with "
             "--generation-config vllm): %s",
             msgspec.json.encode(serving.defaults).decode(),
         )

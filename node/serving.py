@@ -1,4 +1,5 @@
-"""From a request body to a leg: decode, tokenize once, check, and choose what the role does with it.
+"""From a request body to a leg: decode, tokenize once, check, and choose what the role does with
+it.
 
 Pure apart from drawing a seed for a request that has none. Knows no HTTP, no engine and no sandbox.
 """
@@ -48,7 +49,9 @@ _TPOT_MS = (0.1, 1e9)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP call: its route, body, the id that its answer carries, and W3C's headers of its trace."""
+    """One HTTP call: its route, body, the id that its answer carries, and W3C's headers of its
+    trace.
+    """
 
     chat: bool
     body: bytes
@@ -62,7 +65,9 @@ class Call:
 
 
 class Serving:
-    """Made once the engine is ready. Of every request `read`, `token_ids` and `legs` are called, in this order."""
+    """Made once the engine is ready. Of every request `read`, `token_ids` and `legs` are called, in
+    this order.
+    """
 
     def __init__(
         self,
@@ -77,9 +82,11 @@ class Serving:
         trusts_request_templates: bool = False,
         defaults: SamplingDefaults = PLAIN_SAMPLING,
     ) -> None:
-        """`tool_format` and `reasoning` are how the model writes calls and thoughts; None: they are not looked for.
+        """`tool_format` and `reasoning` are how the model writes calls and thoughts; None: they are
+        not looked for.
 
-        `defaults` are for requests that no other node has begun."""
+        `defaults` are for requests that no other node has begun.
+        """
         self.defaults = defaults
         self.role, self.model_name, self.info = role, model_name, info
         self._flipped = False
@@ -100,22 +107,35 @@ class Serving:
         self.role, self._flipped = role, True
 
     def read(self, call: Call) -> ChatRequest | CompletionRequest:
-        """The request of a call, checked but for its prompts. Raises RequestError, and Draining for a leg of the role
-        that the node had before."""
+        """The request of a call, checked but for its prompts. Raises RequestError, and Draining for
+        a leg of the role that the node had before.
+        """
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
-        # A hand-over has one prompt. Of a prefill leg with several, which a third-party proxy sends, nothing is held:
-        # the decode leg comes without a hand-over, and is served whole.
-        if transfer.do_remote_prefill and isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1:
+        # A hand-over has one prompt. Of a prefill leg with several, which a third-party proxy
+        # sends, nothing is held: the decode leg comes without a hand-over, and is served whole.
+        if (
+            transfer.do_remote_prefill
+            and isinstance(request, CompletionRequest)
+            and len(prompts_of(request)) != 1
+        ):
             raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
         return request
 
-    def token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[list[int]]:
-        """Each prompt of a request as token ids. `fits`: each must fit the context. Raises RequestError."""
+    def token_ids(
+        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
+    ) -> list[list[int]]:
+        """Each prompt of a request as token ids. `fits`: each must fit the context. Raises
+        RequestError.
+        """
         handed_over = self.handed_over(request)
-        return self._prompts.all_token_ids(request, fits=fits) if handed_over is None else [handed_over]
+        return (
+            self._prompts.all_token_ids(request, fits=fits)
+            if handed_over is None
+            else [handed_over]
+        )
 
     def handed_over(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
         """The prompt's token ids, if another node has tokenized it."""
@@ -124,14 +144,24 @@ class Serving:
         several = isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
         return None if several else request.kv_transfer_params.prompt()
 
-    def legs(self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Leg]:
-        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+    def legs(
+        self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
+    ) -> list[Leg]:
+        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken
+        before it returns.
+        """
         if not isinstance(request, CompletionRequest):
-            return [self._leg(call, request, request.kv_transfer_params or KvTransferParams(), prompts[0])]
+            return [
+                self._leg(
+                    call, request, request.kv_transfer_params or KvTransferParams(), prompts[0]
+                )
+            ]
         given = prompts_of(request)
         if len(given) == 1:
             only = msgspec.structs.replace(request, prompt=given[0])
-            return [self._leg(call, only, request.kv_transfer_params or KvTransferParams(), prompts[0])]
+            return [
+                self._leg(call, only, request.kv_transfer_params or KvTransferParams(), prompts[0])
+            ]
         created = int(time.time())
         return [
             self._leg(
@@ -144,17 +174,31 @@ class Serving:
         ]
 
     def _leg(
-        self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams, prompt: list[int]
+        self,
+        call: Call,
+        request: ChatRequest | CompletionRequest,
+        transfer: KvTransferParams,
+        prompt: list[int],
     ) -> Leg:
         defaults = transfer.sampling_defaults or self.defaults
         transfer = msgspec.structs.replace(transfer, sampling_defaults=defaults)
         # Before a look at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
-        self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
-        form = message_form(request, self._tokenizer, prompt, tool_format=self._tool_format, reasoning=self._reasoning)
+        self._check_tokens(
+            [*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)]
+        )
+        form = message_form(
+            request,
+            self._tokenizer,
+            prompt,
+            tool_format=self._tool_format,
+            reasoning=self._reasoning,
+        )
         sampling = sampling_params(
             request,
-            bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),
+            bad_words=bad_word_ids(
+                request.bad_words, lambda word: self._tokenizer.encode(word, False)
+            ),
             vocab_size=self.info.vocab_size,
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
@@ -189,7 +233,9 @@ class Serving:
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
             at=time.monotonic(),
-            tpot_ms=min(max(_TPOT_MS[0], transfer.tpot_ms), _TPOT_MS[1]) if transfer.tpot_ms else 0.0,
+            tpot_ms=min(max(_TPOT_MS[0], transfer.tpot_ms), _TPOT_MS[1])
+            if transfer.tpot_ms
+            else 0.0,
             expected_output=min(max(0, transfer.expected_output), self.info.max_model_len),
             spill_tokens=max(1, known - max(0, transfer.cached_tokens)) if transfer.spill else 0,
         )
@@ -197,7 +243,9 @@ class Serving:
             return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and limit > 1:
             return PrefillLeg(submit, transfer, writer)
-        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
+        return Leg(
+            with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer
+        )
 
     def to_tokenize(self, body: bytes) -> tuple[ToTokenize, ChatRequest | CompletionRequest]:
         """What POST /tokenize asks, and the request whose prompt is meant. Raises RequestError."""
@@ -206,12 +254,18 @@ class Serving:
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
         if isinstance(request, CompletionRequest) and (count := len(prompts_of(request))) != 1:
-            raise RequestError(f"prompt holds {count} prompts; send one request for each", param="prompt")
+            raise RequestError(
+                f"prompt holds {count} prompts; send one request for each", param="prompt"
+            )
         return asked, request
 
     def tokenized(self, asked: ToTokenize, tokens: list[int]) -> Tokenized:
         """The answer to POST /tokenize."""
-        texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
+        texts = (
+            [self._tokenizer.token_text(token) for token in tokens]
+            if asked.return_token_strs
+            else None
+        )
         return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
 
     def detokenized(self, body: bytes) -> Detokenized:
@@ -242,19 +296,24 @@ class Serving:
         if name not in (self.model_name, *self.adapters):
             served = ", ".join(map(repr, (self.model_name, *self.adapters)))
             raise NotFound(
-                f"model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
+                f"model {name!r} is not served here; served: {served}",
+                param="model",
+                code="model_not_found",
             )
 
     def _check_model(self, name: str | None, *, needed: bool = True) -> None:
         if name is not None:
             self.check_served(name)
         elif needed:
-            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
+            raise RequestError(
+                f"model is missing; {self.model_name!r} is served here", param="model"
+            )
 
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:
             raise RequestError(
-                "do_remote_decode and do_remote_prefill exclude each other; a leg is one or the other",
+                "do_remote_decode and do_remote_prefill exclude each other; a leg is one or the "
+                "other",
                 param="kv_transfer_params",
             )
         refused = {Role.DECODE: transfer.do_remote_decode, Role.PREFILL: transfer.do_remote_prefill}
@@ -269,5 +328,6 @@ class Serving:
         for token in prompt:
             if not 0 <= token < self.info.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param=param
+                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens",
+                    param=param,
                 )

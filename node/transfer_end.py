@@ -1,7 +1,9 @@
-"""One end of a measured hand-over, in a process of its own: a pool, a connector over it, and the clock of a transfer.
+"""One end of a measured hand-over, in a process of its own: a pool, a connector over it, and the
+clock of a transfer.
 
-Owns the pool's pattern and what is read off the connector's events; refuses to know rows and tables. Speaks JSON lines
-on stdin and stdout with `node.transfer_pair`, and ends when its stdin ends. Bytes and seconds.
+Owns the pool's pattern and what is read off the connector's events; refuses to know rows and
+tables. Speaks JSON lines on stdin and stdout with `node.transfer_pair`, and ends when its stdin
+ends. Bytes and seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 import msgspec
 import torch
 
-from kv_transfer.connector import Completion, Connector, Event, Fetched, FetchFailed, PoolRegion, Released
+from kv_transfer.connector import (
+    Completion,
+    Connector,
+    Event,
+    Fetched,
+    FetchFailed,
+    PoolRegion,
+    Released,
+)
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
 from paged_engine.kv_pool import zeros
@@ -26,7 +36,8 @@ from wire.errors import ConfigError, KvrelayError, TransferError
 from wire.transfer import Fingerprint, KvTransferParams
 from wire.versions import HANDOVER
 
-# Of the memory that is free when a process starts. Both ends may be in the same memory, and see the same free bytes.
+# Of the memory that is free when a process starts. Both ends may be in the same memory, and see the
+# same free bytes.
 POOL_SHARE = 0.3
 # Leases are freed by a message of the reader, at once.
 RELEASE_S = 10.0
@@ -38,22 +49,29 @@ ELEMENT_STEP, BLOCK_STEP = 0x1E3779B97F4A7C15, 0x00000100000001B3
 
 
 class End:
-    """The source or the reader. Methods are called by the parent, by name; what they return is JSON."""
+    """The source or the reader. Methods are called by the parent, by name; what they return is
+    JSON.
+    """
 
     def __init__(self, name: str, device: str, want_bytes: int, unit_bytes: int) -> None:
-        """Takes a pool of `want_bytes`, or what there is room for, in steps of `unit_bytes`. Raises ConfigError."""
+        """Takes a pool of `want_bytes`, or what there is room for, in steps of `unit_bytes`. Raises
+        ConfigError.
+        """
         self._name = name
         self._device = torch.device(device)
         if self._device.type == "cuda":
             there = torch.cuda.device_count()
             if not 0 <= (self._device.index or 0) < there:
-                raise ConfigError(f"no device {device} for the {name}: {there} GPUs are visible here")
+                raise ConfigError(
+                    f"no device {device} for the {name}: {there} GPUs are visible here"
+                )
             torch.cuda.set_device(self._device)
         room = int(_free_bytes(self._device) * POOL_SHARE)
         num_bytes = min(-(-want_bytes // unit_bytes), room // unit_bytes) * unit_bytes
         if num_bytes == 0:
             raise ConfigError(
-                f"no pool of {unit_bytes} bytes on {device}: {room} bytes may be taken; use smaller blocks"
+                f"no pool of {unit_bytes} bytes on {device}: {room} bytes may be taken; use "
+                f"smaller blocks"
             )
         self._pool = zeros(num_bytes, self._device)
         self._woken = threading.Event()
@@ -66,12 +84,16 @@ class End:
         return {"device": str(self._device), "name": name, "pool_bytes": self._pool.numel()}
 
     def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> int:
-        """A connector over blocks of that size, of which a share is checked; the source's are filled. Returns how many.
+        """A connector over blocks of that size, of which a share is checked; the source's are
+        filled. Returns how many.
 
-        Raises ConfigError if this machine cannot have it."""
+        Raises ConfigError if this machine cannot have it.
+        """
         self.close()
         self._rows = self._pool.view(torch.int64).view(-1, block_bytes // 8)
-        self._base = torch.arange(block_bytes // 8, dtype=torch.int64, device=self._device) * ELEMENT_STEP
+        self._base = (
+            torch.arange(block_bytes // 8, dtype=torch.int64, device=self._device) * ELEMENT_STEP
+        )
         if self._name == "source":
             for block, row in enumerate(self._rows):
                 torch.add(self._base, block * BLOCK_STEP, out=row)
@@ -97,7 +119,8 @@ class End:
         if self._connector is not None:
             self._connector.close()
             self._connector = None
-            # It promises to be back within a second; a plane that takes longer would meet the next one here.
+            # It promises to be back within a second; a plane that takes longer would meet the next
+            # one here.
             for thread in threading.enumerate():
                 if thread.name.startswith("kv-"):
                     thread.join(CLOSE_S)
@@ -105,16 +128,21 @@ class End:
     # The source.
 
     def offer(self, parts: Sequence[tuple[str, list[int]]], growing: bool) -> list[Any]:
-        """Lease blocks, of each (name, blocks); the tickets. `growing`: none of them can be read yet."""
+        """Lease blocks, of each (name, blocks); the tickets. `growing`: none of them can be read
+        yet.
+        """
         assert self._connector is not None
         ready = 0 if growing else None
         tickets = [
-            self._connector.offer(name, blocks, len(blocks) * self._block_size(), ready) for name, blocks in parts
+            self._connector.offer(name, blocks, len(blocks) * self._block_size(), ready)
+            for name, blocks in parts
         ]
         return [msgspec.to_builtins(ticket) for ticket in tickets]
 
     def announce(self, name: str, ready: Sequence[int], first_s: float, spacing_s: float) -> float:
-        """The blocks of a growing offer, so many in all each time; the last ones end it. When, by the host's clock."""
+        """The blocks of a growing offer, so many in all each time; the last ones end it. When, by
+        the host's clock.
+        """
         assert self._connector is not None
         time.sleep(first_s)
         for blocks in ready[:-1]:
@@ -125,7 +153,9 @@ class End:
         return told_at
 
     def released(self, count: int) -> None:
-        """Wait until so many leases have ended. Raises TransferError if one has run out, or none ends."""
+        """Wait until so many leases have ended. Raises TransferError if one has run out, or none
+        ends.
+        """
         for event in self._events(count, RELEASE_S):
             if not isinstance(event, Released) or event.expired:
                 raise TransferError(f"the source lost a lease during the transfer: {event}")
@@ -135,9 +165,11 @@ class End:
     def take(
         self, parts: Sequence[tuple[str, Any, list[int]]], lead_s: float, within_s: float
     ) -> dict[str, float | list[float]]:
-        """Fetch all of (name, ticket, blocks here), that were watched `lead_s` before. Raises TransferError.
+        """Fetch all of (name, ticket, blocks here), that were watched `lead_s` before. Raises
+        TransferError.
 
-        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share."""
+        `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share.
+        """
         assert self._connector is not None
         fetches = []
         for name, ticket, blocks in parts:
@@ -180,7 +212,8 @@ class End:
         bad = torch.stack(wrong).nonzero().flatten().tolist()
         if bad:
             raise TransferError(
-                f"{len(bad)} of {len(local)} blocks have other bytes than the source's; the first is block"
+                f"{len(bad)} of {len(local)} blocks have other bytes than the source's; the first "
+                f"is block"
                 f" {local[bad[0]]} here, {remote[bad[0]]} there"
             )
         return len(local) * self._rows.shape[1] * 8
@@ -195,7 +228,9 @@ class End:
         until = time.monotonic() + within_s
         while len(got) < count:
             if not self._woken.wait(max(0.0, until - time.monotonic())):
-                raise TransferError(f"{len(got)} of {count} events of the {self._name} within {within_s:.0f} s")
+                raise TransferError(
+                    f"{len(got)} of {count} events of the {self._name} within {within_s:.0f} s"
+                )
             self._woken.clear()
             got += self._connector.events()
             for event in got:

@@ -1,7 +1,8 @@
-"""A source and a reader of KV, each a process of its own, and one hand-over between them: for whoever measures.
+"""A source and a reader of KV, each a process of its own, and one hand-over between them: for
+whoever measures.
 
-Owns the ends' processes: each call has a deadline, after which the end is killed, and both are ended on every way out.
-Refuses to know rows and tables. Seconds.
+Owns the ends' processes: each call has a deadline, after which the end is killed, and both are
+ended on every way out. Refuses to know rows and tables. Seconds.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from wire.errors import TransferError
 
 __all__ = ["Part", "Pair", "Took", "open_pair"]
 
-# Import of torch from a cold disk and a pool of some GiB; compilers, NIXL's start; closing a connector.
+# Import of torch from a cold disk and a pool of some GiB; compilers, NIXL's start; closing a
+# connector.
 START_S, OPEN_S, END_S = 60.0, 60.0, 5.0
 # A call that only talks, or touches memory.
 CALL_S = 30.0
-# Of a transfer: what the connector itself allows, and a little more, so that its own sentence comes first.
+# Of a transfer: what the connector itself allows, and a little more, so that its own sentence comes
+# first.
 FETCH_S, FLOOR_BYTES_S = 12.0, 100e6
 
 
@@ -44,9 +47,13 @@ class Took:
     """Seconds of one hand-over, of one or several transfers."""
 
     exposed_s: float
-    """By the reader's Fetched event: from the fetch, or from the last announcement. Of several the longest."""
+    """By the reader's Fetched event: from the fetch, or from the last announcement. Of several the
+    longest.
+    """
     in_hand_s: float
-    """The same by a clock outside: from the call of fetch (the source's call of complete) to the last event seen."""
+    """The same by a clock outside: from the call of fetch (the source's call of complete) to the
+    last event seen.
+    """
     call_s: float
     """How long `fetch` holds its caller up."""
     checked_blocks: int = 0
@@ -54,7 +61,9 @@ class Took:
 
 
 class Pair:
-    """A source and a reader. Calls raise TransferError with the sentence of the end where it went wrong."""
+    """A source and a reader. Calls raise TransferError with the sentence of the end where it went
+    wrong.
+    """
 
     def __init__(self, source: _EndProcess, reader: _EndProcess) -> None:
         self._source = source
@@ -66,7 +75,9 @@ class Pair:
         self._block_bytes = 0
 
     def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> None:
-        """Both ends' connector, in place of the one before; `checksums`: the share of blocks that are compared."""
+        """Both ends' connector, in place of the one before; `checksums`: the share of blocks that
+        are compared.
+        """
         self._both("close", within_s=CALL_S)
         self.num_blocks = self._both("open", kind, block_bytes, checksums, within_s=OPEN_S)
         self._block_bytes = block_bytes
@@ -77,16 +88,22 @@ class Pair:
         return self._taken(names, None)
 
     def hand_over_growing(self, part: Part, chunks: int, spacing_s: float, lead_s: float) -> Took:
-        """One part that is announced in equal chunks, the first `spacing_s` after the fetch was asked for."""
+        """One part that is announced in equal chunks, the first `spacing_s` after the fetch was
+        asked for.
+        """
         (name,) = self._offered([part], growing=True, lead_s=lead_s, more_s=chunks * spacing_s)
         ready = [len(part.local) * (chunk + 1) // chunks for chunk in range(chunks)]
         within_s = CALL_S + chunks * spacing_s
-        told_at = self._source.ask("announce", name, ready, lead_s + spacing_s, spacing_s, within_s=within_s)
+        told_at = self._source.ask(
+            "announce", name, ready, lead_s + spacing_s, spacing_s, within_s=within_s
+        )
         return self._taken([name], float(told_at))
 
     def poison(self, parts: Sequence[Part]) -> None:
         """Overwrite what these parts would write."""
-        self._reader.ask("poison", [block for part in parts for block in part.local], within_s=CALL_S)
+        self._reader.ask(
+            "poison", [block for part in parts for block in part.local], within_s=CALL_S
+        )
 
     def verify(self, parts: Sequence[Part]) -> int:
         """Compare all bytes of these parts with the source's. Returns how many."""
@@ -94,7 +111,9 @@ class Pair:
         local = [block for part in parts for block in part.local]
         return int(self._reader.ask("verify", remote, local, within_s=CALL_S))
 
-    def _offered(self, parts: Sequence[Part], *, growing: bool, lead_s: float, more_s: float) -> list[str]:
+    def _offered(
+        self, parts: Sequence[Part], *, growing: bool, lead_s: float, more_s: float
+    ) -> list[str]:
         """Have the source offer and the reader begin to take."""
         names = [f"transfer-{self._names + number}" for number in range(len(parts))]
         self._names += len(parts)
@@ -102,7 +121,10 @@ class Pair:
         tickets = self._source.ask("offer", offers, growing, within_s=CALL_S)
         num_bytes = sum(len(part.local) for part in parts) * self._block_bytes
         self._take_s = FETCH_S + num_bytes / FLOOR_BYTES_S + lead_s + more_s
-        takes = [[name, ticket, part.local] for name, ticket, part in zip(names, tickets, parts, strict=True)]
+        takes = [
+            [name, ticket, part.local]
+            for name, ticket, part in zip(names, tickets, parts, strict=True)
+        ]
         self._reader.tell("take", takes, lead_s, self._take_s, within_s=CALL_S)
         return names
 
@@ -110,7 +132,12 @@ class Pair:
         took = self._reader.hear(self._take_s + END_S)
         self._source.ask("released", len(names), within_s=CALL_S)
         since = took["asked_at"] if told_at is None else told_at
-        return Took(max(took["exposed_s"]), took["in_hand_at"] - since, took["call_s"], took["checked_blocks"])
+        return Took(
+            max(took["exposed_s"]),
+            took["in_hand_at"] - since,
+            took["call_s"],
+            took["checked_blocks"],
+        )
 
     def _both(self, method: str, *arguments: Any, within_s: float) -> list[Any]:
         """Both at the same time: what takes seconds is to start."""
@@ -123,7 +150,9 @@ class Pair:
 class _EndProcess:
     """The parent's end of one process."""
 
-    def __init__(self, name: str, device: str, pool_bytes: int, unit_bytes: int, until: float) -> None:
+    def __init__(
+        self, name: str, device: str, pool_bytes: int, unit_bytes: int, until: float
+    ) -> None:
         """`until`: nothing is waited for beyond, by the monotonic clock."""
         self._name = name
         self._until = until
@@ -132,11 +161,20 @@ class _EndProcess:
         root = str(Path(__file__).resolve().parents[1])
         paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH", "")) if path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "node.transfer_end", name, device, str(pool_bytes), str(unit_bytes)],
+            [
+                sys.executable,
+                "-m",
+                "node.transfer_end",
+                name,
+                device,
+                str(pool_bytes),
+                str(unit_bytes),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
-                "UCX_WARN_UNUSED_ENV_VARS": "n",  # the NIXL plane sets one that UCX knows on a GPU only
+                # the NIXL plane sets one that UCX knows on a GPU only
+                "UCX_WARN_UNUSED_ENV_VARS": "n",
                 **os.environ,
                 "PYTHONPATH": paths,
                 PARENT_PID: str(os.getpid()),
@@ -152,7 +190,10 @@ class _EndProcess:
         """Send a call, whose answer is to be heard."""
         self._asked = method
         assert self.process.stdin is not None
-        with self._watched(within_s), contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        with (
+            self._watched(within_s),
+            contextlib.suppress(BrokenPipeError),
+        ):  # then there is no answer either
             self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -183,7 +224,9 @@ class _EndProcess:
             self.process.wait(max(0.0, until - time.monotonic()))
         if self.process.poll() is None:
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that gives memory back; the kill stands
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # a driver that gives memory back; the kill stands
                 self.process.wait(END_S)
         self.process.stdout.close()
 
@@ -211,8 +254,12 @@ class _EndProcess:
 
 
 @contextlib.contextmanager
-def open_pair(devices: Sequence[str], pool_bytes: int, unit_bytes: int, until: float) -> Iterator[Pair]:
-    """Start a source and a reader, each with a pool of `pool_bytes` if there is room, in steps of `unit_bytes`."""
+def open_pair(
+    devices: Sequence[str], pool_bytes: int, unit_bytes: int, until: float
+) -> Iterator[Pair]:
+    """Start a source and a reader, each with a pool of `pool_bytes` if there is room, in steps of
+    `unit_bytes`.
+    """
     ends: list[_EndProcess] = []
     try:
         for name, device in zip(("source", "reader"), devices, strict=True):

@@ -1,7 +1,8 @@
 """How long KV of a model takes from one process of this host to another, by connector and size.
 
-Between two GPUs if there are two, else within one; of several ranks' KV the share of one, because they read side by
-side. Measured is what a request waits for its KV (exposed), its ticket known 10 ms before. Milliseconds.
+Between two GPUs if there are two, else within one; of several ranks' KV the share of one, because
+they read side by side. Measured is what a request waits for its KV (exposed), its ticket known 10
+ms before. Milliseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class BlocksMoved:
         model = checked_model(config, device.type)
         dtype = kv_dtype_of(config, model, device.type)
         self.block_size = config.block_size or default_block_tokens(device.type)
-        self.block_bytes = block_bytes(shard_config(model, config.tensor_parallel_size), self.block_size, dtype)
+        self.block_bytes = block_bytes(
+            shard_config(model, config.tensor_parallel_size), self.block_size, dtype
+        )
         self.most_blocks = max(1, _MOST_BYTES[device.type] // self.block_bytes)
         """More are not moved at once."""
         self.longest = config.max_model_len or model.max_position
@@ -51,12 +54,18 @@ class BlocksMoved:
 
 
 def transfer_times(
-    of: BlocksMoved, sizes: Sequence[int], connector: str, seconds: float, told: Callable[[str], None]
+    of: BlocksMoved,
+    sizes: Sequence[int],
+    connector: str,
+    seconds: float,
+    told: Callable[[str], None],
 ) -> dict[str, dict[int, float]]:
-    """By connector and number of blocks, medians in ms; of one connector, or of all that work here with `auto`.
+    """By connector and number of blocks, medians in ms; of one connector, or of all that work here
+    with `auto`.
 
-    After so many seconds no further connector is begun, and of the one that runs the shortest and the longest size
-    alone. `told` hears why one cannot be had."""
+    After so many seconds no further connector is begun, and of the one that runs the shortest and
+    the longest size alone. `told` hears why one cannot be had.
+    """
     times: dict[str, dict[int, float]] = {}
     ends_at = time.monotonic() + seconds
     left = list(CONNECTORS) if connector == "auto" else [connector]
@@ -71,7 +80,9 @@ def transfer_times(
         try:
             # New processes only where one has broken: they take seconds to start.
             pool_bytes = 2 * max(sizes) * of.block_bytes
-            with open_pair(of.devices, pool_bytes, of.block_bytes, time.monotonic() + _PATIENCE_S) as pair:
+            with open_pair(
+                of.devices, pool_bytes, of.block_bytes, time.monotonic() + _PATIENCE_S
+            ) as pair:
                 while kind:
                     pair.open(kind, of.block_bytes)
                     for blocks in sizes:
@@ -80,7 +91,8 @@ def transfer_times(
                             times.setdefault(kind, {})[blocks] = _median_ms(pair, blocks)
                     kind = left.pop(0) if left and time.monotonic() < ends_at else ""
         except TransferError as why:
-            # With some sizes missing it would seem to be faster or slower than it is, and it is not to be used.
+            # With some sizes missing it would seem to be faster or slower than it is, and it is not
+            # to be used.
             times.pop(kind, None)
             told(f"{kind}: {why.message}")
     return times

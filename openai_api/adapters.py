@@ -1,4 +1,6 @@
-"""Requests that load and unload LoRA adapters, under the names that vLLM has given them, and their answers."""
+"""Requests that load and unload LoRA adapters, under the names that vLLM has given them, and their
+answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ __all__ = ["AdapterAnswer", "NodeSaid", "LoadAdapterRequest", "UnloadAdapterRequ
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
-    """POST /v1/load_lora_adapter: a folder on each node's machine. `load_inplace`: it may replace its namesake."""
+    """POST /v1/load_lora_adapter: a folder on each node's machine. `load_inplace`: it may replace
+    its namesake.
+    """
 
     lora_name: str
     lora_path: str

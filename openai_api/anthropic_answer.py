@@ -1,4 +1,5 @@
-"""The answer of POST /v1/messages, made of a chat completion: the Anthropic API's events, or one message. Pure.
+"""The answer of POST /v1/messages, made of a chat completion: the Anthropic API's events, or one
+message. Pure.
 
 A whole answer is a stream of one chunk whose events nobody sees; so both are one state machine.
 """
@@ -10,7 +11,14 @@ from typing import Any
 import msgspec
 
 from openai_api.anthropic_request import MessagesRequest, chat_body, decode_messages
-from openai_api.chat_events import ChatChoice, ChatEvent, ChatEvents, ChatUsage, ToolCall, whole_chat
+from openai_api.chat_events import (
+    ChatChoice,
+    ChatEvent,
+    ChatEvents,
+    ChatUsage,
+    ToolCall,
+    whole_chat,
+)
 from openai_api.dialect import KEEP_ALIVE, Dialect
 from wire.errors import ErrorBody, NodeFailed
 
@@ -122,16 +130,25 @@ class AnthropicAnswer:
 
     def _text(self, kind: str, text: str) -> None:
         if self._grows is None or self._blocks[-1]["type"] != kind:
-            self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+            self._open(
+                {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+            )
         self._grow(f"{kind}_delta", kind, text)
 
     def _tool(self, index: int, call: ToolCall) -> None:
         if index >= self._calls:
-            self._calls, call_id = index + 1, call.id or f"toolu_{self._id.removeprefix('msg_')}{index}"
-            self._open({"type": "tool_use", "id": call_id, "name": call.function.name or "", "input": {}})
+            self._calls, call_id = (
+                index + 1,
+                call.id or f"toolu_{self._id.removeprefix('msg_')}{index}",
+            )
+            self._open(
+                {"type": "tool_use", "id": call_id, "name": call.function.name or "", "input": {}}
+            )
             self._call = index
         elif index != self._call:
-            raise NodeFailed("a node went on with a tool call that had ended; send the request again")
+            raise NodeFailed(
+                "a node went on with a tool call that had ended; send the request again"
+            )
         if call.function.arguments:
             self._grow("input_json_delta", "partial_json", call.function.arguments)
 
@@ -144,14 +161,19 @@ class AnthropicAnswer:
     def _grow(self, kind: str, name: str, piece: str) -> None:
         assert self._grows is not None
         self._grows.append(piece)
-        self._say("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: piece})
+        self._say(
+            "content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: piece}
+        )
 
     def _close(self) -> None:
         """End the open block, if there is one: there is never more than one."""
         if self._grows is None:
             return
         block, text = self._blocks[-1], "".join(self._grows)
-        self._blocks[-1] = {**block, **({"input": _arguments(text)} if "input" in block else {block["type"]: text})}
+        self._blocks[-1] = {
+            **block,
+            **({"input": _arguments(text)} if "input" in block else {block["type"]: text}),
+        }
         self._say("content_block_stop", index=len(self._blocks) - 1)
         self._grows = self._call = None
 
@@ -162,22 +184,34 @@ class AnthropicAnswer:
         self._begin()
         self._close()
         reason, sequence = self._stop()
-        self._say("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=self._counts())
+        self._say(
+            "message_delta",
+            delta={"stop_reason": reason, "stop_sequence": sequence},
+            usage=self._counts(),
+        )
         self._say("message_stop")
 
     def _fail(self, error: ErrorBody) -> None:
         """It broke after the first event."""
         self._over = True
-        self._sent.append(b"event: error\ndata: %b\n\n" % anthropic_error(_STATUS_OF.get(error.type, 500), error))
+        self._sent.append(
+            b"event: error\ndata: %b\n\n" % anthropic_error(_STATUS_OF.get(error.type, 500), error)
+        )
 
     def _stop(self) -> tuple[str, str | None]:
         """(stop_reason, stop_sequence)."""
         if self._finish == "stop" and self._calls:
-            return "tool_use", None  # chat completions say `stop` when the client has named the tool
+            return (
+                "tool_use",
+                None,
+            )  # chat completions say `stop` when the client has named the tool
         if self._finish == "stop" and self._stopped_by in (self._request.stop_sequences or ()):
             return "stop_sequence", str(self._stopped_by)
         if self._finish == "length" and self._usage.completion_tokens < self._request.max_tokens:
-            return "model_context_window_exceeded", None  # max_tokens was more than the context has room for
+            return (
+                "model_context_window_exceeded",
+                None,
+            )  # max_tokens was more than the context has room for
         return _STOP_REASONS.get(self._finish or "stop", "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:
@@ -189,7 +223,9 @@ class AnthropicAnswer:
             "output_tokens": self._usage.completion_tokens,
         }
 
-    def _message(self, blocks: list[dict[str, Any]], reason: str | None, sequence: str | None) -> dict[str, Any]:
+    def _message(
+        self, blocks: list[dict[str, Any]], reason: str | None, sequence: str | None
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -207,7 +243,9 @@ def _event(kind: str, **values: Any) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; what is none (the answer was cut) is kept as text under one name."""
+    """A call's arguments as an object; what is none (the answer was cut) is kept as text under one
+    name.
+    """
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.DecodeError:

@@ -1,4 +1,6 @@
-"""POST /v1/messages of the Anthropic API: its body, checked, and the chat completion that it means. Pure and light."""
+"""POST /v1/messages of the Anthropic API: its body, checked, and the chat completion that it means.
+Pure and light.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """`type`: enabled, adaptive or disabled. The budget is not enforced: max_tokens counts thinking too."""
+    """`type`: enabled, adaptive or disabled. The budget is not enforced: max_tokens counts thinking
+    too.
+    """
 
     type: str
     budget_tokens: int | None = None
@@ -88,7 +92,9 @@ def decode_messages(body: bytes) -> MessagesRequest:
     with reading():
         request = _decoder.decode(body)
     if request.max_tokens < 1:
-        raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
+        raise RequestError(
+            f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+        )
     if request.container is not None or request.mcp_servers:
         name = "mcp_servers" if request.mcp_servers else "container"
         raise RequestError(f"{name} is not supported; tools run at the client", param=name)
@@ -96,7 +102,9 @@ def decode_messages(body: bytes) -> MessagesRequest:
 
 
 def chat_body(request: MessagesRequest, body: bytes) -> bytes:
-    """The chat completion that `request` means; `body` is its own, for the fields passed on. Raises RequestError."""
+    """The chat completion that `request` means; `body` is its own, for the fields passed on. Raises
+    RequestError.
+    """
     user = (request.metadata or {}).get("user_id")
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {
@@ -118,7 +126,9 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
 
 
 def count_body(body: bytes) -> bytes:
-    """The body of POST /tokenize that counts what a count_tokens request asks for. Raises RequestError."""
+    """The body of POST /tokenize that counts what a count_tokens request asks for. Raises
+    RequestError.
+    """
     with reading():
         request = _count_decoder.decode(body)
     every = {**_prompt(request), **_thinking(request.thinking, {})}
@@ -151,7 +161,8 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
     where = f"messages[{at}].content"
     if message.role not in ("user", "assistant", "system"):
         raise RequestError(
-            f"messages[{at}].role must be user, assistant or system, got {message.role!r}", param=f"messages[{at}].role"
+            f"messages[{at}].role must be user, assistant or system, got {message.role!r}",
+            param=f"messages[{at}].role",
         )
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
@@ -167,7 +178,9 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
             case {"type": "tool_result", "tool_use_id": str(call_id)} if message.role == "user":
                 result = text_of(block.get("content"), ("text",), f"{place}.content")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-            case {"type": "tool_use", "id": str(call_id), "name": str(name)} if message.role == "assistant":
+            case {"type": "tool_use", "id": str(call_id), "name": str(name)} if (
+                message.role == "assistant"
+            ):
                 function = {"name": name, "arguments": _encode(block.get("input") or {}).decode()}
                 call = {"id": call_id, "type": "function", "function": function}
                 assistant(messages).setdefault("tool_calls", []).append(call)
@@ -178,7 +191,8 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
                 pass  # of another server's model, which alone can read it
             case _:
                 raise RequestError(
-                    f"{place} is a block of type {block.get('type')!r} that a {message.role} message cannot have here; "
+                    f"{place} is a block of type {block.get('type')!r} that a {message.role} "
+                    f"message cannot have here; "
                     "text, tool_use, tool_result and thinking blocks are served",
                     param=place,
                 )
@@ -198,7 +212,8 @@ def _tools(request: CountRequest) -> dict[str, Any]:
     for at, tool in enumerate(request.tools):
         if tool.get("type") not in (None, "custom"):
             raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only custom tools are served, which the client runs",
+                f"tools[{at}] is of type {tool.get('type')!r}; only custom tools are served, "
+                f"which the client runs",
                 param=f"tools[{at}].type",
                 code="unsupported_parameter",
             )
@@ -212,18 +227,23 @@ def _tools(request: CountRequest) -> dict[str, Any]:
         case {"type": "tool", "name": str(name)}:
             chosen = {"type": "function", "function": {"name": name}}
         case _:
-            raise RequestError("tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice")
+            raise RequestError(
+                "tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice"
+            )
     serial = choice.get("disable_parallel_tool_use") is True
     return {"tools": tools, "tool_choice": chosen, "parallel_tool_calls": False if serial else None}
 
 
 def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Templates of models that can think or not ask for `enable_thinking`; others do not look at it."""
+    """Templates of models that can think or not ask for `enable_thinking`; others do not look at
+    it.
+    """
     if thinking is None or "chat_template_kwargs" in given:
         return {}
     if thinking.type not in ("enabled", "adaptive", "disabled"):
         raise RequestError(
-            f"thinking.type must be enabled, adaptive or disabled, got {thinking.type!r}", param="thinking.type"
+            f"thinking.type must be enabled, adaptive or disabled, got {thinking.type!r}",
+            param="thinking.type",
         )
     return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
 
@@ -236,5 +256,6 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
             return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         case _:
             raise RequestError(
-                'output_config.format must be {"type": "json_schema", "schema": {...}}', param="output_config.format"
+                'output_config.format must be {"type": "json_schema", "schema": {...}}',
+                param="output_config.format",
             )

@@ -23,7 +23,9 @@ class Beginning:
 
 
 def beginning_of(
-    request: ChatRequest | CompletionRequest, prompt_token_ids: Sequence[int], prompt_text: str | None
+    request: ChatRequest | CompletionRequest,
+    prompt_token_ids: Sequence[int],
+    prompt_text: str | None,
 ) -> Beginning:
     """`prompt_text` is what a completion repeats if it was asked to."""
     ids = prompt_token_ids if request.return_token_ids else None

@@ -1,6 +1,8 @@
-"""From the bytes of a request body to a checked request, and from that to sampling parameters. Pure and light.
+"""From the bytes of a request body to a checked request, and from that to sampling parameters. Pure
+and light.
 
-Whatever is wrong with a request is said here, as a RequestError that names the field, before anything is computed.
+Whatever is wrong with a request is said here, as a RequestError that names the field, before
+anything is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.frames import MALFORMED
-from wire.sampling import MAX_LOGPROBS, PLAIN_SAMPLING, SamplingDefaults, SamplingParams, check_count
+from wire.sampling import (
+    MAX_LOGPROBS,
+    PLAIN_SAMPLING,
+    SamplingDefaults,
+    SamplingParams,
+    check_count,
+)
 
 __all__ = [
     "MAX_CHOICES",
@@ -41,7 +49,8 @@ MAX_CHOICES = 128
 """Of one request, over all of its prompts: each is a request of the engine."""
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
-# Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
+# Every token is compared with every stop string; these bounds keep that below a microsecond for
+# what people send.
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
 # What the server itself gives to a chat template, and to `render` beside it.
@@ -65,7 +74,9 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def asked_id(body: bytes) -> str | None:
-    """The `request_id` that a body gives itself. Of a body that cannot be read its decoder says why."""
+    """The `request_id` that a body gives itself. Of a body that cannot be read its decoder says
+    why.
+    """
     try:
         return _named_decoder.decode(body).request_id
     except MALFORMED:
@@ -84,7 +95,8 @@ def decode_chat(body: bytes) -> ChatRequest:
     _check_messages(request)
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other: the answer goes on with the last "
+            "continue_final_message and add_generation_prompt exclude each other: the answer goes "
+            "on with the last "
             "message or begins a new one",
             param="continue_final_message",
         )
@@ -92,7 +104,8 @@ def decode_chat(body: bytes) -> ChatRequest:
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
-                f"chat_template_kwargs must not set {name!r}; it has its own field or is the model's",
+                f"chat_template_kwargs must not set {name!r}; it has its own field or is the "
+                f"model's",
                 param="chat_template_kwargs",
             )
     if request.top_logprobs is not None:
@@ -130,7 +143,8 @@ def check_choices(prompts: int, choices: int) -> None:
     """Raise RequestError if a request asks for more choices than one may, over all of its prompts."""
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
-            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and the limit of one "
+            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "
+            f"the limit of one "
             f"request is {MAX_CHOICES}; send several requests",
             param="prompt" if prompts > 1 else "n",
         )
@@ -143,7 +157,9 @@ def choice_count(request: ChatRequest | CompletionRequest) -> int:
 
 
 def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """How many of the most likely tokens the client wants to see beside each token; None: nothing of the kind."""
+    """How many of the most likely tokens the client wants to see beside each token; None: nothing
+    of the kind.
+    """
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
@@ -151,15 +167,25 @@ def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
     """Whether the prompt's tokens are among those whose log-probabilities a completion lists."""
-    return isinstance(request, CompletionRequest) and bool(request.echo) and request.logprobs is not None
+    return (
+        isinstance(request, CompletionRequest)
+        and bool(request.echo)
+        and request.logprobs is not None
+    )
 
 
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
     """Whether the answer is the prompt and no token more."""
-    return isinstance(request, CompletionRequest) and bool(request.echo) and _asked_limit(request)[1] == 0
+    return (
+        isinstance(request, CompletionRequest)
+        and bool(request.echo)
+        and _asked_limit(request)[1] == 0
+    )
 
 
-def kept_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
+def kept_tokens(
+    request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int
+) -> int:
     """How many tokens at the end of the prompt the request wants to keep. Raises RequestError."""
     kept = request.truncate_prompt_tokens
     if kept is None:
@@ -170,13 +196,15 @@ def kept_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, ma
         kept = max_model_len - (default if limit is None else limit)
         if kept < 1:
             raise RequestError(
-                f"{name} is {limit} and this model's context {max_model_len}: that leaves no token of the prompt",
+                f"{name} is {limit} and this model's context {max_model_len}: that leaves no "
+                f"token of the prompt",
                 param=name,
                 code="context_length_exceeded",
             )
     if not 1 <= kept <= max_model_len:
         raise RequestError(
-            f"truncate_prompt_tokens must be between 1 and {max_model_len} (the model's context), or -1 for as many as "
+            f"truncate_prompt_tokens must be between 1 and {max_model_len} (the model's context), "
+            f"or -1 for as many as "
             f"fit, got {kept}",
             param="truncate_prompt_tokens",
         )
@@ -189,7 +217,8 @@ def token_limit(
     max_model_len: int,
     defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> int:
-    """How many tokens the client's answer may have. Raises RequestError if the context cannot hold them.
+    """How many tokens the client's answer may have. Raises RequestError if the context cannot hold
+    them.
 
     On a prefill leg the client's own limit is in the hand-over, because `max_tokens` is 1 there.
     """
@@ -199,7 +228,8 @@ def token_limit(
     room = max_model_len - prompt_tokens
     if room < 1:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens and the context of this model is {max_model_len}; "
+            f"the prompt has {prompt_tokens} tokens and the context of this model is "
+            f"{max_model_len}; "
             "shorten the prompt so that at least one token can be generated",
             param=prompt_field,
             code="context_length_exceeded",
@@ -216,8 +246,10 @@ def token_limit(
         return most
     if limit > room:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens and {name} is {limit}, together {prompt_tokens + limit}; the "
-            f"context of this model is {max_model_len}: shorten the prompt or ask for at most {room} tokens",
+            f"the prompt has {prompt_tokens} tokens and {name} is {limit}, together "
+            f"{prompt_tokens + limit}; the "
+            f"context of this model is {max_model_len}: shorten the prompt or ask for at most "
+            f"{room} tokens",
             param=name,
             code="context_length_exceeded",
         )
@@ -234,11 +266,14 @@ def sampling_params(
     bad_words: tuple[tuple[int, ...], ...] = (),
     defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> SamplingParams:
-    """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
+    """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the
+    client gave none.
 
-    `defaults` are the model's, for what the client left out; `bad_words` are token ids: openai_api/structured.py.
+    `defaults` are the model's, for what the client left out; `bad_words` are token ids:
+    openai_api/structured.py.
 
-    On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
+    On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises
+    RequestError.
     """
     limit = token_limit(request, prompt_tokens, max_model_len, defaults)
     min_tokens = request.min_tokens or 0
@@ -290,14 +325,16 @@ def _check_common(request: SamplingFields) -> None:
         _check_logprobs("prompt_logprobs", request.prompt_logprobs)
         if request.stream:
             raise RequestError(
-                "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for echo with logprobs",
+                "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for "
+                "echo with logprobs",
                 param="prompt_logprobs",
             )
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if not -_MAX_PRIORITY <= (request.priority or 0) <= _MAX_PRIORITY:
         raise RequestError(
-            f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}", param="priority"
+            f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}",
+            param="priority",
         )
     if request.request_id is not None and not sane_id(request.request_id):
         raise RequestError(
@@ -311,11 +348,15 @@ def _check_common(request: SamplingFields) -> None:
         check_count(name, len(getattr(request, name) or ()))
     stops = request.stop_strings
     if len(stops) > _MAX_STOP_STRINGS:
-        raise RequestError(f"stop holds {len(stops)} strings; the limit is {_MAX_STOP_STRINGS}", param="stop")
+        raise RequestError(
+            f"stop holds {len(stops)} strings; the limit is {_MAX_STOP_STRINGS}", param="stop"
+        )
     for stop in stops:
         if not 0 < len(stop) <= _MAX_STOP_CHARS:
             raise RequestError(
-                f"a stop string must have between 1 and {_MAX_STOP_CHARS} characters, got {len(stop)}", param="stop"
+                f"a stop string must have between 1 and {_MAX_STOP_CHARS} characters, got "
+                f"{len(stop)}",
+                param="stop",
             )
 
 
@@ -331,12 +372,14 @@ def _check_messages(request: ChatRequest) -> None:
         for part in message.content:
             if part.type != "text":
                 raise RequestError(
-                    f"messages[{i}].content holds a part of type {part.type!r}; only 'text' parts are supported",
+                    f"messages[{i}].content holds a part of type {part.type!r}; only 'text' parts "
+                    f"are supported",
                     param=f"messages[{i}].content",
                 )
             if part.text is None:
                 raise RequestError(
-                    f"messages[{i}].content holds a text part without text", param=f"messages[{i}].content"
+                    f"messages[{i}].content holds a text part without text",
+                    param=f"messages[{i}].content",
                 )
 
 
@@ -344,7 +387,9 @@ def _check_past_call(where: str, call: dict[str, Any]) -> None:
     """Of a call in a message, what every chat template reads."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where}.function must be an object with name and arguments", param=f"{where}.function")
+        raise RequestError(
+            f"{where}.function must be an object with name and arguments", param=f"{where}.function"
+        )
 
 
 def _check_logprobs(name: str, value: int) -> None:
@@ -364,7 +409,9 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     asked = asked_logprobs(request)
-    return 0 if asked is None and choice_count(request) > (request.n or 1) else asked  # to choose by
+    return (
+        0 if asked is None and choice_count(request) > (request.n or 1) else asked
+    )  # to choose by
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
@@ -380,7 +427,8 @@ def _check_best_of(request: CompletionRequest) -> None:
         raise RequestError(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
     if request.stream and best_of > n:
         raise RequestError(
-            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known at the end only",
+            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known "
+            f"at the end only",
             param="best_of",
         )
 

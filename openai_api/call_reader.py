@@ -1,7 +1,8 @@
 """JSON that comes in pieces: where a value ends, and what an object says about a tool call. Pure.
 
-Nothing is parsed twice and nothing is kept but what is not decided yet. Control characters in strings are let through,
-because models write line breaks there; everything else that is not JSON is a fault, at its first character.
+Nothing is parsed twice and nothing is kept but what is not decided yet. Control characters in
+strings are let through, because models write line breaks there; everything else that is not JSON is
+a fault, at its first character.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class _At(enum.Enum):
 
 
 class JsonValue:
-    """Finds the end of one JSON value. A number alone ends with the character behind it, which is not its own."""
+    """Finds the end of one JSON value. A number alone ends with the character behind it, which is
+    not its own.
+    """
 
     def __init__(self) -> None:
         self._at = _At.VALUE
@@ -79,7 +82,14 @@ class JsonValue:
         return i
 
     def _between(self) -> bool:
-        return self._at in (_At.VALUE, _At.FIRST_ITEM, _At.FIRST_KEY, _At.KEY, _At.COLON, _At.BEHIND)
+        return self._at in (
+            _At.VALUE,
+            _At.FIRST_ITEM,
+            _At.FIRST_KEY,
+            _At.KEY,
+            _At.COLON,
+            _At.BEHIND,
+        )
 
     def _take(self, char: str) -> bool:
         """Go on by one character outside of a string's plain text; whether it belongs to the value."""
@@ -90,7 +100,11 @@ class JsonValue:
             return self._escaped(char)
         if at is _At.LITERAL:
             return self._literal(char)
-        if self._closers and char == self._closers[-1] and at in (_At.FIRST_ITEM, _At.FIRST_KEY, _At.BEHIND):
+        if (
+            self._closers
+            and char == self._closers[-1]
+            and at in (_At.FIRST_ITEM, _At.FIRST_KEY, _At.BEHIND)
+        ):
             self._closers.pop()
             return self._value_ended()
         if at in (_At.VALUE, _At.FIRST_ITEM):
@@ -169,7 +183,9 @@ class ArgumentsReader:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.begun = False
-        """Name and first character of the arguments are known: from here on it is a call, whatever follows."""
+        """Name and first character of the arguments are known: from here on it is a call, whatever
+        follows.
+        """
         self.done = False
         self.failed = False
         self._pieces: list[str] = []
@@ -204,7 +220,8 @@ class ArgumentsReader:
 
 
 class CallReader(ArgumentsReader):
-    """An object with a name and arguments (or parameters) in any order, and perhaps more that means nothing.
+    """An object with a name and arguments (or parameters) in any order, and perhaps more that means
+    nothing.
 
     `may_lack_arguments`: without them it is a call with none. Otherwise such an object is no call.
     """
@@ -294,7 +311,9 @@ class CallReader(ArgumentsReader):
         return i + (not self.failed)
 
     def _read_other(self, text: str, i: int) -> int:
-        """Read on in a key or a value of no further meaning; it is complete if `_other` is None then."""
+        """Read on in a key or a value of no further meaning; it is complete if `_other` is None
+        then.
+        """
         assert self._other is not None
         end = self._other.feed(text, i)
         self._raw.append(text[i:end])

@@ -1,4 +1,5 @@
-"""Arguments of tool calls that are not written in JSON, as JSON while they come: in tags and in Python. Pure.
+"""Arguments of tool calls that are not written in JSON, as JSON while they come: in tags and in
+Python. Pure.
 
 These readers are fed as openai_api/call_reader.py's are: with all that they have not taken yet.
 """
@@ -27,7 +28,9 @@ _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """How a model writes the arguments of a call: key and value between tags, and a tag at the end of all."""
+    """How a model writes the arguments of a call: key and value between tags, and a tag at the end
+    of all.
+    """
 
     key: tuple[str, str]
     value: tuple[str, str]
@@ -40,7 +43,8 @@ class CallTags:
 class TaggedReader:
     """Arguments in tags. Texts go on as they come, other values when they are complete.
 
-    `properties` is JSON schema's: an argument that may be a text only is one, another is what it reads as.
+    `properties` is JSON schema's: an argument that may be a text only is one, another is what it
+    reads as.
     """
 
     def __init__(self, name: str, tags: CallTags, properties: Mapping[str, Any]) -> None:
@@ -64,7 +68,9 @@ class TaggedReader:
         return text
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that is taken; what follows it is wanted again, with more."""
+        """Index behind the last character that is taken; what follows it is wanted again, with
+        more.
+        """
         i = 0
         while not (self.done or self.failed):
             end = self._step(text, i)
@@ -85,7 +91,9 @@ class TaggedReader:
                 self._pieces.append("}" if self.done else "")
                 self._step = self._key
                 return i + len(marker)
-        self.failed = not any(marker.startswith(rest) for marker in (self._tags.key[0], self._tags.end))
+        self.failed = not any(
+            marker.startswith(rest) for marker in (self._tags.key[0], self._tags.end)
+        )
         return None
 
     def _key(self, text: str, i: int) -> int | None:
@@ -112,7 +120,11 @@ class TaggedReader:
 
     def _read_value(self, text: str, i: int) -> int | None:
         found = any_of(self._closers).search(text, i)
-        end = len(text) - beginning_at_end(text[i:], self._closers) if found is None else found.start()
+        end = (
+            len(text) - beginning_at_end(text[i:], self._closers)
+            if found is None
+            else found.start()
+        )
         piece = text[i:end]
         if self._kinds == {"string"}:
             self._pieces.append(json.dumps(piece, ensure_ascii=False)[1:-1])
@@ -120,13 +132,17 @@ class TaggedReader:
             self._value.append(piece)
         if found is None:
             return end if end > i else None
-        self._pieces.append('"' if self._kinds == {"string"} else _typed("".join(self._value), self._kinds))
+        self._pieces.append(
+            '"' if self._kinds == {"string"} else _typed("".join(self._value), self._kinds)
+        )
         self._step = self._between
         return found.end()
 
 
 class PythonReader:
-    """A call as Python writes one, `name(key=value, ...)`. Known as a whole only: then it is a call, or it is not."""
+    """A call as Python writes one, `name(key=value, ...)`. Known as a whole only: then it is a
+    call, or it is not.
+    """
 
     def __init__(self) -> None:
         self.name = ""
@@ -143,7 +159,9 @@ class PythonReader:
         return text
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that is taken; what follows it is wanted again, with more."""
+        """Index behind the last character that is taken; what follows it is wanted again, with
+        more.
+        """
         i = 0
         if not self.name:
             found = _PYTHON_NAME.match(text)
@@ -185,9 +203,15 @@ class PythonReader:
     def _end(self) -> None:
         try:
             call = ast.parse(f"f({''.join(self._raw)}\n)", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            if (
+                not isinstance(call, ast.Call)
+                or call.args
+                or any(keyword.arg is None for keyword in call.keywords)
+            ):
                 raise ValueError
-            self._arguments = _dumped({str(keyword.arg): _evaluated(keyword.value) for keyword in call.keywords})
+            self._arguments = _dumped(
+                {str(keyword.arg): _evaluated(keyword.value) for keyword in call.keywords}
+            )
         except _UNREADABLE:
             self.failed = True
         self.begun = self.done = not self.failed
@@ -224,7 +248,13 @@ def _kinds(schema: Any) -> frozenset[str]:
 
 
 def _kind(value: Any) -> str:
-    for types, kind in ((bool, "boolean"), (int, "integer"), (float, "number"), (list, "array"), (dict, "object")):
+    for types, kind in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (list, "array"),
+        (dict, "object"),
+    ):
         if isinstance(value, types):
             return kind
     return "null" if value is None else "string"

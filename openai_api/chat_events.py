@@ -1,6 +1,8 @@
-"""Reads the answer to a chat completion back: events from bytes that are cut anywhere, or one whole body.
+"""Reads the answer to a chat completion back: events from bytes that are cut anywhere, or one whole
+body.
 
-Only for answers that are wanted in another dialect; plain chat completions are never parsed on their way.
+Only for answers that are wanted in another dialect; plain chat completions are never parsed on
+their way.
 """
 
 from __future__ import annotations
@@ -12,7 +14,17 @@ import msgspec
 from wire.errors import ErrorBody, NodeFailed
 from wire.frames import MALFORMED
 
-__all__ = ["ChatChoice", "ChatEvent", "ChatEvents", "ChatUsage", "Events", "Said", "ToolCall", "decoded", "whole_chat"]
+__all__ = [
+    "ChatChoice",
+    "ChatEvent",
+    "ChatEvents",
+    "ChatUsage",
+    "Events",
+    "Said",
+    "ToolCall",
+    "decoded",
+    "whole_chat",
+]
 
 T = TypeVar("T")
 
@@ -88,7 +100,11 @@ class ChatUsage(msgspec.Struct, frozen=True):
     @property
     def reasoning_tokens(self) -> int:
         """Of the answer, those of its reasoning, where the answer tells."""
-        return (self.completion_tokens_details.reasoning_tokens or 0) if self.completion_tokens_details else 0
+        return (
+            (self.completion_tokens_details.reasoning_tokens or 0)
+            if self.completion_tokens_details
+            else 0
+        )
 
 
 class ChatEvent(msgspec.Struct, frozen=True):
@@ -111,7 +127,9 @@ class Events(Generic[T]):
         self._rest = b""
 
     def feed(self, payload: bytes) -> list[T]:
-        """All events completed by `payload`; comments are skipped. Raises NodeFailed on one that is malformed."""
+        """All events completed by `payload`; comments are skipped. Raises NodeFailed on one that is
+        malformed.
+        """
         *blocks, self._rest = (self._rest + payload).split(b"\n\n")
         events: list[T] = []
         for block in blocks:

@@ -1,4 +1,6 @@
-"""What the bodies of other dialects have in common on their way to a chat completion. Pure and light."""
+"""What the bodies of other dialects have in common on their way to a chat completion. Pure and
+light.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ PASSED_ON = (
     "bad_words",
     "structured_outputs",
 )
-"""Fields of ours (and vLLM's) that no dialect has a word for: they mean what they mean in a chat completion."""
+"""Fields of ours (and vLLM's) that no dialect has a word for: they mean what they mean in a chat
+completion.
+"""
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -68,31 +72,43 @@ def text_of(content: Any, types: tuple[str, ...], where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a text or a list of parts, got {type(content).__name__}", param=where)
+        raise RequestError(
+            f"{where} must be a text or a list of parts, got {type(content).__name__}", param=where
+        )
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in types:
             raise RequestError(
-                f"{where} holds a part of type {kind!r}; this model reads text only ({', '.join(types)})", param=where
+                f"{where} holds a part of type {kind!r}; this model reads text only "
+                f"({', '.join(types)})",
+                param=where,
             )
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise RequestError(f"{where} holds a part of type {kind!r} without its text", param=where)
+            raise RequestError(
+                f"{where} holds a part of type {kind!r} without its text", param=where
+            )
         texts.append(text)
     return "\n".join(texts)
 
 
 def assistant(messages: list[Message]) -> Message:
-    """The assistant's message at the end of `messages`, added if there is none: one turn is one message."""
+    """The assistant's message at the end of `messages`, added if there is none: one turn is one
+    message.
+    """
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def joined_system(messages: list[Message]) -> list[Message]:
-    """With one system message at the beginning instead of several: many chat templates take one, and only there."""
-    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    """With one system message at the beginning instead of several: many chat templates take one,
+    and only there.
+    """
+    count = next(
+        (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
+    )
     if count < 2:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
@@ -103,21 +119,35 @@ def check_messages(messages: Sequence[object]) -> None:
     """Raise RequestError if there are more messages than a chat completion may have."""
     if len(messages) > MAX_MESSAGES:
         raise RequestError(
-            f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}; send fewer", param="messages"
+            f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}; send fewer",
+            param="messages",
         )
 
 
 def check_tools(tools: Sequence[object] | None) -> None:
     """Raise RequestError if there are more tools than a chat completion may have."""
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools lists {len(tools)} tools; the limit is {MAX_TOOLS}; send fewer", param="tools")
+        raise RequestError(
+            f"tools lists {len(tools)} tools; the limit is {MAX_TOOLS}; send fewer", param="tools"
+        )
 
 
 def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:
-    """A tool as chat completions have it; `parameters` is the field with its schema. Raises RequestError."""
+    """A tool as chat completions have it; `parameters` is the field with its schema. Raises
+    RequestError.
+    """
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name is missing; a function tool needs one", param=f"{where}.name")
-    given = {"description": tool.get("description"), "parameters": tool.get(parameters), "strict": tool.get("strict")}
+        raise RequestError(
+            f"{where}.name is missing; a function tool needs one", param=f"{where}.name"
+        )
+    given = {
+        "description": tool.get("description"),
+        "parameters": tool.get(parameters),
+        "strict": tool.get("strict"),
+    }
     function = {"name": name, **given}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in function.items() if value is not None},
+    }

@@ -1,6 +1,7 @@
 """Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect to find.
 
-Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.py, the node's --chat-template).
+Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.py, the node's
+--chat-template).
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ __all__ = ["check_template", "render", "with_object"]
 _log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
 _SLOW_S = 0.1
-"""Those of models take 10 ms at most for what is rendered on a node's event loop (node/preprocess.py)."""
+"""Those of models take 10 ms at most for what is rendered on a node's event loop
+(node/preprocess.py).
+"""
 _PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError if a template is not valid Jinja, and log that it is slow; for the start of a node."""
+    """Raise ConfigError if a template is not valid Jinja, and log that it is slow; for the start of
+    a node.
+    """
     try:
         _compiled(template)
-    except (TemplateError, SyntaxError, RecursionError) as why:  # Python's own, of what nests too deeply
+    except (
+        TemplateError,
+        SyntaxError,
+        RecursionError,
+    ) as why:  # Python's own, of what nests too deeply
         raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
     began = time.process_time()
     with contextlib.suppress(RequestError):
@@ -48,7 +57,11 @@ def check_template(template: str) -> None:
             eos_token="",
         )
     if (took_s := time.process_time() - began) > _SLOW_S:
-        _log.warning("the chat template takes %.1f s for a chat of 64 short messages; all streams wait for it", took_s)
+        _log.warning(
+            "the chat template takes %.1f s for a chat of 64 short messages; all streams wait for "
+            "it",
+            took_s,
+        )
 
 
 def render(
@@ -66,13 +79,15 @@ def render(
 ) -> str:
     """The prompt for these messages; `kwargs` are further variables of the template.
 
-    With `write`, which makes the text of a call, tools that the template does not render are told in a text of ours.
-    With `continue_final_message` it ends where the last message's content does, so that the answer goes on with it.
-    Raises RequestError if there is no template or no message, or if the template refuses them.
+    With `write`, which makes the text of a call, tools that the template does not render are told
+    in a text of ours. With `continue_final_message` it ends where the last message's content does,
+    so that the answer goes on with it. Raises RequestError if there is no template or no message,
+    or if the template refuses them.
     """
     if not template:
         raise RequestError(
-            "this model has no chat template; start the node with --chat-template FILE, or use /v1/completions",
+            "this model has no chat template; start the node with --chat-template FILE, or use "
+            "/v1/completions",
             param="messages",
         )
     if not messages:
@@ -101,17 +116,24 @@ def render(
         RecursionError,
         SyntaxError,
     ) as why:
-        raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from why
+        raise RequestError(
+            f"the chat template refuses these messages: {why}", param="messages"
+        ) from why
     return _up_to(content_text(messages[-1]), text) if continue_final_message else text
 
 
 def _up_to(content: str, text: str) -> str:
-    """The rendered `text` without what the template writes behind the last message; it may have trimmed the message."""
+    """The rendered `text` without what the template writes behind the last message; it may have
+    trimmed the message.
+    """
     trimmed = content.strip()
-    behind = text[::-1].find(trimmed[::-1])  # rfind() looks at each character for each: 250 KB took it 0.2 s
+    behind = text[::-1].find(
+        trimmed[::-1]
+    )  # rfind() looks at each character for each: 250 KB took it 0.2 s
     if not trimmed or behind < 0:
         raise RequestError(
-            "continue_final_message needs a last message with text, which the chat template renders as it is",
+            "continue_final_message needs a last message with text, which the chat template "
+            "renders as it is",
             param="continue_final_message",
         )
     end = len(text) - behind
@@ -132,7 +154,9 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, where the API has JSON in a text. What is no such JSON stays as it is."""
+    """A call whose arguments are an object, where the API has JSON in a text. What is no such JSON
+    stays as it is.
+    """
     function = call.get("function")
     if not isinstance(function, Mapping):
         return dict(call)
@@ -158,7 +182,9 @@ def _renders_tools(template: str) -> bool:
 @lru_cache(maxsize=8)
 def _renders_system(template: str) -> bool:
     try:
-        return _PROBE_TEXT in render(template, [Message("system", _PROBE_TEXT), _HELLO], bos_token="", eos_token="")
+        return _PROBE_TEXT in render(
+            template, [Message("system", _PROBE_TEXT), _HELLO], bos_token="", eos_token=""
+        )
     except RequestError:
         return False
 
@@ -181,6 +207,8 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-_environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+_environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+)
 _environment.filters["tojson"] = _to_json
 _environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -1,7 +1,7 @@
 """One choice of an answer: its tokens -> what its chunks say, or its part of a whole body. Pure.
 
-Its state is a function of the request and the token ids. A writer on another node that is given the tokens so far
-goes on where this one stood: the client sees the bytes of one writer.
+Its state is a function of the request and the token ids. A writer on another node that is given the
+tokens so far goes on where this one stood: the client sees the bytes of one writer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ ChunkChoice = ChatChunkChoice | CompletionChunkChoice
 
 
 class ChoiceWriter:
-    """Call `tokens` for each update and then `end` once; `whole` after it, for an answer that is not streamed.
+    """Call `tokens` for each update and then `end` once; `whole` after it, for an answer that is
+    not streamed.
 
-    `so_far` is what was made elsewhere. Then `stopped` may be true at once (the choice is complete, call `end`), or
-    `ended` (its end is known to the client, call nothing).
+    `so_far` is what was made elsewhere. Then `stopped` may be true at once (the choice is complete,
+    call `end`), or `ended` (its end is known to the client, call nothing).
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class ChoiceWriter:
         so_far: ChoiceSoFar,
         beginning: Beginning,
     ) -> None:
-        """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far` are missing."""
+        """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far`
+        are missing.
+        """
         self.index = index
         self.token_ids: list[int] = []
         """All tokens of the choice so far, replayed ones too, none behind a stop string."""
@@ -91,7 +94,9 @@ class ChoiceWriter:
         )
         self._begun = False
         self._unsent = ""  # released while replaying and not with the client yet
-        self._untold = 0  # of the last tokens, those that the client has not, if it wants more of them than their text
+        # of the last tokens, those that the client has not, if it wants more of them than their
+        # text
+        self._untold = 0
         self._replay(so_far)
 
     @property
@@ -114,7 +119,9 @@ class ChoiceWriter:
         """Of the choice as a whole: the sum over its tokens."""
         return sum(entry.logprob for entry in self._logprobs or ())
 
-    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[ChunkChoice]:
+    def tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[ChunkChoice]:
         """Take new tokens; what to say of them now, always nothing if the client does not stream.
 
         With no new tokens: what a replay left unsent. Tokens behind a stop string are dropped.
@@ -124,7 +131,9 @@ class ChoiceWriter:
             self._text.append(text)
             return []
         fresh, self._untold = self._untold, 0
-        head = self._head() if self.token_ids else []  # not before: an error is told by status as long as it can be
+        head = (
+            self._head() if self.token_ids else []
+        )  # not before: an error is told by status as long as it can be
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[ChunkChoice]:
@@ -146,7 +155,11 @@ class ChoiceWriter:
 
     def whole(self) -> ChatChoice | CompletionChoice:
         """The ended choice in a body that is not streamed."""
-        rest = (self._finish_reason, self._stop_reason, self.token_ids if self._shows_ids else UNSET)
+        rest = (
+            self._finish_reason,
+            self._stop_reason,
+            self.token_ids if self._shows_ids else UNSET,
+        )
         echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
         if self._chat:
             message = replace(self._message.message(), role=self._beginning.role)
@@ -167,7 +180,8 @@ class ChoiceWriter:
     def _replay(self, so_far: ChoiceSoFar) -> None:
         if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
             raise RequestError(
-                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} generated tokens were handed "
+                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} "
+                f"generated tokens were handed "
                 "over and the request asks for all; send the request again",
                 param="kv_transfer_params",
             )
@@ -199,7 +213,9 @@ class ChoiceWriter:
         return "".join(released)
 
     def _head(self) -> list[ChunkChoice]:
-        """What comes before the first token, once: of a chat the role, and what of the prompt the client wants back."""
+        """What comes before the first token, once: of a chat the role, and what of the prompt the
+        client wants back.
+        """
         if self._begun:
             return []
         self._begun = True
@@ -208,18 +224,26 @@ class ChoiceWriter:
             ids = UNSET if prompt is None else list(prompt)
             logprobs = self._echo_logprobs()
             says = bool(echo or ids or logprobs)
-            return [CompletionChunkChoice(self.index, echo, logprobs, prompt_token_ids=ids)] if says else []
+            return (
+                [CompletionChunkChoice(self.index, echo, logprobs, prompt_token_ids=ids)]
+                if says
+                else []
+            )
         head: list[ChunkChoice] = [ChatChunkChoice(self.index, Delta(self._beginning.role, ""))]
         return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
 
     def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
-        """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there is neither."""
+        """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there
+        is neither.
+        """
         if not (text or fresh):
             return []
         if not self._chat:
             return [self._chunk(Delta(), text, fresh)]
         # A chunk always says what it adds, and if that is nothing.
-        deltas = (self._message.push(text) if text else []) or ([Delta(content="")] if fresh else [])
+        deltas = (self._message.push(text) if text else []) or (
+            [Delta(content="")] if fresh else []
+        )
         return [self._chunk(delta, "", 0 if at else fresh) for at, delta in enumerate(deltas)]
 
     def _chunk(self, delta: Delta, text: str, fresh: int) -> ChunkChoice:
@@ -240,7 +264,9 @@ class ChoiceWriter:
         self._finish_reason, self._stop_reason = self._reasons(finish)
 
     def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
-        """Finish reason, and the stop string or the stop token that the request named; None for the model's own end."""
+        """Finish reason, and the stop string or the stop token that the request named; None for the
+        model's own end.
+        """
         if self._prompt_only:
             finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
@@ -253,16 +279,22 @@ class ChoiceWriter:
     def _chat_logprobs(self, start: int) -> ChatLogprobs | None:
         if self._logprobs is None or not self._shows_logprobs:
             return None
-        return chat_logprobs(self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids)
+        return chat_logprobs(
+            self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids
+        )
 
     def _echo_logprobs(self) -> CompletionLogprobs | None:
         if self._echoed_logprobs is None or self.scored_prompt is None:
             return None
         echo, as_ids = self._beginning.echo, self._as_token_ids
-        return self.scored_prompt.echoed(self._tokenizer, self._echoed_logprobs, echo, as_token_ids=as_ids)
+        return self.scored_prompt.echoed(
+            self._tokenizer, self._echoed_logprobs, echo, as_token_ids=as_ids
+        )
 
     def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
         if self._logprobs is None or not self._shows_logprobs:
             return None
         offsets = self._offsets[start:]
-        return completion_logprobs(self._tokenizer, self._logprobs[start:], offsets, as_token_ids=self._as_token_ids)
+        return completion_logprobs(
+            self._tokenizer, self._logprobs[start:], offsets, as_token_ids=self._as_token_ids
+        )

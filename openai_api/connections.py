@@ -1,10 +1,12 @@
-"""A connection before there is a request, at the router and at a node: how many, how large and how slow their heads.
+"""A connection before there is a request, at the router and at a node: how many, how large and how
+slow their heads.
 
-uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
-beside chunks, two lengths, folded or odd headers). What it lacks is here: the one Host that a request has, bounds on a
-head's size and time, on connections that send nothing, on the files that connections are, on those that are closed and
-whose peer does not read what is left, and the end of a request whose client is gone while another one waits behind it
-on the same connection.
+uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read
+differently (a length beside chunks, two lengths, folded or odd headers). What it lacks is here: the
+one Host that a request has, bounds on a head's size and time, on connections that send nothing, on
+the files that connections are, on those that are closed and whose peer does not read what is left,
+and the end of a request whose client is gone while another one waits behind it on the same
+connection.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ import termios
 from asyncio import TimerHandle
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
 from wire.log_lines import Seldom
@@ -31,7 +37,9 @@ __all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
 HEAD_DEADLINE_S = 20.0
 """From the beginning of a connection, or of a further request on it, until its headers are there."""
 _LINGER_S = 5.0
-"""A body that still comes when its request is answered is read for so long, that the answer is not lost."""
+"""A body that still comes when its request is answered is read for so long, that the answer is not
+lost.
+"""
 _FLUSH_S = 30.0
 _FLUSHED_BYTES = 32 << 10
 """Who is waited for at the end reads so much in this time, or reads nothing."""
@@ -84,7 +92,9 @@ class Guarded(HttpToolsProtocol):
         self._tell_gone()
 
     def eof_received(self) -> None:
-        """The event loop closes the connection right behind this: what is written in between would raise."""
+        """The event loop closes the connection right behind this: what is written in between would
+        raise.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -150,7 +160,9 @@ class Guarded(HttpToolsProtocol):
             self.flush_in_time()
 
     def flush_in_time(self) -> None:
-        """From now on the peer reads, or the connection ends: a transport that is closed waits for it without limit."""
+        """From now on the peer reads, or the connection ends: a transport that is closed waits for
+        it without limit.
+        """
         self.flush_at_leisure()
         self._unread = self._not_taken()
         self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)
@@ -168,12 +180,16 @@ class Guarded(HttpToolsProtocol):
             self.flush_in_time()
 
     def _not_taken(self) -> int:
-        """Bytes that the peer has not taken. The kernel's are among them: it asks for more by megabytes only."""
+        """Bytes that the peer has not taken. The kernel's are among them: it asks for more by
+        megabytes only.
+        """
         waiting = self.transport.get_write_buffer_size()
         socket = self.transport.get_extra_info("socket")
         if socket is not None:
             with contextlib.suppress(OSError):  # it is closed
-                waiting += int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+                waiting += int.from_bytes(
+                    fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder
+                )
         return waiting
 
     def _close(self) -> None:
@@ -185,28 +201,41 @@ class Guarded(HttpToolsProtocol):
         super()._start_asgi_task(cycle, functools.partial(self._answer, cycle, app))
 
     async def _answer(self, cycle: RequestResponseCycle, app: Any, *args: Any) -> None:
-        """Whom the server cuts off at its end is told so, if nothing was told yet; uvicorn would say 500 and log a
-        traceback."""
+        """Whom the server cuts off at its end is told so, if nothing was told yet; uvicorn would
+        say 500 and log a traceback.
+        """
         try:
             await app(*args)
         except asyncio.CancelledError:
             if cycle.response_started:
                 self._close()
             else:
-                self._refuse(Unavailable("this server ends, and could not answer in the time left; try another one"))
+                self._refuse(
+                    Unavailable(
+                        "this server ends, and could not answer in the time left; try another one"
+                    )
+                )
             cycle.disconnected = True
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._wrong or RequestError("this is no HTTP request that could be read one way only"))
+        self._refuse(
+            self._wrong or RequestError("this is no HTTP request that could be read one way only")
+        )
 
     def _check_host(self) -> None:
-        """RFC 9112, 3.2: one, valid, and none only before HTTP/1.1. What is behind two of them is read differently."""
+        """RFC 9112, 3.2: one, valid, and none only before HTTP/1.1. What is behind two of them is
+        read differently.
+        """
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
             return
         if not hosts and self.parser.get_http_version() == "1.0":
             return
-        why = f"{len(hosts)} Host headers" if len(hosts) != 1 else "a Host header that is no host, or host:port"
+        why = (
+            f"{len(hosts)} Host headers"
+            if len(hosts) != 1
+            else "a Host header that is no host, or host:port"
+        )
         self._wrong = RequestError(f"the request has {why}; send one, with the host of the URL")
         raise ValueError(self._wrong.message)
 
@@ -215,10 +244,14 @@ class Guarded(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             return f"{self.max_connections} connections are open, and no more may be"
         socket = self.transport.get_extra_info("socket")
-        # A file has the lowest number that was free. The other half is for legs: an answer may need one file for each.
-        # Where no file is left libuv hangs up without a word, and a leg fails as if its node were gone.
+        # A file has the lowest number that was free. The other half is for legs: an answer may need
+        # one file for each. Where no file is left libuv hangs up without a word, and a leg fails as
+        # if its node were gone.
         if socket is not None and 2 * socket.fileno() >= self.max_files:
-            return f"half of the {self.max_files} files that this process may have are open (ulimit -Hn)"
+            return (
+                f"half of the {self.max_files} files that this process may have are open "
+                f"(ulimit -Hn)"
+            )
         return None
 
     def _tell_gone(self) -> None:
@@ -230,7 +263,9 @@ class Guarded(HttpToolsProtocol):
 
     def _busy(self) -> bool:
         """A request is being answered, or the connection is at its end."""
-        return self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete)
+        return self.transport.is_closing() or (
+            self.cycle is not None and not self.cycle.response_complete
+        )
 
     def _refuse(self, why: KvrelayError) -> None:
         self._disarm()
@@ -238,7 +273,9 @@ class Guarded(HttpToolsProtocol):
             return
         begun = self._answering
         if begun is not None and begun.response_started and not begun.response_complete:
-            self._close()  # in the middle of an answer to an earlier request a second one would be taken for its words
+            # in the middle of an answer to an earlier request a second one would be taken for its
+            # words
+            self._close()
             return
         body = why.json()
         headers = [*_ANSWER, (b"content-length", str(len(body)).encode())]
@@ -260,7 +297,9 @@ class Guarded(HttpToolsProtocol):
     def _late(self) -> None:
         self._timer = None
         if not self._head_over:
-            self._refuse(RequestTimeout(f"the headers did not arrive within {self.head_deadline_s:g} s"))
+            self._refuse(
+                RequestTimeout(f"the headers did not arrive within {self.head_deadline_s:g} s")
+            )
         elif not self.transport.is_closing():
             self._close()
 

@@ -1,8 +1,9 @@
-"""What a client's dialect must be able to say. Inside the cluster there are chat completions only; an answer is put
-into the client's own words where it leaves.
+"""What a client's dialect must be able to say. Inside the cluster there are chat completions only;
+an answer is put into the client's own words where it leaves.
 
-Owns the interface and its trivial case, chat completions themselves. The others: openai_api/responses_answer.py,
-openai_api/anthropic_answer.py. Light: neither tokenizer nor template, so that the router can speak all of them.
+Owns the interface and its trivial case, chat completions themselves. The others:
+openai_api/responses_answer.py, openai_api/anthropic_answer.py. Light: neither tokenizer nor
+template, so that the router can speak all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Dialect(Protocol):
-    """One answer, from the bytes of a chat completion to those that the client wants. Used for one answer only."""
+    """One answer, from the bytes of a chat completion to those that the client wants. Used for one
+    answer only.
+    """
 
     chat: bool
     """False: it is made of a text completion instead."""
@@ -44,7 +47,9 @@ class Dialect(Protocol):
 
 
 Speak = Callable[[bytes], tuple[bytes, Dialect]]
-"""From a request body to that of a chat completion, and the dialect of its answer. Raises RequestError."""
+"""From a request body to that of a chat completion, and the dialect of its answer. Raises
+RequestError.
+"""
 
 
 def openai_error(status: int, error: ErrorBody) -> bytes:

@@ -1,4 +1,6 @@
-"""The page at /docs: reads /openapi.json and shows it. One text, without anything from another host."""
+"""The page at /docs: reads /openapi.json and shows it. One text, without anything from another
+host.
+"""
 
 from __future__ import annotations
 

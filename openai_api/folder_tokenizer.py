@@ -1,4 +1,6 @@
-"""A tokenizer from a folder in Hugging Face layout, or byte by byte for a config that has none (load_format dummy)."""
+"""A tokenizer from a folder in Hugging Face layout, or byte by byte for a config that has none
+(load_format dummy).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _PLAIN_TEMPLATE = (
 
 
 def folder_tokenizer(folder: Path) -> TokenizerParts:
-    """Read tokenizer.json and what lies beside it. Raises ConfigError if it is broken or of an unknown kind."""
+    """Read tokenizer.json and what lies beside it. Raises ConfigError if it is broken or of an
+    unknown kind.
+    """
     file = folder / "tokenizer.json"
     try:
         backend = Backend.from_file(str(file))
@@ -32,7 +36,9 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     backend.no_padding()
     pieces, leading_space = _pieces(backend, file)
     config = read_object(folder / "tokenizer_config.json")
-    special = read_object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    special = read_object(folder / "special_tokens_map.json") | {
+        k: v for k, v in config.items() if v is not None
+    }
     eos_token = _token(special.get("eos_token"))
     eos_token_ids = _eos_token_ids(folder / "config.json")
     if not eos_token_ids and (found := backend.token_to_id(eos_token)) is not None:
@@ -52,17 +58,21 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
 
 
 def byte_tokenizer(config: Path) -> TokenizerParts:
-    """A stand-in for a model without a tokenizer: ids below 256 are bytes, those above are words of their own.
+    """A stand-in for a model without a tokenizer: ids below 256 are bytes, those above are words of
+    their own.
 
-    Every id has a text, so that streams of a model with random weights show every token. A byte whose id is a stop
-    token, or not below the model's vocab_size, is left out of prompts. Raises ConfigError without vocab_size.
+    Every id has a text, so that streams of a model with random weights show every token. A byte
+    whose id is a stop token, or not below the model's vocab_size, is left out of prompts. Raises
+    ConfigError without vocab_size.
     """
     values = read_object(config)
     vocab_size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{config} names no vocab_size, and there is no tokenizer.json beside it")
     eos = [token for token in _eos_token_ids(config) if 0 <= token < vocab_size]
-    names = [*BYTE_CHARS, *(f"{BYTE_CHARS[32]}t{token}" for token in range(256, vocab_size))][:vocab_size]
+    names = [*BYTE_CHARS, *(f"{BYTE_CHARS[32]}t{token}" for token in range(256, vocab_size))][
+        :vocab_size
+    ]
     for token in eos:
         names[token] = f"<|end{token}|>"
     vocab = {name: token for token, name in enumerate(names)}
@@ -70,7 +80,9 @@ def byte_tokenizer(config: Path) -> TokenizerParts:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.add_special_tokens([AddedToken(names[token], normalized=False) for token in eos])
     model_type = _model_type(values)
-    return TokenizerParts(backend, Pieces.BYTE_LEVEL, tuple(eos), chat_template=_PLAIN_TEMPLATE, model_type=model_type)
+    return TokenizerParts(
+        backend, Pieces.BYTE_LEVEL, tuple(eos), chat_template=_PLAIN_TEMPLATE, model_type=model_type
+    )
 
 
 def _model_type(config: dict[str, Any]) -> str:
@@ -81,7 +93,9 @@ def _model_type(config: dict[str, Any]) -> str:
 def _pieces(backend: Backend, file: Path) -> tuple[Pieces, bool]:
     """(kind of vocabulary, whether encoding puts a space before a text), read from the decoder."""
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    steps: dict[str, dict[str, Any]] = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
+    steps: dict[str, dict[str, Any]] = {
+        step["type"]: step for step in decoder.get("decoders", [decoder]) if step
+    }
     if "ByteLevel" in steps:
         return Pieces.BYTE_LEVEL, False
     if "Metaspace" in steps:
@@ -89,7 +103,8 @@ def _pieces(backend: Backend, file: Path) -> tuple[Pieces, bool]:
     if "Replace" in steps or "ByteFallback" in steps:
         return Pieces.SENTENCEPIECE, bool(steps.get("Strip", {}).get("start", 0))
     raise ConfigError(
-        f"{file}: decoder {decoder.get('type')!r} is not supported; byte-level and SentencePiece-like tokenizers are"
+        f"{file}: decoder {decoder.get('type')!r} is not supported; byte-level and "
+        f"SentencePiece-like tokenizers are"
     )
 
 
@@ -103,18 +118,28 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """(the template, one for chats with tools). Files win over the config, which holds one or a list of named ones."""
+    """(the template, one for chats with tools). Files win over the config, which holds one or a
+    list of named ones.
+    """
     named: dict[str, Any] = {}
-    for name, path in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+    for name, path in (
+        ("default", "chat_template.jinja"),
+        ("tool_use", "additional_chat_templates/tool_use.jinja"),
+    ):
         if (folder / path).exists():
             named[name] = (folder / path).read_text(encoding="utf-8")
     if "default" not in named:
-        template = read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        template = read_object(folder / "chat_template.json").get("chat_template") or config.get(
+            "chat_template"
+        )
         if isinstance(template, list):
             named = {entry["name"]: entry["template"] for entry in template} | named
         else:
             named["default"] = template
-    found = [template if isinstance(template := named.get(name), str) else None for name in ("default", "tool_use")]
+    found = [
+        template if isinstance(template := named.get(name), str) else None
+        for name in ("default", "tool_use")
+    ]
     return found[0], found[1]
 
 

@@ -1,7 +1,8 @@
-"""The front of a server, before its routes and keys: the path that a proxy puts before ours, and other origins (CORS).
+"""The front of a server, before its routes and keys: the path that a proxy puts before ours, and
+other origins (CORS).
 
-What CORS says is starlette's to know. Its middleware is asked instead of wrapped around the server, because the router
-writes answers past ASGI. Where nothing is configured there is no front.
+What CORS says is starlette's to know. Its middleware is asked instead of wrapped around the server,
+because the router writes answers past ASGI. Where nothing is configured there is no front.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Front:
             )
 
     async def enter(self, scope: Scope, receive: Receive, send: Send) -> Send | None:
-        """Let a request in, its path without the proxy's: how to answer it. None: it was a browser's question first."""
+        """Let a request in, its path without the proxy's: how to answer it. None: it was a
+        browser's question first.
+        """
         if scope["type"] != "http":
             return send
         path = scope["path"]

@@ -1,6 +1,8 @@
-"""The sampling of requests that leave it to the model: generation_config.json, and what the command line puts above it.
+"""The sampling of requests that leave it to the model: generation_config.json, and what the command
+line puts above it.
 
-Owns where it comes from. What is valid wire/sampling.py says, and which requests have it openai_api/body.py.
+Owns where it comes from. What is valid wire/sampling.py says, and which requests have it
+openai_api/body.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from wire.sampling import SamplingDefaults, generation_values
 __all__ = ["sampling_defaults"]
 
 _FILE = "generation_config.json"
-# What a model's card recommends and its files do not say. Without it, SmolLM2 talks until its context is full.
+# What a model's card recommends and its files do not say. Without it, SmolLM2 talks until its
+# context is full.
 _FROM_CARDS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct": {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
 }
@@ -25,8 +28,8 @@ _FROM_CARDS: dict[str, dict[str, Any]] = {
 def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
     """The defaults of the model at a path, which is called `name`.
 
-    As in vLLM, max_new_tokens of the model is a default, and one that an operator chose a limit. Raises ConfigError
-    naming file, field and value.
+    As in vLLM, max_new_tokens of the model is a default, and one that an operator chose a limit.
+    Raises ConfigError naming file, field and value.
     """
     source = config.generation_config
     if source == "auto":
@@ -38,7 +41,9 @@ def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
     else:
         file = Path(source).expanduser() / _FILE
         if not file.exists():
-            raise ConfigError(f"generation_config must be auto, vllm or a folder with a {_FILE}, got {source!r}")
+            raise ConfigError(
+                f"generation_config must be auto, vllm or a folder with a {_FILE}, got {source!r}"
+            )
         found = _sampling(file)
     chosen = generation_values(config.override_generation_config or {})
     limit = (chosen if source == "auto" else found | chosen).get("max_new_tokens")
@@ -47,4 +52,6 @@ def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
 
 
 def _sampling(file: Path) -> dict[str, Any]:
-    return generation_values(read_object(file), str(file), "mend it, or leave it out with --generation-config vllm")
+    return generation_values(
+        read_object(file), str(file), "mend it, or leave it out with --generation-config vllm"
+    )

@@ -13,9 +13,14 @@ __all__ = ["read_gguf_metadata"]
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """All keys and values (bool, int, float, str, or a list of one of these). Raises ConfigError naming the file."""
+    """All keys and values (bool, int, float, str, or a list of one of these). Raises ConfigError
+    naming the file.
+    """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             return read_gguf_header(content).metadata
     except (OSError, ValueError) as why:
         raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why

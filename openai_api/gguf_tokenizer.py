@@ -1,8 +1,8 @@
 """A tokenizer from the metadata of a GGUF file, equal to the one that the file was made from.
 
-GGUF names the pre-tokenizer (`tokenizer.ggml.pre`) instead of writing it down, so the ones we know are written down
-here. transformers' own GGUF conversion ignores that name: for SmolLM2 it does not split digits, and so gives other
-token ids than the model was trained with.
+GGUF names the pre-tokenizer (`tokenizer.ggml.pre`) instead of writing it down, so the ones we know
+are written down here. transformers' own GGUF conversion ignores that name: for SmolLM2 it does not
+split digits, and so gives other token ids than the model was trained with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _SPLIT = (
 
 
 def gguf_tokenizer(path: Path) -> TokenizerParts:
-    """Read a .gguf file. Raises ConfigError if it has no tokenizer, or one of a kind that is not known here."""
+    """Read a .gguf file. Raises ConfigError if it has no tokenizer, or one of a kind that is not
+    known here.
+    """
     metadata = _Metadata(path)
     model = metadata.text("tokenizer.ggml.model")
     if model == "gpt2":
@@ -38,17 +40,28 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
     elif model == "llama":
         backend, pieces = _sentencepiece(metadata), Pieces.SENTENCEPIECE
     else:
-        raise ConfigError(f"{path}: tokenizer {model!r} is not supported; gpt2 and llama are. Use the model's folder")
+        raise ConfigError(
+            f"{path}: tokenizer {model!r} is not supported; gpt2 and llama are. Use the model's "
+            f"folder"
+        )
     tokens = metadata.tokens
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
     added = [(tokens[i], kind) for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text, kind in added if kind == _CONTROL])
-    backend.add_tokens([AddedToken(text, normalized=False) for text, kind in added if kind == _USER_DEFINED])
+    backend.add_special_tokens(
+        [AddedToken(text, normalized=False) for text, kind in added if kind == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(text, normalized=False) for text, kind in added if kind == _USER_DEFINED]
+    )
     _add_bos_and_eos(backend, metadata, model)
     return TokenizerParts(
         backend,
         pieces,
-        eos_token_ids=tuple(dict.fromkeys(i for name in ("eos", "eot") if (i := metadata.token_id(name)) is not None)),
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                i for name in ("eos", "eot") if (i := metadata.token_id(name)) is not None
+            )
+        ),
         bos_token=metadata.token("bos"),
         eos_token=metadata.token("eos"),
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -66,7 +79,9 @@ class _Metadata:
         self._values = read_gguf_metadata(path)
         self.tokens: list[str] = self._values.get("tokenizer.ggml.tokens") or []
         if not self.tokens:
-            raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens); use another file or a folder")
+            raise ConfigError(
+                f"{path} holds no tokenizer (tokenizer.ggml.tokens); use another file or a folder"
+            )
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._values.get(key, default)
@@ -96,17 +111,22 @@ def _byte_level(metadata: _Metadata) -> Backend:
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if pre == "smollm":
         words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), words]
+        )
     elif pre in ("llama-bpe", "qwen2"):
         pattern = Regex(_SPLIT.replace("DIGITS", r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}"))
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), whole])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(pattern, "isolated"), whole]
+        )
         if pre == "qwen2":
             backend.normalizer = normalizers.NFC()
     elif pre in ("gpt-2", "default"):
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise ConfigError(
-            f"{metadata.path}: pre-tokenizer {pre!r} is not supported; smollm, llama-bpe, qwen2, gpt-2 and default "
+            f"{metadata.path}: pre-tokenizer {pre!r} is not supported; smollm, llama-bpe, qwen2, "
+            f"gpt-2 and default "
             "are. Use the model's folder in Hugging Face layout"
         )
     return backend
@@ -122,7 +142,9 @@ def _sentencepiece(metadata: _Metadata) -> Backend:
     scores: list[float] = metadata.get("tokenizer.ggml.scores", [0.0] * len(metadata.tokens))
     merges = [(left, right) for *_, left, right in sorted(_splits(vocab, scores))]
     unknown = metadata.token("unknown") or None
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     if metadata.space_prefix:
         steps.insert(0, normalizers.Prepend("▁"))
@@ -130,7 +152,9 @@ def _sentencepiece(metadata: _Metadata) -> Backend:
     return backend
 
 
-def _splits(vocab: dict[str, int], scores: list[float]) -> Iterator[tuple[float, int, int, str, str]]:
+def _splits(
+    vocab: dict[str, int], scores: list[float]
+) -> Iterator[tuple[float, int, int, str, str]]:
     """Every way to make a piece of two others, in an order that sorts the likeliest piece first."""
     for piece, i in vocab.items():
         for cut in range(1, len(piece)):

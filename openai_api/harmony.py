@@ -13,7 +13,15 @@ from openai_api.message_parts import Content, Part, Reasoning, joined
 
 __all__ = ["MARKERS", "HarmonySplit"]
 
-MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+MARKERS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -77,7 +85,11 @@ class HarmonySplit:
 
     def _body(self) -> bool:
         found = any_of(_ENDS).search(self._buffer)
-        cut = len(self._buffer) - beginning_at_end(self._buffer, _ENDS) if found is None else found.start()
+        cut = (
+            len(self._buffer) - beginning_at_end(self._buffer, _ENDS)
+            if found is None
+            else found.start()
+        )
         if cut:
             self._parts.append(self._part(self._buffer[:cut]))
         self._buffer = self._buffer[cut:]

@@ -1,6 +1,8 @@
-"""A completion request with several prompts: the answers to each, its parts, become one. Light and pure.
+"""A completion request with several prompts: the answers to each, its parts, become one. Light and
+pure.
 
-The parts of a stream are joined as they come; their choices have indices of their own already, and none has an end.
+The parts of a stream are joined as they come; their choices have indices of their own already, and
+none has an end.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class _Body(msgspec.Struct):
 
 
 def joined_body(bodies: Sequence[bytes]) -> bytes:
-    """One JSON body of those of all parts, in order: the first one's head, all choices, usage summed."""
+    """One JSON body of those of all parts, in order: the first one's head, all choices, usage
+    summed.
+    """
     whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
     parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
     whole["choices"] = Raw(_encode([choice for part in parts for choice in part.choices]))
@@ -33,7 +37,12 @@ def joined_body(bodies: Sequence[bytes]) -> bytes:
 
 
 def joined_end(
-    counts: Sequence[tuple[int, int, int]], *, include_usage: bool, response_id: str, created: int, model: str
+    counts: Sequence[tuple[int, int, int]],
+    *,
+    include_usage: bool,
+    response_id: str,
+    created: int,
+    model: str,
 ) -> bytes:
     """What ends a stream: the usage of all parts, if it is asked for, and [DONE]."""
     if not include_usage:

@@ -1,4 +1,6 @@
-"""JSON bodies: their depth and size, what is wrong with one as an error of its field, and answers of routes."""
+"""JSON bodies: their depth and size, what is wrong with one as an error of its field, and answers
+of routes.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,15 @@ __all__ = [
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
 MAX_CONTAINERS = 1 << 16
-"""Objects and lists in a body: four times the messages that a chat may have. A million take seconds to read."""
+"""Objects and lists in a body: four times the messages that a chat may have. A million take seconds
+to read.
+"""
 MAX_STRINGS = 1 << 18
 """Keys and texts in a body."""
 MAX_VALUES = 1 << 20
-"""Values of lists and objects in a body: token ids of the longest contexts. Each takes up to 36 bytes of memory."""
+"""Values of lists and objects in a body: token ids of the longest contexts. Each takes up to 36
+bytes of memory.
+"""
 _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
 """The field in which nodes hand over what they have, and how many times as much it may hold."""
 _CODE = "invalid_json"
@@ -45,10 +51,11 @@ _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed
 
 
 def check_leg(body: bytes, limit: int) -> None:
-    """Raise RequestError if the body of a leg is too long, nests too deep or holds too much in number.
+    """Raise RequestError if the body of a leg is too long, nests too deep or holds too much in
+    number.
 
-    `limit` is in bytes. What a node has handed over counts apart, and may be more: a prompt with log-probabilities of
-    each of its tokens.
+    `limit` is in bytes. What a node has handed over counts apart, and may be more: a prompt with
+    log-probabilities of each of its tokens.
     """
     if len(body) <= limit:
         with suppress(RequestError):
@@ -59,17 +66,26 @@ def check_leg(body: bytes, limit: int) -> None:
     handed_over = bytes(fields.pop(_HANDED_OVER, b""))
     own = b",".join(map(bytes, fields.values()))
     if len(own) > limit:
-        raise BodyTooLarge(f"the request body has {len(own)} bytes beside {_HANDED_OVER}; the limit is {limit}")
+        raise BodyTooLarge(
+            f"the request body has {len(own)} bytes beside {_HANDED_OVER}; the limit is {limit}"
+        )
     check_shape(own)
     check_shape(handed_over, _HANDED_OVER_TIMES)
 
 
 def check_shape(body: bytes, times: int = 1) -> None:
-    """Raise RequestError if a JSON body nests too deep or holds more than `times` the limits in number.
+    """Raise RequestError if a JSON body nests too deep or holds more than `times` the limits in
+    number.
 
-    What is no JSON passes: its reader says so."""
-    most_strings, most_values, most_containers = times * MAX_STRINGS, times * MAX_VALUES, times * MAX_CONTAINERS
-    # Nearly all bodies have fewer brackets, quotes and commas than that: four scans at memory speed, and nothing more.
+    What is no JSON passes: its reader says so.
+    """
+    most_strings, most_values, most_containers = (
+        times * MAX_STRINGS,
+        times * MAX_VALUES,
+        times * MAX_CONTAINERS,
+    )
+    # Nearly all bodies have fewer brackets, quotes and commas than that: four scans at memory
+    # speed, and nothing more.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
     if opened <= MAX_DEPTH and quotes <= 2 * most_strings and commas < most_values:
         return
@@ -78,17 +94,26 @@ def check_shape(body: bytes, times: int = 1) -> None:
         bare, found = _STRINGS.subn(b"", piece)
         strings += found
         if strings > most_strings:
-            raise RequestError(f"the body holds more than {most_strings} keys and texts; send fewer", code=_CODE)
+            raise RequestError(
+                f"the body holds more than {most_strings} keys and texts; send fewer", code=_CODE
+            )
         values += bare.count(b",")
         if values >= most_values:
-            raise RequestError(f"the body holds more than {most_values} values; send fewer", code=_CODE)
+            raise RequestError(
+                f"the body holds more than {most_values} values; send fewer", code=_CODE
+            )
         steps = bare.translate(_STEPS, _NOT_BRACKETS)
         opened, closed = opened + steps.count(1), closed + steps.count(255)
         if max(opened, closed) > most_containers:
-            raise RequestError(f"the body holds more than {most_containers} objects and lists; send fewer", code=_CODE)
+            raise RequestError(
+                f"the body holds more than {most_containers} objects and lists; send fewer",
+                code=_CODE,
+            )
         depths = list(accumulate(array("b", steps), initial=depth))
         if max(depths) > MAX_DEPTH:
-            raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE)
+            raise RequestError(
+                f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code=_CODE
+            )
         depth = depths[-1]
 
 
@@ -110,7 +135,9 @@ def reading() -> Iterator[None]:
     except msgspec.ValidationError as why:
         raise _named(str(why)) from why
     except RecursionError as why:
-        raise RequestError("the body nests too deeply to be read; send fewer levels", code=_CODE) from why
+        raise RequestError(
+            "the body nests too deeply to be read; send fewer levels", code=_CODE
+        ) from why
     except MALFORMED as why:
         raise RequestError(f"the body is not valid JSON: {why}", code=_CODE) from why
 
@@ -121,7 +148,9 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def _named(message: str) -> RequestError:
-    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the param."""
+    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the
+    param.
+    """
     if message.startswith("Object missing required field "):
         field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
         name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")

@@ -1,7 +1,7 @@
 """One node's part of one request: what to submit to the engine, and how its updates become frames.
 
-Each choice of the answer is an engine request of its own; all but the first fork from it. The base class serves a
-request to its end; prefill_node/leg.py ends it with a hand-over instead.
+Each choice of the answer is an engine request of its own; all but the first fork from it. The base
+class serves a request to its end; prefill_node/leg.py ends it with a hand-over instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["Leg", "with_forks"]
 
 
 def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
-    """A request of the engine for each choice; `generated` are the output tokens it has. The first gets `first`'s id
-    and fetch, the others share its prompt."""
+    """A request of the engine for each choice; `generated` are the output tokens it has. The first
+    gets `first`'s id and fetch, the others share its prompt.
+    """
     submits: list[Submit] = []
     for choice, tokens in generated.items():
         params = msgspec.structs.replace(first.params, choice=choice)
@@ -43,9 +44,11 @@ def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Su
 
 
 class Leg:
-    """`done` once the last frame was made, also when the engine has not ended all requests (a stop string was hit).
+    """`done` once the last frame was made, also when the engine has not ended all requests (a stop
+    string was hit).
 
-    `submits` are those of the choices that are not over yet; choice i of the answer is `writer.choices[i]`.
+    `submits` are those of the choices that are not over yet; choice i of the answer is
+    `writer.choices[i]`.
     """
 
     def __init__(self, submits: Sequence[Submit], writer: AnswerWriter) -> None:
@@ -67,20 +70,28 @@ class Leg:
     def constrain(self, constraint: Constraint) -> None:
         """Give all choices this constraint in place of theirs."""
         self.submits = [
-            msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, constraint=constraint))
+            msgspec.structs.replace(
+                each, params=msgspec.structs.replace(each.params, constraint=constraint)
+            )
             for each in self.submits
         ]
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """What can be said before the engine says anything; all, if the leg has nothing for the engine."""
+        """What can be said before the engine says anything; all, if the leg has nothing for the
+        engine.
+        """
         return iter(())
 
     def over(self, request_id: str) -> bool:
-        """Whether this request of the engine has nothing more to say, whatever the engine thinks of it."""
+        """Whether this request of the engine has nothing more to say, whatever the engine thinks of
+        it.
+        """
         return request_id not in self._live
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
+        """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded,
+        RequestError.
+        """
         if update.fetch_error is not None and self._kv_error is None:
             self._kv_error = update.fetch_error.partition(":")[0]
         if update.finish is Finish.ERROR:
@@ -93,10 +104,18 @@ class Leg:
         first = self.submits[0]
         if update.request_id == first.request_id:
             self.timing = update.timing or self.timing
-            if update.token_ids and first.params.prompt_logprobs is not None and self.writer.scored_prompt is None:
-                self.writer.scored_prompt = ScoredPrompt(first.prompt_token_ids, update.prompt_logprobs or [])
+            if (
+                update.token_ids
+                and first.params.prompt_logprobs is not None
+                and self.writer.scored_prompt is None
+            ):
+                self.writer.scored_prompt = ScoredPrompt(
+                    first.prompt_token_ids, update.prompt_logprobs or []
+                )
             if not first.generated and first.fetch is None:
-                self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
+                self.writer.cached_tokens = (
+                    update.cached_tokens
+                )  # a hand-over brings the prefill node's number instead
         choice = self._choice_of[update.request_id]
         payload = self.writer.tokens(choice, update.token_ids, update.logprobs)
         finish = Finish.STOP if self.writer.choices[choice].stopped else update.finish
@@ -112,8 +131,12 @@ class Leg:
         """A choice has ended; the leg does when all have."""
         yield self.ended(choice, payload + self.writer.end(choice, finish), update, finish, load)
 
-    def tokens(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load) -> Frame:
-        """A frame about one choice. `finish`: if it has ended. The leg's first one with tokens tells the load."""
+    def tokens(
+        self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load
+    ) -> Frame:
+        """A frame about one choice. `finish`: if it has ended. The leg's first one with tokens
+        tells the load.
+        """
         tells, self._tells_load = self._tells_load, self._tells_load and not update.token_ids
         return Frame(
             FrameKind.TOKENS,
@@ -127,7 +150,9 @@ class Leg:
             kv_error=self._untold_kv_error(),
         )
 
-    def ended(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load) -> Frame:
+    def ended(
+        self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
+    ) -> Frame:
         """A frame about the end of a choice; the last of the leg if all have ended."""
         frame = self.tokens(choice, payload, update, finish, load)
         if not self.writer.ended:
@@ -148,7 +173,13 @@ class Leg:
         self.done = True
         self.finish = Finish.ERROR
         told = self._untold_kv_error()
-        return Frame(FrameKind.ERROR, self.writer.error(why), status=why.status, error=why.body(), kv_error=told)
+        return Frame(
+            FrameKind.ERROR,
+            self.writer.error(why),
+            status=why.status,
+            error=why.body(),
+            kv_error=told,
+        )
 
     def _untold_kv_error(self) -> str:
         cause, self._kv_error = self._kv_error, self._kv_error and ""
@@ -160,6 +191,7 @@ class Leg:
             return None
         stages = stages_ms(self.timing)
         if update.timing is not self.timing or update.finish is None:
-            # A stop string has ended it, or another choice was the last: the engine has not said how long it all took.
+            # A stop string has ended it, or another choice was the last: the engine has not said
+            # how long it all took.
             stages.pop("decode", None)
         return stages

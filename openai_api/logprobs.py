@@ -17,23 +17,37 @@ _LOWEST = -9999.0
 def chat_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
 ) -> ChatLogprobs:
-    """One entry per token, with the asked number of most likely tokens. `as_token_ids`: see `_name`."""
+    """One entry per token, with the asked number of most likely tokens. `as_token_ids`: see
+    `_name`.
+    """
     content = []
     for entry in logprobs:
         chosen = _top(tokenizer, entry.token_id, entry.logprob, as_token_ids)
-        top = [_top(tokenizer, *pair, as_token_ids) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        top = [
+            _top(tokenizer, *pair, as_token_ids)
+            for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        ]
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int], *, as_token_ids: bool = False
+    tokenizer: Tokenizer,
+    logprobs: Sequence[TokenLogprobs],
+    offsets: Sequence[int],
+    *,
+    as_token_ids: bool = False,
 ) -> CompletionLogprobs:
     """Parallel lists; the chosen token is among the most likely even where it is not one of them."""
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
-        pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        tops.append({_name(tokenizer, token, as_token_ids): finite(value) for token, value in pairs})
+        pairs = [
+            (entry.token_id, entry.logprob),
+            *zip(entry.top_ids, entry.top_logprobs, strict=True),
+        ]
+        tops.append(
+            {_name(tokenizer, token, as_token_ids): finite(value) for token, value in pairs}
+        )
     return CompletionLogprobs(
         text_offset=list(offsets),
         token_logprobs=[finite(entry.logprob) for entry in logprobs],
@@ -42,7 +56,9 @@ def completion_logprobs(
     )
 
 
-def joined(first: CompletionLogprobs | None, then: CompletionLogprobs | None) -> CompletionLogprobs | None:
+def joined(
+    first: CompletionLogprobs | None, then: CompletionLogprobs | None
+) -> CompletionLogprobs | None:
     """The lists of two parts of a text, one behind the other."""
     if first is None or then is None:
         return first or then
@@ -60,7 +76,11 @@ def _name(tokenizer: Tokenizer, token_id: int, as_token_ids: bool) -> str:
 
 
 def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool) -> TopLogprob:
-    return TopLogprob(_name(tokenizer, token_id, as_token_ids), finite(logprob), list(tokenizer.token_bytes(token_id)))
+    return TopLogprob(
+        _name(tokenizer, token_id, as_token_ids),
+        finite(logprob),
+        list(tokenizer.token_bytes(token_id)),
+    )
 
 
 def finite(logprob: float) -> float:

@@ -9,7 +9,9 @@ __all__ = ["any_of", "beginning_at_end"]
 
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that one of the markers begins with, without being all of it."""
+    """Length of the longest end of `text` that one of the markers begins with, without being all of
+    it.
+    """
     beginnings, longest = _beginnings(markers)
     for length in range(min(longest, len(text)), 0, -1):
         if text[-length:] in beginnings:
@@ -26,5 +28,7 @@ def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 @lru_cache(maxsize=64)
 def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
     """(what markers begin with, the length of the longest such)."""
-    all_of_them = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
+    all_of_them = frozenset(
+        marker[:length] for marker in markers for length in range(1, len(marker))
+    )
     return all_of_them, max(map(len, all_of_them), default=0)

@@ -1,6 +1,8 @@
-"""What a choice's text becomes in a chat: deltas while it streams, one message when it is whole. Pure.
+"""What a choice's text becomes in a chat: deltas while it streams, one message when it is whole.
+Pure.
 
-The seam for whoever finds more in a text than content (tool calls, reasoning): a MessageParser of its own per choice.
+The seam for whoever finds more in a text than content (tool calls, reasoning): a MessageParser of
+its own per choice.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ __all__ = ["MessageParser", "PlainMessage"]
 
 
 class MessageParser(Protocol):
-    """Takes the text of one choice in pieces. Its state is a function of the text so far, however that is cut."""
+    """Takes the text of one choice in pieces. Its state is a function of the text so far, however
+    that is cut.
+    """
 
     rendered: frozenset[int]
     """Special tokens that have their text here, whatever the request says of them."""

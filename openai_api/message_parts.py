@@ -1,6 +1,7 @@
 """What the text of a chat answer is made of: reasoning, content, tool calls. Values only; light.
 
-A parser (openai_api/tool_parsers.py, openai_api/reasoning.py) makes them of text, a writer makes deltas of them.
+A parser (openai_api/tool_parsers.py, openai_api/reasoning.py) makes them of text, a writer makes
+deltas of them.
 """
 
 from __future__ import annotations
@@ -74,20 +75,28 @@ def _kind(part: Part) -> tuple[type[Part], int]:
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """Ids of the calls of one choice: functions of these values, so that every node gives a call the same one."""
+    """Ids of the calls of one choice: functions of these values, so that every node gives a call
+    the same one.
+    """
 
     response_id: str
     choice: int
     form: str = "call_{hex}"
-    """What an id looks like to the model, with `{hex}`, `{short}` (nine letters and digits), `{name}` and `{index}`."""
+    """What an id looks like to the model, with `{hex}`, `{short}` (nine letters and digits),
+    `{name}` and `{index}`.
+    """
     first: int = 0
     """Index of the first one in the whole chat."""
 
     def of(self, index: int, name: str) -> str:
         """The id of the call with that index, of the tool of that name."""
-        digest = hashlib.blake2b(f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12)
+        digest = hashlib.blake2b(
+            f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
+        )
         number, letters = int.from_bytes(digest.digest()), []
         for _ in range(_SHORT):
             number, place = divmod(number, len(_ALPHANUMERICS))
             letters.append(_ALPHANUMERICS[place])
-        return self.form.format(hex=digest.hexdigest(), short="".join(letters), name=name, index=self.first + index)
+        return self.form.format(
+            hex=digest.hexdigest(), short="".join(letters), name=name, index=self.first + index
+        )

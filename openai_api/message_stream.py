@@ -1,8 +1,10 @@
-"""The text of one choice of a chat into its message: reasoning first, then tools in what is left. Pure.
+"""The text of one choice of a chat into its message: reasoning first, then tools in what is left.
+Pure.
 
-`MessageForm` says what a request asks for and what the node's model needs; it makes a `MessageStream` for each choice,
-which is a MessageParser to the writer of the choice. The state of a stream is a function of the text, so a node that
-goes on with an answer pushes what the client has, and drops what comes out.
+`MessageForm` says what a request asks for and what the node's model needs; it makes a
+`MessageStream` for each choice, which is a MessageParser to the writer of the choice. The state of
+a stream is a function of the text, so a node that goes on with an answer pushes what the client
+has, and drops what comes out.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class MessageForm:
 
     tools: ToolUse
     tool_format: ToolFormat | None = None
-    """The node's, for tool_choice auto; its model's ids of calls are made for the other choices too."""
+    """The node's, for tool_choice auto; its model's ids of calls are made for the other choices
+    too.
+    """
     calls: int = 0
     """In the chat so far, for models that count them in the ids."""
     reasoning: ReasoningFormat | None = None
@@ -54,7 +58,9 @@ class MessageForm:
     """How the answer begins."""
     include_reasoning: bool = True
     hidden: dict[int, str] = field(default_factory=dict)
-    """Markers that are special tokens, by id: they are rendered for the parsers, and the client never sees them."""
+    """Markers that are special tokens, by id: they are rendered for the parsers, and the client
+    never sees them.
+    """
 
     @property
     def plain(self) -> bool:
@@ -100,29 +106,40 @@ def message_form(
 ) -> MessageForm:
     """The form of the answers to a request on a node with these formats.
 
-    Raises RequestError if it is left to the model whether to call a tool, and no parser would notice.
+    Raises RequestError if it is left to the model whether to call a tool, and no parser would
+    notice.
     """
     if isinstance(request, CompletionRequest):
         return MessageForm(ToolUse())
     tools = asked_tools(request)
     if tools.choice is Choice.AUTO and tool_format is None:
         raise RequestError(
-            "tool_choice auto (the default with tools) is switched off here: the nodes were started with "
-            "--tool-call-parser none; start them without, or send tool_choice required or the name of a tool",
+            "tool_choice auto (the default with tools) is switched off here: the nodes were "
+            "started with "
+            "--tool-call-parser none; start them without, or send tool_choice required or the "
+            "name of a tool",
             param="tool_choice",
         )
     begins = Opening.FREE
     markers: tuple[str, ...] = ()
     if reasoning is not None:
-        begins = reasoning.marks.opening(tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False))
+        begins = reasoning.marks.opening(
+            tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        )
         markers = reasoning.markers
     if tools.choice is Choice.AUTO and tool_format is not None:
         markers += tool_format.marks.markers
     hidden: dict[int, str] = {}
     if request.skip_special_tokens is not False:
-        hidden = {token: marker for marker in markers if (token := tokenizer.special_id(marker)) is not None}
+        hidden = {
+            token: marker
+            for marker in markers
+            if (token := tokenizer.special_id(marker)) is not None
+        }
     calls = sum(len(message.tool_calls or ()) for message in request.messages)
-    return MessageForm(tools, tool_format, calls, reasoning, begins, request.include_reasoning is not False, hidden)
+    return MessageForm(
+        tools, tool_format, calls, reasoning, begins, request.include_reasoning is not False, hidden
+    )
 
 
 @dataclass(slots=True)
@@ -138,7 +155,9 @@ class MessageStream:
     """One choice, as a MessageParser. `push` pieces of text, cut anywhere, and `finish` once."""
 
     def __init__(self, form: MessageForm, content: TextParser, thoughts: TextParser) -> None:
-        """`content` and `thoughts` parse what their names say; in thoughts are markers to be taken out at most."""
+        """`content` and `thoughts` parse what their names say; in thoughts are markers to be taken
+        out at most.
+        """
         self.rendered = frozenset(form.hidden)
         """Special tokens that must have their text here."""
         self._form = form
@@ -163,12 +182,17 @@ class MessageStream:
     def message(self) -> ReplyMessage:
         """All of it, after `finish`."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        calls = [ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments))) for call in self._calls]
+        calls = [
+            ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments)))
+            for call in self._calls
+        ]
         shown = content if content or not (reasoning or calls) else None
         return ReplyMessage(_ROLE, shown, reasoning or None, reasoning or UNSET, calls or UNSET)
 
     def finish_reason(self, reason: str) -> str:
-        """The choice's, after `finish`. A call that the request named ends with `stop` as any text does."""
+        """The choice's, after `finish`. A call that the request named ends with `stop` as any text
+        does.
+        """
         called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
         return "tool_calls" if called and reason == "stop" else reason
 
@@ -204,7 +228,11 @@ class MessageStream:
     def _call(self, part: CallBegun | Arguments) -> Delta:
         if isinstance(part, CallBegun):
             self._calls.append(_Call(part.id, part.name))
-            return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(part.name, ""), part.id, "function")])
+            return Delta(
+                tool_calls=[
+                    ToolCallDelta(part.index, FunctionDelta(part.name, ""), part.id, "function")
+                ]
+            )
         self._calls[part.index].arguments.append(part.text)
         return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(arguments=part.text))])
 

@@ -1,6 +1,8 @@
-"""How models write tool calls and reasoning: one table, by vLLM's names, and which of it a model's files ask for.
+"""How models write tool calls and reasoning: one table, by vLLM's names, and which of it a model's
+files ask for.
 
-What all of them share is in openai_api/tool_parsers.py and openai_api/reasoning.py. A plugin adds rows.
+What all of them share is in openai_api/tool_parsers.py and openai_api/reasoning.py. A plugin adds
+rows.
 """
 # ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
 
@@ -38,7 +40,9 @@ _NAME = r"(?P<name>[^\s<>{}]+)"
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """One row. A chat template that holds all texts of one of the `signs` asks for it, else the model's type does."""
+    """One row. A chat template that holds all texts of one of the `signs` asks for it, else the
+    model's type does.
+    """
 
     signs: tuple[tuple[str, ...], ...] = ()
     model_types: tuple[str, ...] = ()
@@ -63,7 +67,9 @@ class ToolFormat(_Format):
     ids: str = "call_{hex}"
     """See CallIds.form."""
 
-    def reader(self, ids: CallIds, hidden: tuple[str, ...], tools: Tools) -> MarkedParser | ListedParser:
+    def reader(
+        self, ids: CallIds, hidden: tuple[str, ...], tools: Tools
+    ) -> MarkedParser | ListedParser:
         """A parser of one text."""
         return self.parser(ids, hidden, tools, self.marks)
 
@@ -99,19 +105,25 @@ def _object(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> 
 
 
 def _coder(name: str, arguments: Mapping[str, Any]) -> str:
-    told = "".join(f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items())
+    told = "".join(
+        f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items()
+    )
     return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 
 
 def _glm(name: str, arguments: Mapping[str, Any]) -> str:
     told = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n" for key, value in arguments.items()
+        f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n"
+        for key, value in arguments.items()
     )
     return f"<tool_call>{name}\n{told}</tool_call>"
 
 
 def _deepseek(head: str, arguments: str, behind: str = "") -> str:
-    begin, end = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    begin, end = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    )
     return f"{begin}{head}{arguments}{behind}{end}"
 
 
@@ -132,7 +144,10 @@ def _kimi(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _harmony(name: str, arguments: Mapping[str, Any]) -> str:
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
+    return (
+        f"<|channel|>commentary to=functions.{name} "
+        f"<|constrain|>json<|message|>{_json(arguments)}<|call|>"
+    )
 
 
 def _python(name: str, arguments: Mapping[str, Any]) -> str:
@@ -190,7 +205,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         model_types=("kimi_k2",),
     ),
     "deepseek_v3": ToolFormat(
-        write=lambda name, arguments: _deepseek(f"function<｜tool▁sep｜>{name}\n```json\n", _json(arguments), "\n```"),
+        write=lambda name, arguments: _deepseek(
+            f"function<｜tool▁sep｜>{name}\n```json\n", _json(arguments), "\n```"
+        ),
         marks=_deepseek_marks(rf"\w+<｜tool▁sep｜>{_NAME}\s*```json", "```json"),
         signs=(("<｜tool▁sep｜>", "```json"),),
     ),
@@ -227,7 +244,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "pythonic": ToolFormat(
         write=_python,
         parser=ListedParser,
-        marks=CallMarks(openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True, python=True),
+        marks=CallMarks(
+            openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True, python=True
+        ),
         signs=(("[func_name1(",), ("func_name1(params_name1",)),
         model_types=("llama4",),
     ),
@@ -244,7 +263,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
         marks=ReasoningMarks(
-            ("<|channel|>analysis<|message|>",), ("<|end|><|start|>assistant<|channel|>final<|message|>",)
+            ("<|channel|>analysis<|message|>",),
+            ("<|end|><|start|>assistant<|channel|>final<|message|>",),
         ),
         channels=True,
         signs=(("<|channel|>", "<|message|>"),),
@@ -261,12 +281,16 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         ),
         signs=(("Here is my thought process:",), ("Here's my thought process:",)),
     ),
-    "mistral": ReasoningFormat(marks=ReasoningMarks(("[THINK]",), ("[/THINK]",)), signs=(("[THINK]",),)),
+    "mistral": ReasoningFormat(
+        marks=ReasoningMarks(("[THINK]",), ("[/THINK]",)), signs=(("[THINK]",),)
+    ),
     "seed_oss": ReasoningFormat(
         marks=ReasoningMarks(("<seed:think>",), ("</seed:think>",)), signs=(("<seed:think>",),)
     ),
     "glm45": ReasoningFormat(signs=(("<arg_key>", "<think>"), ("[gMASK]", "<think>"))),
-    "deepseek_r1": ReasoningFormat(marks=ReasoningMarks(assumed=True), signs=(("<｜Assistant｜><think>",),)),
+    "deepseek_r1": ReasoningFormat(
+        marks=ReasoningMarks(assumed=True), signs=(("<｜Assistant｜><think>",),)
+    ),
     "deepseek_v3": ReasoningFormat(signs=(("<｜Assistant｜>", "</think>"),)),
     "qwen3": ReasoningFormat(signs=(("<think>",), ("</think>",))),
 }
@@ -274,7 +298,8 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str, ToolFormat] | None:
-    """A row and its name: the one asked for, by `auto` the model's, hermes' if nothing tells; None by `none`.
+    """A row and its name: the one asked for, by `auto` the model's, hermes' if nothing tells; None
+    by `none`.
 
     Raises ConfigError for a name that is not in the table.
     """
@@ -283,8 +308,11 @@ def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str,
     return _chosen(TOOL_FORMATS, template, model_type) or (_DEFAULT, TOOL_FORMATS[_DEFAULT])
 
 
-def reasoning_format(asked: str, template: str | None, model_type: str) -> tuple[str, ReasoningFormat] | None:
-    """A row and its name: the one asked for, by `auto` the model's; None by `none`, or if it shows none.
+def reasoning_format(
+    asked: str, template: str | None, model_type: str
+) -> tuple[str, ReasoningFormat] | None:
+    """A row and its name: the one asked for, by `auto` the model's; None by `none`, or if it shows
+    none.
 
     Raises ConfigError for a name that is not in the table.
     """
@@ -294,9 +322,13 @@ def reasoning_format(asked: str, template: str | None, model_type: str) -> tuple
 
 
 def load_plugin(path: str) -> None:
-    """Run an operator's Python file, which adds rows to the table. Raises ConfigError with what is wrong with it."""
+    """Run an operator's Python file, which adds rows to the table. Raises ConfigError with what is
+    wrong with it.
+    """
     try:
-        spec = importlib.util.spec_from_file_location("kvrelay_tool_parser_plugin", Path(path).expanduser())
+        spec = importlib.util.spec_from_file_location(
+            "kvrelay_tool_parser_plugin", Path(path).expanduser()
+        )
         if spec is None or spec.loader is None:
             raise ConfigError(f"the plugin {path} must be a Python file, ending with .py")
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -311,13 +343,19 @@ def _asked(flag: str, formats: Mapping[str, _F], name: str) -> tuple[str, _F] | 
         return None
     if name not in formats:
         known = ", ".join(("auto", "none", *formats))
-        raise ConfigError(f"--{flag} {name!r} is not one of {known}; --tool-parser-plugin FILE can add it")
+        raise ConfigError(
+            f"--{flag} {name!r} is not one of {known}; --tool-parser-plugin FILE can add it"
+        )
     return name, formats[name]
 
 
-def _chosen(formats: Mapping[str, _F], template: str | None, model_type: str) -> tuple[str, _F] | None:
+def _chosen(
+    formats: Mapping[str, _F], template: str | None, model_type: str
+) -> tuple[str, _F] | None:
     """By the template first: a model type is shared by models that were taught different things."""
     for name, row in formats.items():
         if row.signed(template or ""):
             return name, row
-    return next(((name, row) for name, row in formats.items() if model_type in row.model_types), None)
+    return next(
+        ((name, row) for name, row in formats.items() if model_type in row.model_types), None
+    )

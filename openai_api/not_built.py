@@ -1,6 +1,8 @@
-"""Request fields that mean something and are not served yet. They are refused, never silently ignored.
+"""Request fields that mean something and are not served yet. They are refused, never silently
+ignored.
 
-One table: the field, the values at which it asks for nothing (None always does), and what to do instead.
+One table: the field, the values at which it asks for nothing (None always does), and what to do
+instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _TEXT_ONLY = "text is all that models served here read"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
-    "suffix": (("",), "the models served here write on from the end of a text; put all of it into the prompt"),
+    "suffix": (
+        ("",),
+        "the models served here write on from the end of a text; put all of it into the prompt",
+    ),
     "functions": (([],), "send tools, which replaced it"),
     "function_call": (("none",), "send tool_choice, which replaced it"),
     "prompt_embeds": ((), "send the prompt as text or token ids"),
@@ -57,5 +62,9 @@ def refuse_not_built(body: bytes) -> None:
     asked = _decoder.decode(body)
     for name, (harmless, instead) in REFUSED.items():
         value = getattr(asked, name)
-        if value is not None and not any(type(value) is type(same) and value == same for same in harmless):
-            raise RequestError(f"{name} is not supported yet; {instead}", param=name, code="unsupported_parameter")
+        if value is not None and not any(
+            type(value) is type(same) and value == same for same in harmless
+        ):
+            raise RequestError(
+                f"{name} is not supported yet; {instead}", param=name, code="unsupported_parameter"
+            )

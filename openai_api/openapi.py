@@ -1,7 +1,8 @@
 """The OpenAPI document of the router's and the nodes' routes. Pure.
 
-Made of the types that requests are decoded with. FastAPI cannot see these, because it does not read the bodies. What
-the cluster says to itself (/kv) is left out. A test compares the paths here with those that are served.
+Made of the types that requests are decoded with. FastAPI cannot see these, because it does not read
+the bodies. What the cluster says to itself (/kv) is left out. A test compares the paths here with
+those that are served.
 """
 
 from __future__ import annotations
@@ -57,9 +58,13 @@ _SAMPLING: dict[str, Schema] = {
 }
 _LIMITS: dict[str, dict[str, Schema]] = {
     "ChatRequest": _SAMPLING,
-    "CompletionRequest": _SAMPLING | {"max_tokens": {"minimum": 0, "description": "0 with echo only."}},
+    "CompletionRequest": _SAMPLING
+    | {"max_tokens": {"minimum": 0, "description": "0 with echo only."}},
     "Message": {"role": {"minLength": 1}},
-    "LoadAdapterRequest": {"lora_name": {"minLength": 1, "maxLength": 256}, "lora_path": {"minLength": 1}},
+    "LoadAdapterRequest": {
+        "lora_name": {"minLength": 1, "maxLength": 256},
+        "lora_path": {"minLength": 1},
+    },
     "Turn": {"role": {"enum": ["user", "assistant", "system"]}},
     "ResponsesRequest": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "top_logprobs")},
@@ -180,7 +185,9 @@ class Version(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """`asks`: types of the JSON body, one of them. `answers`: of the JSON answer, or else a media type."""
+    """`asks`: types of the JSON body, one of them. `answers`: of the JSON answer, or else a media
+    type.
+    """
 
     method: str
     path: str
@@ -194,12 +201,22 @@ class _Operation:
 
 
 def _parameter(name: str, where: str, schema: Schema, about: str = "") -> Schema:
-    return {"name": name, "in": where, "required": where == "path", "schema": schema, "description": about}
+    return {
+        "name": name,
+        "in": where,
+        "required": where == "path",
+        "schema": schema,
+        "description": about,
+    }
 
 
 _TEXT = {"type": "string"}
 # Of each event of a stream.
-_EVENT: Schema = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
+_EVENT: Schema = {
+    "type": "object",
+    "properties": {"event": _TEXT, "data": _TEXT},
+    "required": ["data"],
+}
 _MODEL = (_parameter("model", "path", _TEXT),)
 _RESPONSE_ID = (_parameter("response_id", "path", _TEXT),)
 _PAGE = (
@@ -207,10 +224,26 @@ _PAGE = (
     _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}),
     _parameter("after", "query", _TEXT, "The id of the last item of the page before."),
 )
-_NO_SUCH_FIELD = "Fields without a name of their own here mean what they mean in a chat completion: "
+_NO_SUCH_FIELD = (
+    "Fields without a name of their own here mean what they mean in a chat completion: "
+)
 _OPERATIONS = (
-    _Operation("post", "/v1/chat/completions", "Answer a chat.", (ChatRequest,), ChatCompletion, streams=True),
-    _Operation("post", "/v1/completions", "Continue a text.", (CompletionRequest,), Completion, streams=True),
+    _Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a chat.",
+        (ChatRequest,),
+        ChatCompletion,
+        streams=True,
+    ),
+    _Operation(
+        "post",
+        "/v1/completions",
+        "Continue a text.",
+        (CompletionRequest,),
+        Completion,
+        streams=True,
+    ),
     _Operation(
         "post",
         "/v1/responses",
@@ -219,8 +252,22 @@ _OPERATIONS = (
         ResponseObject,
         streams=True,
     ),
-    _Operation("get", "/v1/responses/{response_id}", "A kept response.", (), ResponseObject, parameters=_RESPONSE_ID),
-    _Operation("delete", "/v1/responses/{response_id}", "Forget a response.", (), Deleted, parameters=_RESPONSE_ID),
+    _Operation(
+        "get",
+        "/v1/responses/{response_id}",
+        "A kept response.",
+        (),
+        ResponseObject,
+        parameters=_RESPONSE_ID,
+    ),
+    _Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Forget a response.",
+        (),
+        Deleted,
+        parameters=_RESPONSE_ID,
+    ),
     _Operation(
         "get",
         "/v1/responses/{response_id}/input_items",
@@ -263,13 +310,28 @@ _OPERATIONS = (
         (LoadAdapterRequest,),
         AdapterAnswer,
     ),
-    _Operation("post", "/v1/unload_lora_adapter", "Unload a LoRA adapter.", (UnloadAdapterRequest,), AdapterAnswer),
-    _Operation("post", "/tokenize", "A prompt as token ids.", (TokenizePrompt, TokenizeChat), Tokenized),
+    _Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter.",
+        (UnloadAdapterRequest,),
+        AdapterAnswer,
+    ),
+    _Operation(
+        "post", "/tokenize", "A prompt as token ids.", (TokenizePrompt, TokenizeChat), Tokenized
+    ),
     _Operation("post", "/detokenize", "Token ids as a text.", (ToDetokenize,), Detokenized),
-    _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False),
+    _Operation(
+        "get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False
+    ),
     _Operation("get", "/ping", "The same without a body.", guarded=False),
     _Operation("post", "/ping", "The same without a body.", guarded=False),
-    _Operation("get", "/live", "200 unless only a new process can help: also while it loads or drains.", guarded=False),
+    _Operation(
+        "get",
+        "/live",
+        "200 unless only a new process can help: also while it loads or drains.",
+        guarded=False,
+    ),
     _Operation("get", "/version", "Of the server.", (), Version, guarded=False),
     _Operation("get", "/metrics", "Prometheus metrics.", (), "text/plain", guarded=False),
     _Operation("get", "/openapi.json", "This document.", (), dict[str, Any], guarded=False),
@@ -278,11 +340,15 @@ _OPERATIONS = (
 
 
 def document(title: str, version: str, models: Sequence[str] = (), root_path: str = "") -> Schema:
-    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not known yet.
+    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not
+    known yet.
 
-    `root_path`: what stands before the paths."""
+    `root_path`: what stands before the paths.
+    """
     types = list(dict.fromkeys(kind for each in _OPERATIONS for kind in _types_of(each)))
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
     schema_of = dict(zip(types, schemas, strict=True))
     for name, limits in _LIMITS.items():
         _limit(components[name]["properties"], limits)
@@ -304,7 +370,10 @@ def document(title: str, version: str, models: Sequence[str] = (), root_path: st
     paths: dict[str, Schema] = {}
     for each in _OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each, schema_of)
-    key = {"type": "http", "scheme": "bearer"}, {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    key = (
+        {"type": "http", "scheme": "bearer"},
+        {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    )
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -352,7 +421,11 @@ def _operation(each: _Operation, schema_of: dict[Any, Schema]) -> Schema:
     if isinstance(each.answers, str):
         content: Schema = {each.answers: {"schema": _TEXT}}
     else:
-        content = {} if each.answers is None else {"application/json": {"schema": schema_of[each.answers]}}
+        content = (
+            {}
+            if each.answers is None
+            else {"application/json": {"schema": schema_of[each.answers]}}
+        )
     if each.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     said: Schema = {

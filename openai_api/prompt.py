@@ -1,7 +1,8 @@
-"""A request's prompt as token ids: the template rendered, tokenized once, and cut to what the client allows.
+"""A request's prompt as token ids: the template rendered, tokenized once, and cut to what the
+client allows.
 
-A text that cannot fit the model's context is refused by its bytes, or after the first parts of it were tokenized. Of a
-text that is cut, only an end is tokenized.
+A text that cannot fit the model's context is refused by its bytes, or after the first parts of it
+were tokenized. Of a text that is cut, only an end is tokenized.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from wire.errors import RequestError
 
 __all__ = ["Prompts"]
 
-# Text has 2 to 5 bytes per token. What has more than this for each token of the context is counted in slices first.
+# Text has 2 to 5 bytes per token. What has more than this for each token of the context is counted
+# in slices first.
 _LIKELY_BYTES_PER_TOKEN = 6
 _SLICE_CHARS = 256 << 10
 _CUT_TOKENS = 16
@@ -30,7 +32,8 @@ _CUT_TOKENS = 16
 _MAX_COUNTED_BYTES = 1 << 20
 """Of a text whose tokens are counted, whether or not they fit a context."""
 _MARGIN_CHARS = 4096
-# Tokenizers begin a token at a space like this. Marks, numbers and other white space may go into one with it.
+# Tokenizers begin a token at a space like this. Marks, numbers and other white space may go into
+# one with it.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
@@ -46,9 +49,11 @@ class Prompts:
         trusts_request_templates: bool,
         tool_format: ToolFormat | None = None,
     ) -> None:
-        """`chat_template`: None takes the model's. Templates of requests are refused unless they are trusted.
+        """`chat_template`: None takes the model's. Templates of requests are refused unless they
+        are trusted.
 
-        `tool_format` is how the model writes calls, as it is told where a template does not render tools; None: hermes.
+        `tool_format` is how the model writes calls, as it is told where a template does not render
+        tools; None: hermes.
         """
         self._write = (tool_format or TOOL_FORMATS["hermes"]).write
         self._tokenizer = tokenizer
@@ -57,34 +62,50 @@ class Prompts:
         self._tool_template = chat_template or tokenizer.tool_template
         self._trusts_request_templates = trusts_request_templates
 
-    def all_token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[list[int]]:
-        """Each prompt of a request; a chat has one. `fits`: it must fit the context. Raises RequestError."""
+    def all_token_ids(
+        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
+    ) -> list[list[int]]:
+        """Each prompt of a request; a chat has one. `fits`: it must fit the context. Raises
+        RequestError.
+        """
         if isinstance(request, ChatRequest):
             return [self.token_ids(request, fits=fits)]
         prompts = prompts_of(request)
-        return [self.token_ids(msgspec.structs.replace(request, prompt=prompt), fits=fits) for prompt in prompts]
+        return [
+            self.token_ids(msgspec.structs.replace(request, prompt=prompt), fits=fits)
+            for prompt in prompts
+        ]
 
-    def token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[int]:
+    def token_ids(
+        self, request: ChatRequest | CompletionRequest, *, fits: bool = True
+    ) -> list[int]:
         """The prompt of a chat, or of a completion with one prompt. Raises RequestError."""
         if isinstance(request, ChatRequest):
             text, special = self._chat(request), bool(request.add_special_tokens)
         elif isinstance(request.prompt, str):
             text, special = request.prompt, request.add_special_tokens is not False
         else:
-            return self._kept(request, [token for token in request.prompt if isinstance(token, int)])
+            return self._kept(
+                request, [token for token in request.prompt if isinstance(token, int)]
+            )
         if request.truncate_prompt_tokens is not None:
-            return self._end(text, special, kept_tokens(request, self._max_model_len, self._max_model_len))
+            return self._end(
+                text, special, kept_tokens(request, self._max_model_len, self._max_model_len)
+            )
         if len(text) > self._max_model_len:
-            self._check_length(text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits)
+            self._check_length(
+                text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits
+            )
         return self._tokenizer.encode(text, special)
 
     def _end(self, text: str, special: bool, kept: int) -> list[int]:
         """Encode as much of the end of a text as has `kept` tokens, and return these.
 
-        They are those of the whole text: what is encoded begins between two words, where a token begins whatever stands
-        before. Where 4,096 characters hold no two words it begins anywhere, and the tokens that this changes are
-        dropped. Only a text without any place at which its tokens must end, such as one letter a million times, may be
-        divided in another way than as a whole.
+        They are those of the whole text: what is encoded begins between two words, where a token
+        begins whatever stands before. Where 4,096 characters hold no two words it begins anywhere,
+        and the tokens that this changes are dropped. Only a text without any place at which its
+        tokens must end, such as one letter a million times, may be divided in another way than as a
+        whole.
         """
         chars = kept * _LIKELY_BYTES_PER_TOKEN + _MARGIN_CHARS
         while chars < len(text):
@@ -99,7 +120,9 @@ class Prompts:
     def _kept(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
         return tokens[len(tokens) - kept_tokens(request, len(tokens), self._max_model_len) :]
 
-    def beginning(self, request: ChatRequest | CompletionRequest, token_ids: list[int]) -> Beginning:
+    def beginning(
+        self, request: ChatRequest | CompletionRequest, token_ids: list[int]
+    ) -> Beginning:
         """What an answer to this prompt begins with."""
         text = None
         if isinstance(request, CompletionRequest) and request.echo:
@@ -111,7 +134,8 @@ class Prompts:
         """The rendered prompt, with the special tokens that the template writes."""
         if request.chat_template is not None and not self._trusts_request_templates:
             raise RequestError(
-                "chat_template of a request is refused here: a template is a program; start the nodes with "
+                "chat_template of a request is refused here: a template is a program; start the "
+                "nodes with "
                 "--trust-request-chat-template to allow it, or with --chat-template FILE",
                 param="chat_template",
             )
@@ -134,27 +158,39 @@ class Prompts:
         )
 
     def _check_length(self, text: str, field: str, *, fits: bool) -> None:
-        """Raise RequestError for a text that is surely longer than the context, or too long to count its tokens."""
+        """Raise RequestError for a text that is surely longer than the context, or too long to
+        count its tokens.
+        """
         context, size = self._max_model_len, len(text.encode("utf-8", "surrogatepass"))
         likely = context * _LIKELY_BYTES_PER_TOKEN
         if not fits:
             if size > max(likely, _MAX_COUNTED_BYTES):
-                self._refuse(f"{size} bytes; the limit here is {max(likely, _MAX_COUNTED_BYTES)}", field)
+                self._refuse(
+                    f"{size} bytes; the limit here is {max(likely, _MAX_COUNTED_BYTES)}", field
+                )
             return
         longest = self._tokenizer.longest_token_bytes
         if size > context * longest:
-            self._refuse(f"{size} bytes, and no token of this model stands for more than {longest}", field)
+            self._refuse(
+                f"{size} bytes, and no token of this model stands for more than {longest}", field
+            )
         if size <= likely or len(text) <= _SLICE_CHARS:
             return
         tokens = 0
         for start in range(0, len(text), _SLICE_CHARS):
-            tokens += len(self._tokenizer.encode(text[start : start + _SLICE_CHARS], False)) - _CUT_TOKENS
+            tokens += (
+                len(self._tokenizer.encode(text[start : start + _SLICE_CHARS], False)) - _CUT_TOKENS
+            )
             if tokens > context:
-                self._refuse(f"{size} bytes, the first {start + _SLICE_CHARS} characters are {tokens} tokens", field)
+                self._refuse(
+                    f"{size} bytes, the first {start + _SLICE_CHARS} characters are {tokens} tokens",
+                    field,
+                )
 
     def _refuse(self, size: str, field: str) -> NoReturn:
         raise RequestError(
-            f"the prompt has {size}; the context of this model is {self._max_model_len} tokens: shorten the prompt",
+            f"the prompt has {size}; the context of this model is {self._max_model_len} tokens: "
+            f"shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )

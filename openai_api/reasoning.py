@@ -1,8 +1,8 @@
 """Reasoning apart from the answer: `<think>...</think>` or the like at its beginning. Pure.
 
-Many templates open it in the prompt, so that the answer begins inside; whether they do is read from the prompt's
-end (`opening`), which every node of a request has. Reasoning without an end is reasoning to the last character. White
-space next to the markers belongs to neither part.
+Many templates open it in the prompt, so that the answer begins inside; whether they do is read from
+the prompt's end (`opening`), which every node of a request has. Reasoning without an end is
+reasoning to the last character. White space next to the markers belongs to neither part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Opening(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What a model writes around its reasoning. Any of the openers and of the closers; the first ones are its own."""
+    """What a model writes around its reasoning. Any of the openers and of the closers; the first
+    ones are its own.
+    """
 
     openers: tuple[str, ...] = ("<think>",)
     closers: tuple[str, ...] = ("</think>",)
@@ -55,7 +57,9 @@ class ReasoningSplit:
         self._ends = (*marks.closers, *marks.ends)
         self._inside = begins is Opening.INSIDE
         self._state: Callable[[], bool] = self._content if begins is Opening.BEHIND else self._start
-        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker, or white space before one
+        self._buffer = (
+            ""  # not looked at yet, or perhaps the beginning of a marker, or white space before one
+        )
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
@@ -98,7 +102,9 @@ class ReasoningSplit:
         found = any_of(self._ends).search(self._buffer)
         if found is not None:
             thought = self._buffer[: found.start()].rstrip()
-            self._buffer = self._buffer[found.end() if found[0] in self._closers else found.start() :]
+            self._buffer = self._buffer[
+                found.end() if found[0] in self._closers else found.start() :
+            ]
             self._state = self._begin_content
         else:
             cut = len(self._buffer) - beginning_at_end(self._buffer, self._ends)

@@ -1,9 +1,10 @@
 """Responses that were answered, kept in SQLite so that a later request can go on from them.
 
-A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as one that was never
-there: both are looked for in the same way. Bounded in number and in bytes; when either is reached, the owner that keeps
-most of it loses first what it has not asked for the longest time: nobody takes room from one that keeps less. In memory
-it dies with its process; in a file, several processes of one router share it for as long as they run.
+A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as
+one that was never there: both are looked for in the same way. Bounded in number and in bytes; when
+either is reached, the owner that keeps most of it loses first what it has not asked for the longest
+time: nobody takes room from one that keeps less. In memory it dies with its process; in a file,
+several processes of one router share it for as long as they run.
 """
 
 from __future__ import annotations
@@ -67,26 +68,37 @@ class Stored:
 
 
 class ResponseStore:
-    """Responses by owner and id. All methods but `put` raise Unavailable if the file cannot be used."""
+    """Responses by owner and id. All methods but `put` raise Unavailable if the file cannot be
+    used.
+    """
 
     def __init__(
-        self, path: str = IN_MEMORY, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES
+        self,
+        path: str = IN_MEMORY,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_STORED_BYTES,
     ) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._lock = threading.Lock()
         if path != IN_MEMORY:
             Path(path).touch(mode=0o600)
-        self._db = sqlite3.connect(path, timeout=_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False)
+        self._db = sqlite3.connect(
+            path, timeout=_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False
+        )
         self._db.executescript(_TABLE)
 
     def held(self) -> tuple[int, int]:
         """Count what is kept: responses and bytes."""
         with self._using() as db:
-            number, size = db.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM kept").fetchone()
+            number, size = db.execute(
+                "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM kept"
+            ).fetchone()
         return number, size
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Keep a response, unless it is larger than all the room there is, or the file cannot be used."""
+        """Keep a response, unless it is larger than all the room there is, or the file cannot be
+        used.
+        """
         if stored.size > self._max_bytes:
             return
         try:
@@ -121,7 +133,9 @@ class ResponseStore:
         with self._using() as db:
             asked = (owner, response_id)
             db.execute(f"UPDATE kept SET used = {_NEXT} WHERE owner = ? AND id = ?", asked)
-            found = db.execute("SELECT body, input, turns, items FROM kept WHERE owner = ? AND id = ?", asked)
+            found = db.execute(
+                "SELECT body, input, turns, items FROM kept WHERE owner = ? AND id = ?", asked
+            )
             row = found.fetchone()
         if row is None:
             raise missing(response_id, param, self._max_responses)
@@ -131,7 +145,9 @@ class ResponseStore:
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises NotFound."""
         with self._using() as db:
-            found = db.execute("DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)).rowcount
+            found = db.execute(
+                "DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)
+            ).rowcount
         if not found:
             raise missing(response_id, None, self._max_responses)
 
@@ -142,13 +158,16 @@ class ResponseStore:
             with self._lock, self._db:
                 yield self._db
         except sqlite3.Error as why:
-            raise Unavailable(f"the file of kept responses cannot be used ({why}); free room in its folder") from why
+            raise Unavailable(
+                f"the file of kept responses cannot be used ({why}); free room in its folder"
+            ) from why
 
 
 def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:
     """The error for a response that is not there; `param` is the field that named it."""
     return NotFound(
-        f"response {response_id!r} is not kept here: it was never stored (store: false), was deleted, gave way to "
+        f"response {response_id!r} is not kept here: it was never stored (store: false), was "
+        f"deleted, gave way to "
         f"newer ones ({kept} are kept at most), or this server was restarted",
         param=param,
         code="previous_response_not_found" if param else "response_not_found",

@@ -1,4 +1,5 @@
-"""The answer of POST /v1/responses, made of a chat completion: events in the Responses API's order, or one body. Pure.
+"""The answer of POST /v1/responses, made of a chat completion: events in the Responses API's order,
+or one body. Pure.
 
 A whole answer is a stream of one chunk whose events nobody sees; so both are one state machine.
 """
@@ -11,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from openai_api.chat_events import ChatChoice, ChatEvent, ChatEvents, ChatUsage, ToolCall, whole_chat
+from openai_api.chat_events import (
+    ChatChoice,
+    ChatEvent,
+    ChatEvents,
+    ChatUsage,
+    ToolCall,
+    whole_chat,
+)
 from openai_api.dialect import KEEP_ALIVE, openai_error
 from openai_api.responses_request import ResponsesRequest
 from wire.errors import ErrorBody, NodeFailed
@@ -50,7 +58,9 @@ class _Item:
 
 
 class ResponsesAnswer:
-    """One answer in the Responses API. `response_id` begins with resp_; items get its rest as the end of their ids."""
+    """One answer in the Responses API. `response_id` begins with resp_; items get its rest as the
+    end of their ids.
+    """
 
     chat = True
 
@@ -152,7 +162,9 @@ class ResponsesAnswer:
             item = self._new(kind, "msg", role="assistant", content=[])
         else:
             item = self._new(kind, "rs", summary=[], content=[])
-        self._say("response.content_part.added", **item.place, content_index=0, part=_part(kind, "", []))
+        self._say(
+            "response.content_part.added", **item.place, content_index=0, part=_part(kind, "", [])
+        )
         return item
 
     def _call(self, index: int, call: ToolCall) -> None:
@@ -161,16 +173,27 @@ class ResponsesAnswer:
             if self._open and self._open[-1].value["type"] != "function_call":
                 self._close("completed")
             name, call_id = call.function.name or "", call.id or f"call_{self._suffix}{index}"
-            item = self._calls[index] = self._new("function_call", "fc", arguments="", call_id=call_id, name=name)
+            item = self._calls[index] = self._new(
+                "function_call", "fc", arguments="", call_id=call_id, name=name
+            )
         if item.value["status"] != "in_progress":
-            raise NodeFailed("a node went on with a function call that had ended; send the request again")
+            raise NodeFailed(
+                "a node went on with a function call that had ended; send the request again"
+            )
         if call.function.arguments:
             item.text.append(call.function.arguments)
-            self._say("response.function_call_arguments.delta", **item.place, delta=call.function.arguments)
+            self._say(
+                "response.function_call_arguments.delta",
+                **item.place,
+                delta=call.function.arguments,
+            )
 
     def _new(self, kind: str, prefix: str, **values: Any) -> _Item:
         at = len(self._items)
-        item = _Item(at, {"id": f"{prefix}_{self._suffix}{at}", "type": kind, "status": "in_progress", **values})
+        item = _Item(
+            at,
+            {"id": f"{prefix}_{self._suffix}{at}", "type": kind, "status": "in_progress", **values},
+        )
         self._items.append(item)
         self._open.append(item)
         self._say("response.output_item.added", output_index=at, item=item.value)
@@ -183,14 +206,19 @@ class ResponsesAnswer:
             if kind == "function_call":
                 item.value = {**item.value, "status": status, "arguments": text}
                 self._say(
-                    "response.function_call_arguments.done", **item.place, name=item.value["name"], arguments=text
+                    "response.function_call_arguments.done",
+                    **item.place,
+                    name=item.value["name"],
+                    arguments=text,
                 )
             else:
                 part = _part(kind, text, item.logprobs)
                 item.value = {**item.value, "status": status, "content": [part]}
                 place = {**item.place, "content_index": 0}
                 if kind == "message":
-                    self._say("response.output_text.done", **place, text=text, logprobs=item.logprobs)
+                    self._say(
+                        "response.output_text.done", **place, text=text, logprobs=item.logprobs
+                    )
                 else:
                     self._say("response.reasoning_text.done", **place, text=text)
                 self._say("response.content_part.done", **place, part=part)
@@ -203,7 +231,9 @@ class ResponsesAnswer:
             return {}
         self._over = True
         if not self._items:
-            self._open_text("message")  # an answer without a word is one of no text, not of no message
+            self._open_text(
+                "message"
+            )  # an answer without a word is one of no text, not of no message
         cut = self._finish_reason == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
@@ -220,7 +250,10 @@ class ResponsesAnswer:
         self._over = True
         self._close("incomplete")
         response = self._response("failed")
-        response["error"] = {"code": _CODES.get(error.type, "server_error"), "message": error.message}
+        response["error"] = {
+            "code": _CODES.get(error.type, "server_error"),
+            "message": error.message,
+        }
         self._say("response.failed", response=response)
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -230,12 +263,20 @@ class ResponsesAnswer:
             told = self._usage
             usage = {
                 "input_tokens": told.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": told.cached_tokens, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": told.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": told.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": told.reasoning_tokens},
                 "total_tokens": told.prompt_tokens + told.completion_tokens,
             }
-        return {**self._head, "status": status, "output": [item.value for item in self._items], "usage": usage}
+        return {
+            **self._head,
+            "status": status,
+            "output": [item.value for item in self._items],
+            "usage": usage,
+        }
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""One call of /v1/responses: joins the request, what is kept of earlier ones, and the answer that is kept in turn."""
+"""One call of /v1/responses: joins the request, what is kept of earlier ones, and the answer that
+is kept in turn.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from wire.frames import MALFORMED
 __all__ = ["Learn", "Recalled", "Shelf", "speak_responses", "stored_items", "translated"]
 
 Learn = Callable[[bytes, int], Awaitable[int]]
-"""What comes before a Speak. Given the body and the bytes that all may have, it returns those that are added to it."""
+"""What comes before a Speak. Given the body and the bytes that all may have, it returns those that
+are added to it.
+"""
 _NAMED = "previous_response_id"
 
 _encode = msgspec.json.Encoder().encode
@@ -83,14 +87,22 @@ class Recalled:
             self._responses.put(self._owner, response_id, stored)
 
 
-async def translated(body: bytes, speak: Speak, learn: Learn | None, max_bytes: int) -> tuple[bytes, Dialect]:
-    """Return what `speak` makes of a body, on a thread if it or what it goes on from is long. Raises KvrelayError."""
+async def translated(
+    body: bytes, speak: Speak, learn: Learn | None, max_bytes: int
+) -> tuple[bytes, Dialect]:
+    """Return what `speak` makes of a body, on a thread if it or what it goes on from is long.
+    Raises KvrelayError.
+    """
     earlier = 0 if learn is None else await learn(body, max_bytes)
-    return await beside(len(body) + earlier, partial(_joined, speak, max_bytes) if earlier else speak, body)
+    return await beside(
+        len(body) + earlier, partial(_joined, speak, max_bytes) if earlier else speak, body
+    )
 
 
 def _joined(speak: Speak, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
-    """Return what `speak` makes of a body with what it goes on from, if that is no more than a body may be."""
+    """Return what `speak` makes of a body with what it goes on from, if that is no more than a body
+    may be.
+    """
     said, dialect = speak(body)
     _check_bytes(len(said), max_bytes)
     _check_shape(said)
@@ -100,7 +112,8 @@ def _joined(speak: Speak, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
 def _check_bytes(count: int, limit: int) -> None:
     if count > limit:
         raise RequestError(
-            f"the conversation has {count} bytes with those before this request; the limit is {limit}; "
+            f"the conversation has {count} bytes with those before this request; the limit is "
+            f"{limit}; "
             f"begin a new one without {_NAMED}, with a summary of this one",
             param=_NAMED,
         )
@@ -110,11 +123,17 @@ def _check_shape(whole: bytes) -> None:
     try:
         check_shape(whole)
     except RequestError as why:
-        raise RequestError(f"with the conversation behind {_NAMED}, {why.message}", param=_NAMED) from why
+        raise RequestError(
+            f"with the conversation behind {_NAMED}, {why.message}", param=_NAMED
+        ) from why
 
 
-def speak_responses(body: bytes, store: Shelf, response_id: str, created_at: int) -> tuple[bytes, Dialect]:
-    """A Speak (openai_api/dialect.py). Raises RequestError, also NotFound for an earlier response that is not kept."""
+def speak_responses(
+    body: bytes, store: Shelf, response_id: str, created_at: int
+) -> tuple[bytes, Dialect]:
+    """A Speak (openai_api/dialect.py). Raises RequestError, also NotFound for an earlier response
+    that is not kept.
+    """
     request = decode_responses(body)
     turns: tuple[bytes, ...] = ()
     earlier = 0
@@ -132,7 +151,10 @@ def speak_responses(body: bytes, store: Shelf, response_id: str, created_at: int
         def keep(response: dict[str, Any]) -> None:
             output = [_said(item) for item in response["output"]]
             answered = b"%b,%b" % (given[:-1], _encode(output)[1:]) if output else given
-            store.put(response_id, Stored(_encode(response), given, (*turns, answered), count + len(output)))
+            store.put(
+                response_id,
+                Stored(_encode(response), given, (*turns, answered), count + len(output)),
+            )
 
         answer.finished = keep
     return chat_body(request, items, body), answer
@@ -142,7 +164,10 @@ def _said(item: Item) -> Item:
     """An item of an output without log-probabilities, which no later turn reads."""
     if item["type"] != "message":
         return item
-    return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
+    return {
+        **item,
+        "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]],
+    }
 
 
 def stored_items(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """POST /v1/responses: its body, checked, and the chat completion that it means. Pure and light.
 
-Refuses what this server has no part for (hosted tools, background runs, files), so that nothing is ignored silently.
+Refuses what this server has no part for (hosted tools, background runs, files), so that nothing is
+ignored silently.
 """
 
 from __future__ import annotations
@@ -96,20 +97,28 @@ def decode_responses(body: bytes) -> ResponsesRequest:
     with reading():
         request = _decoder.decode(body)
     if request.background:
-        raise _unsupported("background", "the answer comes with the request; leave it out, or stream")
+        raise _unsupported(
+            "background", "the answer comes with the request; leave it out, or stream"
+        )
     if request.conversation is not None:
         raise _unsupported("conversation", "use previous_response_id")
     if request.prompt is not None:
-        raise _unsupported("prompt", "prompt templates are not kept here; send instructions and input")
+        raise _unsupported(
+            "prompt", "prompt templates are not kept here; send instructions and input"
+        )
     if request.truncation not in (None, "disabled"):
-        raise _unsupported("truncation", "nothing is cut from an input here; shorten it yourself, or leave it out")
+        raise _unsupported(
+            "truncation", "nothing is cut from an input here; shorten it yourself, or leave it out"
+        )
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise RequestError(
-            f"max_output_tokens must be at least 1, got {request.max_output_tokens}", param="max_output_tokens"
+            f"max_output_tokens must be at least 1, got {request.max_output_tokens}",
+            param="max_output_tokens",
         )
     if len(request.metadata or ()) > _MAX_METADATA:
         raise RequestError(
-            f"metadata has {len(request.metadata or ())} keys; the limit is {_MAX_METADATA}", param="metadata"
+            f"metadata has {len(request.metadata or ())} keys; the limit is {_MAX_METADATA}",
+            param="metadata",
         )
     if not request.input:
         raise RequestError("input must not be empty", param="input")
@@ -119,7 +128,9 @@ def decode_responses(body: bytes) -> ResponsesRequest:
 
 
 def check_count(request: ResponsesRequest, earlier: int) -> None:
-    """Raise RequestError if `earlier` items and those of the input are more than a conversation may have."""
+    """Raise RequestError if `earlier` items and those of the input are more than a conversation may
+    have.
+    """
     count = earlier + (1 if isinstance(request.input, str) else len(request.input))
     if count <= MAX_MESSAGES:
         return
@@ -129,11 +140,15 @@ def check_count(request: ResponsesRequest, earlier: int) -> None:
             "begin a new conversation without previous_response_id, with a summary of this one",
             param="previous_response_id",
         )
-    raise RequestError(f"input has {count} items; the limit is {MAX_MESSAGES}; send fewer", param="input")
+    raise RequestError(
+        f"input has {count} items; the limit is {MAX_MESSAGES}; send fewer", param="input"
+    )
 
 
 def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
-    """The input as items, each with an id: those without one are given one that ends with `suffix` and a number."""
+    """The input as items, each with an id: those without one are given one that ends with `suffix`
+    and a number.
+    """
     given = request.input
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_completed(item, f"{suffix}{at}", at) for at, item in enumerate(items)]
@@ -145,7 +160,11 @@ def _completed(item: Item, suffix: str, at: int) -> Item:
         raise RequestError(f"input[{at}].type is missing", param=f"input[{at}]")
     if not isinstance(item.get("id"), str | None):
         raise RequestError(f"input[{at}].id must be a text", param=f"input[{at}].id")
-    complete = {"type": kind, **item, "id": item.get("id") or f"{'msg' if kind == 'message' else 'in'}_{suffix}"}
+    complete = {
+        "type": kind,
+        **item,
+        "id": item.get("id") or f"{'msg' if kind == 'message' else 'in'}_{suffix}",
+    }
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         complete["content"] = [{"type": part, "text": item["content"]}]
@@ -153,11 +172,14 @@ def _completed(item: Item, suffix: str, at: int) -> Item:
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
-    """The chat completion that `request` means, over `items`: those of earlier responses and its own.
+    """The chat completion that `request` means, over `items`: those of earlier responses and its
+    own.
 
     `body` is the request's own, for the fields that are passed on. Raises RequestError.
     """
-    messages = [] if not request.instructions else [{"role": "system", "content": request.instructions}]
+    messages = (
+        [] if not request.instructions else [{"role": "system", "content": request.instructions}]
+    )
     for at, item in enumerate(items):
         _add(messages, item, at)
     for message in messages:
@@ -184,13 +206,18 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
-    """One item, as a message or as a part of the last one. An assistant's content stays a list of texts here."""
+    """One item, as a message or as a part of the last one. An assistant's content stays a list of
+    texts here.
+    """
     where = f"input[{at}]"
     kind = item.get("type")
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:
-            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{where}.role")
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}",
+                param=f"{where}.role",
+            )
         text = text_of(item.get("content"), _MESSAGE_PARTS, f"{where}.content")
         if role == "assistant":
             last = assistant(messages)
@@ -202,18 +229,25 @@ def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
     elif kind == "function_call":
         calls = assistant(messages).setdefault("tool_calls", [])
         function = {name: _required(item, name, where) for name in ("name", "arguments")}
-        calls.append({"id": _required(item, "call_id", where), "type": "function", "function": function})
+        calls.append(
+            {"id": _required(item, "call_id", where), "type": "function", "function": function}
+        )
     elif kind == "function_call_output":
         text = text_of(item.get("output"), _MESSAGE_PARTS, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": _required(item, "call_id", where), "content": text})
+        messages.append(
+            {"role": "tool", "tool_call_id": _required(item, "call_id", where), "content": text}
+        )
     elif kind == "reasoning":
-        text = text_of(item.get("content") or item.get("summary"), ("reasoning_text", "summary_text"), where)
+        text = text_of(
+            item.get("content") or item.get("summary"), ("reasoning_text", "summary_text"), where
+        )
         if text:
             # Begins a turn: a reasoning behind an answer belongs to the next one.
             messages.append({"role": "assistant", "content": None, "reasoning": text})
     else:
         raise RequestError(
-            f"{where} is of type {kind!r}; messages, function calls, their outputs and reasoning are served",
+            f"{where} is of type {kind!r}; messages, function calls, their outputs and reasoning "
+            f"are served",
             param=where,
         )
 
@@ -231,7 +265,8 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
     for at, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":
             raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only function tools are served, which the client runs",
+                f"tools[{at}] is of type {tool.get('type')!r}; only function tools are served, "
+                f"which the client runs",
                 param=f"tools[{at}].type",
                 code="unsupported_parameter",
             )
@@ -239,7 +274,11 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
     choice: Any = request.tool_choice
     if isinstance(choice, dict):
         match choice:
-            case {"type": "allowed_tools", "tools": [*listed], "mode": "auto" | "required" as choice}:
+            case {
+                "type": "allowed_tools",
+                "tools": [*listed],
+                "mode": "auto" | "required" as choice,
+            }:
                 names = (tool.get("name") for tool in listed if isinstance(tool, dict))
                 allowed = {name for name in names if isinstance(name, str)}
                 tools = [tool for tool in tools if tool["function"]["name"] in allowed]
@@ -247,7 +286,8 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
                 choice = {"type": "function", "function": {"name": name}}
             case _:
                 raise RequestError(
-                    'tool_choice must be none, auto, required, {"type": "function", "name": ...} or allowed_tools',
+                    'tool_choice must be none, auto, required, {"type": "function", "name": ...} '
+                    "or allowed_tools",
                     param="tool_choice",
                 )
     if not tools:
@@ -265,11 +305,14 @@ def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if kind != "json_schema":
         raise RequestError(
-            f"text.format.type must be text, json_object or json_schema, got {kind!r}", param="text.format"
+            f"text.format.type must be text, json_object or json_schema, got {kind!r}",
+            param="text.format",
         )
     schema = {name: value for name, value in wanted.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _unsupported(name: str, instead: str) -> RequestError:
-    return RequestError(f"{name} is not supported; {instead}", param=name, code="unsupported_parameter")
+    return RequestError(
+        f"{name} is not supported; {instead}", param=name, code="unsupported_parameter"
+    )

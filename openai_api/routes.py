@@ -1,7 +1,8 @@
-"""Routes that the router and a node asked directly have in common: other dialects, tokenization, version, ping, docs.
+"""Routes that the router and a node asked directly have in common: other dialects, tokenization,
+version, ping, docs.
 
-Owns what HTTP adds to them (ids, pages, error shapes). Chat and text completions have their routes in router/app.py and
-node/app.py; both answer these here through `Server`.
+Owns what HTTP adds to them (ids, pages, error shapes). Chat and text completions have their routes
+in router/app.py and node/app.py; both answer these here through `Server`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from openai_api.token_generation import GENERATE_PATH, speak_generate
 from openai_api.tokenize_types import Tokenized
 from wire.errors import ErrorBody, RequestError
 
-__all__ = ["ANTHROPIC_PATH", "GUARDED", "RESPONSES_PATH", "Server", "add_routes", "error_shape", "given_key", "shown"]
+__all__ = [
+    "ANTHROPIC_PATH",
+    "GUARDED",
+    "RESPONSES_PATH",
+    "Server",
+    "add_routes",
+    "error_shape",
+    "given_key",
+    "shown",
+]
 
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
@@ -47,16 +57,24 @@ class Server(Protocol):
         ...
 
     def owner(self, request: Request) -> str:
-        """Return whose the responses are that a request makes: the hash of its key, or one word for all callers."""
+        """Return whose the responses are that a request makes: the hash of its key, or one word for
+        all callers.
+        """
         ...
 
-    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
-        """A chat or text completion, asked for and answered in a dialect; `learn` is given the body before `speak` is.
+    async def complete(
+        self, request: Request, speak: Speak, learn: Learn | None = None
+    ) -> Response:
+        """A chat or text completion, asked for and answered in a dialect; `learn` is given the body
+        before `speak` is.
 
-        Raises KvrelayError."""
+        Raises KvrelayError.
+        """
         ...
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
+    async def tokenized(
+        self, request: Request, path: str, translate: Callable[[bytes], bytes]
+    ) -> bytes | None:
         """Return what POST /tokenize or /detokenize answers to the request's body, translated.
 
         None if the client has gone. Raises KvrelayError.
@@ -78,7 +96,11 @@ class Server(Protocol):
 
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
     """How errors look on a path."""
-    return anthropic_error if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/") else openai_error
+    return (
+        anthropic_error
+        if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+        else openai_error
+    )
 
 
 def given_key(headers: Callable[[str], str | None]) -> str:
@@ -102,8 +124,12 @@ def version() -> str:
         return "unknown"
 
 
-def add_routes(app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = "") -> None:
-    """Add them all. `responses`: where they are kept, in this process if nowhere else; `root_path`: a proxy's."""
+def add_routes(
+    app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = ""
+) -> None:
+    """Add them all. `responses`: where they are kept, in this process if nowhere else; `root_path`:
+    a proxy's.
+    """
     _add_responses(app, server, responses or ResponseStore())
     _add_anthropic(app, server)
     _add_docs(app, server, root_path)
@@ -139,18 +165,26 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
     async def respond(request: Request) -> Response:
         server.check_key(request)
         shelf = Recalled(store, server.owner(request))
-        speak = partial(speak_responses, store=shelf, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now())
+        speak = partial(
+            speak_responses, store=shelf, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now()
+        )
         return await server.complete(request, speak, shelf.recall)
 
     # One route for both methods: a refusal of a third one names them all.
-    @app.api_route(f"{RESPONSES_PATH}/{{response_id}}", methods=["GET", "DELETE"], response_model=None)
+    @app.api_route(
+        f"{RESPONSES_PATH}/{{response_id}}", methods=["GET", "DELETE"], response_model=None
+    )
     async def response(request: Request, response_id: str) -> Response:
         server.check_key(request)
         if request.method == "DELETE":
             store.delete(server.owner(request), response_id)
-            return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
+            return _json(
+                msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+            )
         if request.query_params.get("stream") in ("true", "1"):
-            raise RequestError("a response that is over is not streamed again; leave stream out", param="stream")
+            raise RequestError(
+                "a response that is over is not streamed again; leave stream out", param="stream"
+            )
         return _json(store.get(server.owner(request), response_id).body)
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
@@ -159,11 +193,15 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
         asked = request.query_params
         limit, order = asked.get("limit", "20"), asked.get("order", "desc")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-            raise RequestError(f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit")
+            raise RequestError(
+                f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit"
+            )
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
         stored = store.get(server.owner(request), response_id)
-        page = await beside(len(stored.input), stored_items, stored, int(limit), order, asked.get("after"))
+        page = await beside(
+            len(stored.input), stored_items, stored, int(limit), order, asked.get("after")
+        )
         return _json(msgspec.json.encode(page))
 
 
@@ -171,7 +209,9 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(ANTHROPIC_PATH, response_model=None)
     async def message(request: Request) -> Response:
         server.check_key(request)
-        return await server.complete(request, partial(speak_anthropic, message_id=f"msg_{uuid.uuid4().hex}"))
+        return await server.complete(
+            request, partial(speak_anthropic, message_id=f"msg_{uuid.uuid4().hex}")
+        )
 
     @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
     async def count(request: Request) -> Response:
@@ -184,13 +224,19 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
 
 
 def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
-    """The document, with the model names that are served now, and its page, which loads nothing from elsewhere."""
+    """The document, with the model names that are served now, and its page, which loads nothing
+    from elsewhere.
+    """
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        from openai_api.openapi import document  # here, because a router starts without it in 10 ms less
+        from openai_api.openapi import (
+            document,
+        )  # here, because a router starts without it in 10 ms less
 
-        return _json(msgspec.json.encode(document(app.title, version(), server.served(), root_path)))
+        return _json(
+            msgspec.json.encode(document(app.title, version(), server.served(), root_path))
+        )
 
     @app.get("/docs", response_model=None)
     async def docs() -> Response:

@@ -1,4 +1,6 @@
-"""What an answer says of its prompt's own tokens: log-probabilities in vLLM's shape, or in an echo. Pure."""
+"""What an answer says of its prompt's own tokens: log-probabilities in vLLM's shape, or in an echo.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ __all__ = ["ScoredPrompt"]
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """A prompt's tokens, and of all but the first their log-probabilities, with as many likely ones as anybody wants.
+    """A prompt's tokens, and of all but the first their log-probabilities, with as many likely ones
+    as anybody wants.
 
     Raises RequestError if there are more or fewer than that.
     """
@@ -30,13 +33,16 @@ class ScoredPrompt:
     def __post_init__(self) -> None:
         if len(self.entries) != len(self.token_ids) - 1:
             raise RequestError(
-                f"log-probabilities of {len(self.entries)} tokens of the prompt were handed over, and it has "
+                f"log-probabilities of {len(self.entries)} tokens of the prompt were handed over, "
+                f"and it has "
                 f"{len(self.token_ids)}; pass on what the prefill node answered",
                 param="kv_transfer_params",
             )
 
     def listed(self, tokenizer: Tokenizer, count: int) -> list[dict[str, PromptLogprob] | None]:
-        """For each token itself and the `count` likeliest ones by id; of the first nothing is known."""
+        """For each token itself and the `count` likeliest ones by id; of the first nothing is
+        known.
+        """
 
         def named(token: int, logprob: float, rank: int) -> PromptLogprob:
             return PromptLogprob(finite(logprob), rank, tokenizer.token_text(token))
@@ -50,10 +56,15 @@ class ScoredPrompt:
             listed.append(of_token)
         return listed
 
-    def echoed(self, tokenizer: Tokenizer, count: int, echo: str, *, as_token_ids: bool = False) -> CompletionLogprobs:
+    def echoed(
+        self, tokenizer: Tokenizer, count: int, echo: str, *, as_token_ids: bool = False
+    ) -> CompletionLogprobs:
         """The lists of a completion that begins with the prompt, whose text is `echo`."""
         first = TokenLogprobs(self.token_ids[0], 0.0)
-        cut = [replace(e, top_ids=e.top_ids[:count], top_logprobs=e.top_logprobs[:count]) for e in self.entries]
+        cut = [
+            replace(e, top_ids=e.top_ids[:count], top_logprobs=e.top_logprobs[:count])
+            for e in self.entries
+        ]
         offsets = self._offsets(tokenizer, echo)
         lists = completion_logprobs(tokenizer, [first, *cut], offsets, as_token_ids=as_token_ids)
         return replace(
@@ -65,8 +76,8 @@ class ScoredPrompt:
     def _offsets(self, tokenizer: Tokenizer, echo: str) -> list[int]:
         """Where in `echo` each token's text begins.
 
-        The tokens may say more than the text: what the tokenizer puts before it, or special tokens, which a prompt of
-        token ids shows no text of.
+        The tokens may say more than the text: what the tokenizer puts before it, or special tokens,
+        which a prompt of token ids shows no text of.
         """
         for skipped in (frozenset(), tokenizer.special_ids):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,5 +1,5 @@
-"""What GET /server_info tells of a process, at the router and at a node: its configuration, without secrets, and where
-it runs. The names of its fields are vLLM's.
+"""What GET /server_info tells of a process, at the router and at a node: its configuration, without
+secrets, and where it runs. The names of its fields are vLLM's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def server_info(config: Any, config_format: str) -> dict[str, Any]:
     Fields that are left out of a configuration's repr are secrets, and left out here."""
     if config_format not in _FORMATS:
         raise RequestError(
-            f"config_format must be {' or '.join(_FORMATS)}, got {config_format[:40]!r}", param="config_format"
+            f"config_format must be {' or '.join(_FORMATS)}, got {config_format[:40]!r}",
+            param="config_format",
         )
     return {
         "vllm_config": str(config) if config_format == "text" else _told(config),
@@ -50,8 +51,14 @@ def server_info(config: Any, config_format: str) -> dict[str, Any]:
 
 def _told(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {each.name: _told(getattr(value, each.name)) for each in dataclasses.fields(value) if each.repr}
-    return [_told(item) for item in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
+        return {
+            each.name: _told(getattr(value, each.name))
+            for each in dataclasses.fields(value)
+            if each.repr
+        }
+    return (
+        [_told(item) for item in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
+    )
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,8 @@
-"""When each stage of a leg was, in seconds of one clock, out of how long each took (wire Timing). Pure.
+"""When each stage of a leg was, in seconds of one clock, out of how long each took (wire Timing).
+Pure.
 
-An engine tells durations, and its stages follow each other without gaps; so the leg's end is what they are counted
-back from. The names are those of openai_api/stages.py.
+An engine tells durations, and its stages follow each other without gaps; so the leg's end is what
+they are counted back from. The names are those of openai_api/stages.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
     spent: list[StageTime] = []
     if timing.transfer_s:
         transfer = max(began, prefill - timing.transfer_s)
-        # The wait for a seat is told as one with the wait for the first step, which came after the last byte.
+        # The wait for a seat is told as one with the wait for the first step, which came after the
+        # last byte.
         before = min(timing.decode_queue_s, transfer - began)
         behind = min(timing.decode_queue_s - before, ended - decode)
         spent += [

@@ -1,20 +1,19 @@
-"""The break-down of a request by stage: the names, the same everywhere, and its place in an answer. Pure.
+"""The break-down of a request by stage: the names, the same everywhere, and its place in an answer.
+Pure.
 
 A request of two nodes goes through them in this order; one that is served whole has no hand-over.
 
-    queue         waiting for a node and for a seat on it
-    prefill       computing the prompt, token 1 included; on the decode node too, if it had to
-    announce      from token 1 at the router until the decode node knows that the KV is complete
-    transfer      the decode node's fetch, beside the prefill for the most part
-    exposed       of that, what came after the news that the KV is complete
-    decode_queue  on the decode node: waiting for a seat and blocks, and for the step behind the last byte
-    first_step    the first decode step, from its launch to its token
-    decode        from token 1, or from the last byte of its KV, to the end
-    total         from arrival to end
+    queue         waiting for a node and for a seat on it prefill       computing the prompt, token
+    1 included; on the decode node too, if it had to announce      from token 1 at the router until
+    the decode node knows that the KV is complete transfer      the decode node's fetch, beside the
+    prefill for the most part exposed       of that, what came after the news that the KV is
+    complete decode_queue  on the decode node: waiting for a seat and blocks, and for the step
+    behind the last byte first_step    the first decode step, from its launch to its token decode
+    from token 1, or from the last byte of its KV, to the end total         from arrival to end
 
-Of a leg that was cut, broke or is vLLM's, no node tells: the router counts what it saw. Until its first token that is
-`prefill` if the leg computes the prompt, `announce` if it fetches KV, and from there on `decode`; the wait for another
-node behind it is `queue`.
+Of a leg that was cut, broke or is vLLM's, no node tells: the router counts what it saw. Until its
+first token that is `prefill` if the leg computes the prompt, `announce` if it fetches KV, and from
+there on `decode`; the wait for another node behind it is `queue`.
 """
 
 from __future__ import annotations
@@ -40,13 +39,17 @@ STAGES = (
     "total",
 )
 TOLD = "told"
-"""No stage, and for the router only: from the news that the KV is complete to the token of the first step."""
+"""No stage, and for the router only: from the news that the KV is complete to the token of the
+first step.
+"""
 MOVED = "transfer_bytes"
 """No stage and no time, and for the router only: bytes of KV that were fetched."""
 
 
 def stages_ms(timing: Timing) -> dict[str, float]:
-    """Milliseconds of the stages that a request went through in one engine, TOLD, and MOVED if anything was."""
+    """Milliseconds of the stages that a request went through in one engine, TOLD, and MOVED if
+    anything was.
+    """
     stages_s: dict[str, float] = {}
     if timing.transfer_s:
         if timing.prefill_s:
@@ -64,9 +67,11 @@ def stages_ms(timing: Timing) -> dict[str, float]:
 
 
 def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
-    """The end of an answer, a stream or a JSON body, whose last JSON object gets a member `kvrelay` with milliseconds.
+    """The end of an answer, a stream or a JSON body, whose last JSON object gets a member `kvrelay`
+    with milliseconds.
 
-    Bytes are put into bytes: nothing is decoded, and all others stay what they are."""
+    Bytes are put into bytes: nothing is decoded, and all others stay what they are.
+    """
     tail = b"}\n\n" + sse.DONE
     if not end.endswith(tail):
         tail = b"}"

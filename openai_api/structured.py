@@ -1,8 +1,9 @@
-"""What a request asks of the form of its answer, as one value: response_format, structured_outputs, guided_* fields.
+"""What a request asks of the form of its answer, as one value: response_format, structured_outputs,
+guided_* fields.
 
 Light: whether a schema, an expression or a grammar can be followed is said where it is compiled
-(paged_engine/grammar.py). Names and meanings are OpenAI's and vLLM's; `guided_decoding_backend` is ignored, because one
-library serves all kinds.
+(paged_engine/grammar.py). Names and meanings are OpenAI's and vLLM's; `guided_decoding_backend` is
+ignored, because one library serves all kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from wire.sampling import Constraint, ConstraintKind
 __all__ = ["bad_word_ids", "constraint_of"]
 
 _ANY_OBJECT = '{"type":"object"}'
-# structured_outputs: key -> kind. The other keys that vLLM knows are served as well or refused below.
+# structured_outputs: key -> kind. The other keys that vLLM knows are served as well or refused
+# below.
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json",
     "regex": "regex",
@@ -35,33 +37,42 @@ _MAX_TAGS = 128
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
-    """The one constraint that a request names, None if the answer is free. Raises RequestError, for several too."""
+    """The one constraint that a request names, None if the answer is free. Raises RequestError, for
+    several too.
+    """
     # A forced tool call leaves no message whose format could matter.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
     found = [*forced, *_guided(request), *_structured(request.structured_outputs)]
     if len(found) > 1:
         names = " and ".join(constraint.field for constraint in found)
         raise RequestError(
-            f"{names} are given at once; the form of an answer can be asked for in one way only", param=found[1].field
+            f"{names} are given at once; the form of an answer can be asked for in one way only",
+            param=found[1].field,
         )
     whitespace = request.guided_whitespace_pattern
     if whitespace is None:
         return found[0].check() if found else None
     if not found or found[0].kind != "json":
         raise RequestError(
-            "guided_whitespace_pattern is about JSON; ask for JSON with guided_json or response_format",
+            "guided_whitespace_pattern is about JSON; ask for JSON with guided_json or "
+            "response_format",
             param="guided_whitespace_pattern",
         )
     return msgspec.structs.replace(found[0], whitespace=whitespace).check()
 
 
-def bad_word_ids(words: list[str] | None, encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, at the beginning of a text and behind a space. Raises RequestError for an empty word."""
+def bad_word_ids(
+    words: list[str] | None, encode: Callable[[str], list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word, at the beginning of a text and behind a space. Raises RequestError
+    for an empty word.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in words or ():
         if not 0 < len(word.strip()) <= len(word) <= _MAX_BAD_WORD_CHARS:
             raise RequestError(
-                f"a bad word must have between 1 and {_MAX_BAD_WORD_CHARS} characters that are not all spaces, "
+                f"a bad word must have between 1 and {_MAX_BAD_WORD_CHARS} characters that are "
+                f"not all spaces, "
                 f"got {len(word)}",
                 param="bad_words",
             )
@@ -92,7 +103,8 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
         yield _tags({"structures": asked.structures, "triggers": asked.triggers}, "response_format")
     else:
         raise RequestError(
-            f"response_format.type must be text, json_object, json_schema or structural_tag, got {asked.type!r}",
+            f"response_format.type must be text, json_object, json_schema or structural_tag, got "
+            f"{asked.type!r}",
             param="response_format.type",
         )
 
@@ -110,13 +122,18 @@ def _guided(request: SamplingFields) -> Iterator[Constraint]:
 
 def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
     """vLLM's object of one kind, with what goes with it."""
-    given = {key: value for key, value in (asked or {}).items() if value is not None and value is not False}
+    given = {
+        key: value
+        for key, value in (asked or {}).items()
+        if value is not None and value is not False
+    }
     whitespace = "" if given.pop(_NO_WHITESPACE, False) is True else given.pop(_WHITESPACE, None)
     for key, value in given.items():
         field = f"structured_outputs.{key}"
         if key not in _KINDS:
             raise RequestError(
-                f"structured_outputs must hold one of {', '.join(_KINDS)}; {key!r} is not supported", param=field
+                f"structured_outputs must hold one of {', '.join(_KINDS)}; {key!r} is not supported",
+                param=field,
             )
         kind = _KINDS[key]
         if key == "json_object":
@@ -124,7 +141,9 @@ def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
         found = _of(kind, value, field)
         if whitespace is not None:
             if kind != "json" or not isinstance(whitespace, str):
-                raise RequestError(f"{_WHITESPACE} is a regular expression and goes with json", param=field)
+                raise RequestError(
+                    f"{_WHITESPACE} is a regular expression and goes with json", param=field
+                )
             found = msgspec.structs.replace(found, whitespace=whitespace)
         yield found
 
@@ -138,7 +157,11 @@ def _of(kind: ConstraintKind, value: Any, field: str) -> Constraint:
             return Constraint(kind, _json(value), field=field)
         raise RequestError(f"{field} must be a JSON schema, as an object or as text", param=field)
     if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(choice, str) for choice in value)
+        ):
             raise RequestError(f"{field} must be a list of strings that is not empty", param=field)
         return Constraint(kind, _json(value), field=field)
     if kind == "tags":
@@ -169,19 +192,26 @@ def _tags(value: Any, field: str) -> Constraint:
         tags = msgspec.convert(value, _Tags)
     except msgspec.ValidationError as why:
         raise RequestError(
-            f"{field} must hold structures, a list of {{begin, schema, end}}, and triggers, a list of texts with which "
+            f"{field} must hold structures, a list of {{begin, schema, end}}, and triggers, a "
+            f"list of texts with which "
             f"they begin: {why}",
             param=field,
         ) from why
     for name, count in (("structures", len(tags.structures)), ("triggers", len(tags.triggers))):
         if count > _MAX_TAGS:
-            raise RequestError(f"{field} holds {count} {name}; the limit is {_MAX_TAGS}", param=field)
+            raise RequestError(
+                f"{field} holds {count} {name}; the limit is {_MAX_TAGS}", param=field
+            )
     for trigger in tags.triggers:
         if not trigger or not any(tag.begin.startswith(trigger) for tag in tags.structures):
-            raise RequestError(f"{field}: no structure begins with the trigger {trigger!r}", param=field)
+            raise RequestError(
+                f"{field}: no structure begins with the trigger {trigger!r}", param=field
+            )
     for tag in tags.structures:
         if not any(tag.begin.startswith(trigger) for trigger in tags.triggers):
-            raise RequestError(f"{field}: {tag.begin!r} begins with none of the triggers", param=field)
+            raise RequestError(
+                f"{field}: {tag.begin!r} begins with none of the triggers", param=field
+            )
     if not tags.structures:
         raise RequestError(f"{field} holds no structure", param=field)
     return Constraint("tags", _json(tags), field=field)

@@ -1,7 +1,8 @@
-"""Prometheus counters, histograms and gauges for what happens many times per request. Not for threads.
+"""Prometheus counters, histograms and gauges for what happens many times per request. Not for
+threads.
 
-prometheus_client's own take a lock and walk through their buckets, 1 to 3 us each; these are made into its families
-when somebody asks. For what is rare, its own are the better choice.
+prometheus_client's own take a lock and walk through their buckets, 1 to 3 us each; these are made
+into its families when somebody asks. For what is rare, its own are the better choice.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from prometheus_client.utils import floatToGoString
 __all__ = ["Level", "Spread", "Tally", "Zeros"]
 
 Zeros = Callable[[], Iterable[tuple[str, ...]]]
-"""Values of labels that are shown as zero before anything was counted, so that a rate can be taken of the first time.
-Asked for at every scrape: once shown they stay."""
+"""Values of labels that are shown as zero before anything was counted, so that a rate can be taken
+of the first time. Asked for at every scrape: once shown they stay.
+"""
 
 
 def _none() -> Iterable[tuple[str, ...]]:
@@ -98,7 +100,9 @@ class Spread(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For one scrape."""
-        family = HistogramMetricFamily(self._name, self._about, labels=[*self._fixed, *self._labels])
+        family = HistogramMetricFamily(
+            self._name, self._about, labels=[*self._fixed, *self._labels]
+        )
         names = [str(floatToGoString(bound)) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for values in self._zeros():
             if values not in self._counts:
@@ -110,7 +114,9 @@ class Spread(Collector):
 
 
 class Level(Collector):
-    """A gauge by the values of one label, asked of `read`; 0 for those of `known` that it leaves out."""
+    """A gauge by the values of one label, asked of `read`; 0 for those of `known` that it leaves
+    out.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Token ids in, text out: holds back what is not certain yet, and finds stop strings. Pure.
 
-The state is a function of the token ids alone. So it is never sent to another node: replaying the ids there makes it
-again, to the character.
+The state is a function of the token ids alone. So it is never sent to another node: replaying the
+ids there makes it again, to the character.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["TextStream"]
 class TextStream:
     """The text of one answer. Held back are parts of a character and what may become a stop string.
 
-    Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens have no text if
-    `skip_special_tokens`, but for those in `rendered`.
+    Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens
+    have no text if `skip_special_tokens`, but for those in `rendered`.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class TextStream:
         return rest
 
     def _certain(self, text: str) -> str:
-        """The part of held-back and new text that no stop string can begin in any more; sets `stop_hit`."""
+        """The part of held-back and new text that no stop string can begin in any more; sets
+        `stop_hit`.
+        """
         if self._unstoppable > 0:
             self._unstoppable -= 1
             return text
@@ -83,8 +85,14 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the one that is complete first, wherever tokens are cut; the longest of several."""
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        """(start, stop string) of the one that is complete first, wherever tokens are cut; the
+        longest of several.
+        """
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stop
+            if (start := text.find(stop)) >= 0
+        ]
         if not found:
             return None
         _, start, stop = min(found)

@@ -1,7 +1,9 @@
-"""TLS of servers and of the router as a client of nodes: contexts whose files are read again when they have changed.
+"""TLS of servers and of the router as a client of nodes: contexts whose files are read again when
+they have changed.
 
-Nothing has to be told and nothing runs beside: a connection that begins looks at the files, once a second at most.
-Connections that are open keep what they began with. Files that cannot be used leave everything as it was.
+Nothing has to be told and nothing runs beside: a connection that begins looks at the files, once a
+second at most. Connections that are open keep what they began with. Files that cannot be used leave
+everything as it was.
 """
 
 from __future__ import annotations
@@ -53,14 +55,20 @@ def server_context(config: Served) -> ssl.SSLContext | None:
     authorities = config.ssl_ca_certs if config.ssl_cert_reqs else ""
     return renewed(
         make,
-        {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile, "ssl_ca_certs": authorities},
+        {
+            "ssl_certfile": config.ssl_certfile,
+            "ssl_keyfile": config.ssl_keyfile,
+            "ssl_ca_certs": authorities,
+        },
     )
 
 
 def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SSLContext:
-    """Make a context that is made anew when one of these files has changed; by setting, empty for none.
+    """Make a context that is made anew when one of these files has changed; by setting, empty for
+    none.
 
-    Raises ConfigError if it cannot be made now."""
+    Raises ConfigError if it cannot be made now.
+    """
     files = {setting: path for setting, path in files.items() if path}
     stamp = _stamp(files.values())
     try:
@@ -68,20 +76,27 @@ def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SS
     except (OSError, ValueError) as why:
         named = " and ".join(f"{setting} {path!r}" for setting, path in files.items())
         raise ConfigError(
-            f"{named} cannot be used: {_words(why)}; they must be PEM files, a certificate and its key must belong "
+            f"{named} cannot be used: {_words(why)}; they must be PEM files, a certificate and "
+            f"its key must belong "
             "together, and the key have no password"
         ) from why
     return _Renewed(made, make, list(files.values()), stamp)
 
 
 class _Renewed(ssl.SSLContext):
-    """The context that servers and clients are given. Each connection is made by the newest one that there is."""
+    """The context that servers and clients are given. Each connection is made by the newest one
+    that there is.
+    """
 
     def __new__(cls, made: ssl.SSLContext, *_: Any) -> _Renewed:
         return super().__new__(cls, made.protocol)
 
     def __init__(
-        self, made: ssl.SSLContext, make: Callable[[], ssl.SSLContext], paths: Sequence[str], stamp: _Stamp
+        self,
+        made: ssl.SSLContext,
+        make: Callable[[], ssl.SSLContext],
+        paths: Sequence[str],
+        stamp: _Stamp,
     ) -> None:
         self._made, self._make, self._paths, self._stamp = made, make, paths, stamp
         self._looked_at = time.monotonic()
@@ -103,13 +118,19 @@ class _Renewed(ssl.SSLContext):
         try:
             self._made = self._make()
         except (OSError, ValueError) as why:
-            _log.error("%s changed and cannot be used: %s; the certificates from before stay", names, _words(why))
+            _log.error(
+                "%s changed and cannot be used: %s; the certificates from before stay",
+                names,
+                _words(why),
+            )
         else:
             _log.info("%s changed and are used from now on", names)
 
 
 def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Give a context its own certificate, with the key's file if that is another one. Raises OSError."""
+    """Give a context its own certificate, with the key's file if that is another one. Raises
+    OSError.
+    """
     # Never asks at a terminal for a password.
     context.load_cert_chain(certfile, keyfile or None, password=lambda: "")
 

@@ -1,6 +1,8 @@
-"""POST /inference/v1/generate, vLLM's tokens in, tokens out: the text completion that it means, and its answer. Pure.
+"""POST /inference/v1/generate, vLLM's tokens in, tokens out: the text completion that it means, and
+its answer. Pure.
 
-Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Text is made on the way and dropped here.
+Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Text is made on the way and dropped
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from openai_api import sse
 from openai_api.chat_events import Events, decoded
 from openai_api.dialect import KEEP_ALIVE, Dialect, openai_error
 from openai_api.json_body import reading
-from openai_api.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, StreamOptions, TopLogprob, Usage
+from openai_api.types import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    StreamOptions,
+    TopLogprob,
+    Usage,
+)
 from wire.errors import ErrorBody, NodeFailed, RequestError
 
 __all__ = ["GENERATE_PATH", "GenerateRequest", "Generated", "speak_generate"]
@@ -23,12 +32,22 @@ GENERATE_PATH = "/inference/v1/generate"
 
 _encode = msgspec.json.Encoder().encode
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
-_BESIDE = ("model", "stream", "stream_options", "request_id", "cache_salt", "priority", "kv_transfer_params")
+_BESIDE = (
+    "model",
+    "stream",
+    "stream_options",
+    "request_id",
+    "cache_salt",
+    "priority",
+    "kv_transfer_params",
+)
 """Fields of a request that a completion has, too."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate. `sampling_params` are fields of a completion; without max_tokens as many as fit."""
+    """POST /inference/v1/generate. `sampling_params` are fields of a completion; without max_tokens
+    as many as fit.
+    """
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     sampling_params: dict[str, Any]
@@ -42,7 +61,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratedChoice(msgspec.Struct, frozen=True):
-    """One choice, or what an event adds to it. Log-probabilities name tokens `token_id:` and the id."""
+    """One choice, or what an event adds to it. Log-probabilities name tokens `token_id:` and the
+    id.
+    """
 
     index: int
     logprobs: ChatLogprobs | None
@@ -51,7 +72,9 @@ class GeneratedChoice(msgspec.Struct, frozen=True):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A whole answer, or one event of a stream; the last event has the usage, if it was asked for, and no choice."""
+    """A whole answer, or one event of a stream; the last event has the usage, if it was asked for,
+    and no choice.
+    """
 
     request_id: str
     choices: list[GeneratedChoice]
@@ -101,7 +124,9 @@ def speak_generate(body: bytes) -> tuple[bytes, Dialect]:
     sampling = _raw_decoder.decode(given["sampling_params"])
     if request.sampling_params.get("detokenize") is False:
         if request.sampling_params.get("stop"):
-            raise RequestError("stop looks for texts, and detokenize is false; send stop_token_ids", param="stop")
+            raise RequestError(
+                "stop looks for texts, and detokenize is false; send stop_token_ids", param="stop"
+            )
         del sampling["detokenize"]
     completion = {
         "max_tokens": _NULL,  # vLLM's nodes read it as fit_max_tokens
@@ -149,7 +174,9 @@ class _GenerateAnswer:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
         scored = answer.choices[0].prompt_logprobs
         choices = [_generated(choice) for choice in answer.choices]
-        told = Generated(self._id(answer), choices, answer.usage or UNSET, scored, answer.kv_transfer_params)
+        told = Generated(
+            self._id(answer), choices, answer.usage or UNSET, scored, answer.kv_transfer_params
+        )
         return _encode(told)
 
     def error(self, status: int, error: ErrorBody) -> bytes:
@@ -161,7 +188,9 @@ class _GenerateAnswer:
         """An event; nothing for a chunk that is about the prompt alone."""
         if chunk.error is not None:
             return sse.event(self.error(0, chunk.error))
-        choices = [_generated(each) for each in chunk.choices if each.token_ids or each.finish_reason]
+        choices = [
+            _generated(each) for each in chunk.choices if each.token_ids or each.finish_reason
+        ]
         if chunk.choices and not choices:
             return b""
         return sse.event(_encode(Generated(self._id(chunk), choices, chunk.usage or UNSET)))

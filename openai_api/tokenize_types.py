@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize: what is asked and answered, in vLLM's shapes.
 
-A /tokenize body is that of a completion (`prompt`) or of a chat (`messages`), with these fields beside it. Light.
+A /tokenize body is that of a completion (`prompt`) or of a chat (`messages`), with these fields
+beside it. Light.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ __all__ = ["Detokenized", "ToDetokenize", "ToTokenize", "Tokenized"]
 
 
 class ToTokenize(msgspec.Struct, frozen=True):
-    """What is read before the prompt: which of the two kinds it is, and what to tell beside the ids."""
+    """What is read before the prompt: which of the two kinds it is, and what to tell beside the
+    ids.
+    """
 
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw()

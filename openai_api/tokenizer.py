@@ -1,4 +1,5 @@
-"""Text to token ids and back, for any model that can be served. Never imports transformers or torch.
+"""Text to token ids and back, for any model that can be served. Never imports transformers or
+torch.
 
 Encoding is the `tokenizers` library's; decoding is ours (openai_api/token_bytes.py).
 """
@@ -40,7 +41,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a folder in Hugging Face layout, a .gguf file or a config. Raises ConfigError."""
+        """The tokenizer of a folder in Hugging Face layout, a .gguf file or a config. Raises
+        ConfigError.
+        """
         path = Path(model).expanduser()
         if path.is_file() and path.suffix == ".gguf":
             return cls(gguf_tokenizer(path))
@@ -50,29 +53,42 @@ class Tokenizer:
         if (folder / "tokenizer.json").exists():
             return cls(folder_tokenizer(folder))
         if not (folder / "config.json").exists():
-            raise ConfigError(f"{model!r} holds neither tokenizer.json nor config.json; pass a model's folder or file")
+            raise ConfigError(
+                f"{model!r} holds neither tokenizer.json nor config.json; pass a model's folder "
+                f"or file"
+            )
         if any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
             # Weights that mean something are not served with a tokenizer that does not.
             raise ConfigError(
-                f"{model!r} holds weights but no tokenizer.json; add the model's, or write one with transformers' "
+                f"{model!r} holds weights but no tokenizer.json; add the model's, or write one "
+                f"with transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         return cls(byte_tokenizer(folder / "config.json"))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the model wants around a text (its BOS), which templates write."""
-        # As a batch of one: only that call lets other threads run meanwhile (1 MB of text takes 0.7 s).
-        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        """Token ids. `add_special_tokens` adds what the model wants around a text (its BOS), which
+        templates write.
+        """
+        # As a batch of one: only that call lets other threads run meanwhile (1 MB of text takes 0.7
+        # s).
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The inverse of encode: the space that encoding puts before a text is taken away again."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        text = b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+        text = b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode(
+            "utf-8", "replace"
+        )
         return text[1:] if self._parts.leading_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's part of a text, perhaps a part of a character. Empty for ids outside the vocabulary."""
+        """The token's part of a text, perhaps a part of a character. Empty for ids outside the
+        vocabulary.
+        """
         found = self._bytes.get(token_id)
         if found is None:
             piece = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
@@ -82,7 +98,9 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """No token stands for more bytes of text. Takes about 2 us per token of the vocabulary, once."""
+        """No token stands for more bytes of text. Takes about 2 us per token of the vocabulary,
+        once.
+        """
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=1)
 
     def special_id(self, text: str) -> int | None:

@@ -1,4 +1,6 @@
-"""Tools for a model whose chat template does not render them: in a system text, and past calls as text. Pure."""
+"""Tools for a model whose chat template does not render them: in a system text, and past calls as
+text. Pure.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,32 @@ def told_tools(
     *,
     system: bool,
 ) -> list[dict[str, Any]]:
-    """The messages with the tools in a system text, or before the first message's content where there can be none.
+    """The messages with the tools in a system text, or before the first message's content where
+    there can be none.
 
-    `write` is how the model writes calls (ToolFormat.write). Calls become content, results a user's messages.
+    `write` is how the model writes calls (ToolFormat.write). Calls become content, results a user's
+    messages.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _TEXT.format(tools=listed, example=write("name_of_the_function", {"argument": "value"}))
     told: list[dict[str, Any]] = []
     for message in messages:
-        plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        plain = {
+            name: value
+            for name, value in message.items()
+            if name not in ("tool_calls", "tool_call_id")
+        }
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if calls:
             written = [write(call["name"], _arguments(call)) for call in calls]
-            plain["content"] = "\n".join([*([plain["content"]] if plain["content"] else ()), *written])
+            plain["content"] = "\n".join(
+                [*([plain["content"]] if plain["content"] else ()), *written]
+            )
         if message["role"] == "tool":
-            plain = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            plain = {
+                "role": "user",
+                "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+            }
         if told and plain["role"] == told[-1]["role"] == "user":
             told[-1]["content"] += f"\n{plain['content']}"
         else:

@@ -1,7 +1,7 @@
 """What a chat request asks of tools: none, auto, required or one by name; checked. Pure and light.
 
-Auto needs a parser of what the model writes (openai_api/tool_parsers.py). Required and named need none: the output is
-constrained to a JSON schema, which is made here.
+Auto needs a parser of what the model writes (openai_api/tool_parsers.py). Required and named need
+none: the output is constrained to a JSON schema, which is made here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from wire.errors import RequestError
 __all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
 
 _MAX_NAME_CHARS = 256
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 class Choice(enum.Enum):
@@ -37,23 +41,34 @@ class ToolUse:
 
     choice: Choice = Choice.NONE
     tools: tuple[Mapping[str, Any], ...] = ()
-    """For the chat template, as the client wrote them. Empty with NONE: what is not shown is not called."""
+    """For the chat template, as the client wrote them. Empty with NONE: what is not shown is not
+    called.
+    """
     name: str = ""
     parallel: bool = True
 
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer's content is constrained to, or None (none, auto).
 
-        Named: of the arguments alone. Required: of a list of {"name", "parameters"}. Raises RequestError.
+        Named: of the arguments alone. Required: of a list of {"name", "parameters"}. Raises
+        RequestError.
         """
         if self.choice is Choice.NAMED:
-            return dict(next(_parameters(tool) for tool in self.tools if tool["function"]["name"] == self.name))
+            return dict(
+                next(
+                    _parameters(tool)
+                    for tool in self.tools
+                    if tool["function"]["name"] == self.name
+                )
+            )
         if self.choice is not Choice.REQUIRED:
             return None
         try:
             calls = [_call_schema(i, tool) for i, tool in enumerate(self.tools)]
         except RecursionError as why:
-            raise RequestError("tools hold a schema that nests too deeply; send fewer levels", param="tools") from why
+            raise RequestError(
+                "tools hold a schema that nests too deeply; send fewer levels", param="tools"
+            ) from why
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         return schema if self.parallel else {**schema, "maxItems": 1}
 
@@ -64,7 +79,9 @@ def asked_tools(request: ChatRequest) -> ToolUse:
 
 
 def tool_use(
-    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None, parallel: bool | None
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
 ) -> ToolUse:
     """The request's three fields, checked. Raises RequestError that names the field."""
     names = _checked_names(tools or ())
@@ -76,7 +93,9 @@ def tool_use(
     if choice is Choice.NONE:
         return ToolUse()
     if not names:
-        raise RequestError("tool_choice needs tools; send both or leave it out", param="tool_choice")
+        raise RequestError(
+            "tool_choice needs tools; send both or leave it out", param="tool_choice"
+        )
     if choice is Choice.NAMED and name not in names:
         raise RequestError(
             f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(names)}",
@@ -90,7 +109,8 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
         if value in ("none", "auto", "required"):
             return Choice(value), ""
         raise RequestError(
-            f"tool_choice must be none, auto, required or an object that names a tool, got {value!r}",
+            f"tool_choice must be none, auto, required or an object that names a tool, got "
+            f"{value!r}",
             param="tool_choice",
         )
     function = value.get("function")
@@ -112,28 +132,38 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
         where = f"tools[{i}]"
         if tool.get("type") != "function":
             raise RequestError(
-                f"{where}.type must be 'function', got {_shown(tool.get('type'))}; no others are served",
+                f"{where}.type must be 'function', got {_shown(tool.get('type'))}; no others are "
+                f"served",
                 param=f"{where}.type",
             )
         function = tool.get("function")
         if not isinstance(function, Mapping):
             raise RequestError(
-                f"{where}.function must be an object with a name, got {_shown(function)}", param=f"{where}.function"
+                f"{where}.function must be an object with a name, got {_shown(function)}",
+                param=f"{where}.function",
             )
         name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_NAME_CHARS:
+        if (
+            not isinstance(name, str)
+            or not name.isprintable()
+            or not 0 < len(name) <= _MAX_NAME_CHARS
+        ):
             raise RequestError(
-                f"{where}.function.name must be a text of 1 to {_MAX_NAME_CHARS} printable characters, "
+                f"{where}.function.name must be a text of 1 to {_MAX_NAME_CHARS} printable "
+                f"characters, "
                 f"got {_shown(name)}",
                 param=f"{where}.function.name",
             )
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(
-                f"{where}.function.parameters must be a JSON schema (an object), got {_shown(parameters)}",
+                f"{where}.function.parameters must be a JSON schema (an object), got "
+                f"{_shown(parameters)}",
                 param=f"{where}.function.parameters",
             )
         if name in names:
-            raise RequestError(f"{where}: there are two tools {name!r}; names must differ", param="tools")
+            raise RequestError(
+                f"{where}: there are two tools {name!r}; names must differ", param="tools"
+            )
         names.append(name)
     return names
 
@@ -147,7 +177,9 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _call_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     # A schema's own references start at its root, which lies deeper here.
     root = f"#/items/anyOf/{index}/properties/parameters"
-    parameters = _moved({k: v for k, v in _parameters(tool).items() if k not in ("$id", "$schema")}, root)
+    parameters = _moved(
+        {k: v for k, v in _parameters(tool).items() if k not in ("$id", "$schema")}, root
+    )
     return {
         "type": "object",
         "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},

@@ -1,12 +1,14 @@
 """Generated text into content and tool calls, as it comes. Pure.
 
-Two parsers and Mistral's are all the ways in which models write calls; what differs between models is a row of marks
-(openai_api/model_formats.py). Pieces may be cut anywhere, and what comes out is a function of the
-text: a node that goes on with an answer replays its text. A call is told as soon as it is certain to be one (its name
-and the first character of its arguments); what is malformed before that is content, and nothing of it is lost. What
-breaks later leaves a call with broken arguments, and the rest is content. White space next to calls is no content.
+Two parsers and Mistral's are all the ways in which models write calls; what differs between models
+is a row of marks (openai_api/model_formats.py). Pieces may be cut anywhere, and what comes out is a
+function of the text: a node that goes on with an answer replays its text. A call is told as soon as
+it is certain to be one (its name and the first character of its arguments); what is malformed
+before that is content, and nothing of it is lost. What breaks later leaves a call with broken
+arguments, and the rest is content. White space next to calls is no content.
 
-Markers that are special tokens in a vocabulary (`hidden`) never become content, not even those of malformed calls.
+Markers that are special tokens in a vocabulary (`hidden`) never become content, not even those of
+malformed calls.
 """
 
 from __future__ import annotations
@@ -44,9 +46,13 @@ class CallMarks:
     closers: tuple[str, ...] = ()
     """Markers behind calls, which are never content there."""
     inner: tuple[str, ...] = ()
-    """Further ones that the parser must see, though they may be special tokens, which otherwise have no text."""
+    """Further ones that the parser must see, though they may be special tokens, which otherwise
+    have no text.
+    """
     head: str | None = None
-    """A pattern for what stands before the arguments, with the group `name`. None: the object holds the name."""
+    """A pattern for what stands before the arguments, with the group `name`. None: the object holds
+    the name.
+    """
     head_end: str = ""
     """A pattern for the end of the head."""
     tags: CallTags | None = None
@@ -65,7 +71,8 @@ class CallMarks:
 class TextParser:
     """The parser that finds no calls, and what all others have in common.
 
-    A state is a method: it takes what it can from `_buffer` and says whether the next state may go on at once.
+    A state is a method: it takes what it can from `_buffer` and says whether the next state may go
+    on at once.
     """
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
@@ -108,7 +115,9 @@ class TextParser:
         return self._content_to(self._hidden) is not None
 
     def _content_to(self, markers: tuple[str, ...]) -> str | None:
-        """Take content and the marker behind it; without one all content up to what may be the beginning of one."""
+        """Take content and the marker behind it; without one all content up to what may be the
+        beginning of one.
+        """
         found = any_of(markers).search(self._buffer) if markers else None
         if found is not None:
             self._content(self._buffer[: found.start()])
@@ -142,9 +151,15 @@ class _CallParser(TextParser, abc.ABC):
     """What parsers have in common that look for calls in a text."""
 
     def __init__(
-        self, ids: CallIds, hidden: Collection[str] = (), tools: Tools = (), marks: CallMarks | None = None
+        self,
+        ids: CallIds,
+        hidden: Collection[str] = (),
+        tools: Tools = (),
+        marks: CallMarks | None = None,
     ) -> None:
-        """`tools` are the request's, checked; they say which arguments are texts where a model does not."""
+        """`tools` are the request's, checked; they say which arguments are texts where a model does
+        not.
+        """
         super().__init__(ids, hidden)
         self._marks, self._tools = marks or CallMarks(), tools
         openers = self._marks.openers
@@ -166,7 +181,9 @@ class _CallParser(TextParser, abc.ABC):
 
     def _text(self) -> bool:
         # Behind a call what ends one is no content, however many there are.
-        marker = self._content_to((*self._sought, *self._marks.closers) if self.calls else self._sought)
+        marker = self._content_to(
+            (*self._sought, *self._marks.closers) if self.calls else self._sought
+        )
         if marker is None:
             return False
         if marker in self._marks.openers:
@@ -183,7 +200,9 @@ class _CallParser(TextParser, abc.ABC):
         taken, self._buffer = self._buffer[:end], self._buffer[end:]
         if reader.begun:
             if not self._begun:
-                self._parts.append(CallBegun(self.calls, self._ids.of(self.calls, reader.name), reader.name))
+                self._parts.append(
+                    CallBegun(self.calls, self._ids.of(self.calls, reader.name), reader.name)
+                )
                 self.calls += 1
                 self._begun = True
                 self._held.clear()
@@ -213,7 +232,9 @@ class _CallParser(TextParser, abc.ABC):
 
 
 class MarkedParser(_CallParser):
-    """Calls between markers, any number: a JSON object with the name in it, or a head with the name and arguments."""
+    """Calls between markers, any number: a JSON object with the name in it, or a head with the name
+    and arguments.
+    """
 
     def _opened(self) -> None:
         if self._marks.head is None:
@@ -229,7 +250,11 @@ class MarkedParser(_CallParser):
         end = re.compile(marks.head_end).search(text)
         if end is None and len(text) <= _MAX_HEAD_CHARS:
             return False
-        found = None if end is None or end.end() > _MAX_HEAD_CHARS else re.fullmatch(marks.head, text[: end.end()])
+        found = (
+            None
+            if end is None or end.end() > _MAX_HEAD_CHARS
+            else re.fullmatch(marks.head, text[: end.end()])
+        )
         if found is None:
             self._release()
             self._state = self._text
@@ -238,7 +263,11 @@ class MarkedParser(_CallParser):
         self._buffer = self._buffer[blanks + found.end() :]
         name = found["name"]
         tags = marks.tags
-        self._read(ArgumentsReader(name) if tags is None else TaggedReader(name, tags, self._properties(name)))
+        self._read(
+            ArgumentsReader(name)
+            if tags is None
+            else TaggedReader(name, tags, self._properties(name))
+        )
         return True
 
     def _properties(self, name: str) -> Mapping[str, Any]:
@@ -271,17 +300,25 @@ class MarkedParser(_CallParser):
 
     def _rest(self) -> str:
         # A marker that was cut off has ended a call, or a part of one, all the same.
-        cut_off = self._state in (self._behind_call, self._close) or (self._state == self._call and self._begun)
+        cut_off = self._state in (self._behind_call, self._close) or (
+            self._state == self._call and self._begun
+        )
         return "" if cut_off else super()._rest()
 
 
 class ListedParser(_CallParser):
-    """Calls one behind the other or in a list, as JSON objects or as Python, with separators between them."""
+    """Calls one behind the other or in a list, as JSON objects or as Python, with separators
+    between them.
+    """
 
     _SEPARATORS = " \t\r\n,;"
 
     def __init__(
-        self, ids: CallIds, hidden: Collection[str] = (), tools: Tools = (), marks: CallMarks | None = None
+        self,
+        ids: CallIds,
+        hidden: Collection[str] = (),
+        tools: Tools = (),
+        marks: CallMarks | None = None,
     ) -> None:
         super().__init__(ids, hidden, tools, marks)
         if self._marks.bare:
@@ -334,9 +371,11 @@ class ListedParser(_CallParser):
 
 
 class MistralParser(ListedParser):
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or since version 11 `[TOOL_CALLS]name{...}` for each.
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or since version 11
+    `[TOOL_CALLS]name{...}` for each.
 
-    Between name and arguments there may be `[CALL_ID]id` and `[ARGS]`, by the version; the id is not used.
+    Between name and arguments there may be `[CALL_ID]id` and `[ARGS]`, by the version; the id is
+    not used.
     """
 
     _NAME = re.compile(r"([^\s{}\[\]]+)(?:\[CALL_ID\][^\s{}\[\]]*)?(?:\[ARGS\])?\s*")
@@ -392,7 +431,9 @@ class NamedParser(TextParser):
         """All of it."""
         if not text:
             return []
-        begun: list[Part] = [] if self.calls else [CallBegun(0, self._ids.of(0, self._name), self._name)]
+        begun: list[Part] = (
+            [] if self.calls else [CallBegun(0, self._ids.of(0, self._name), self._name)]
+        )
         self.calls = 1
         return [*begun, Arguments(0, text)]
 

@@ -1,9 +1,11 @@
-"""OpenTelemetry traces of a server: one span for each request, its stages as children, sent by OTLP over HTTP.
+"""OpenTelemetry traces of a server: one span for each request, its stages as children, sent by OTLP
+over HTTP.
 
-OpenTelemetry is imported only if an endpoint is configured. Spans are made of times that were taken anyway,
-when the request has ended; at its beginning there is only the span that others are to name as their parent. Which
-traces are kept, the service's name and more facts of it follow OpenTelemetry's own variables (OTEL_TRACES_SAMPLER,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS and so on). Knows no stage by name.
+OpenTelemetry is imported only if an endpoint is configured. Spans are made of times that were taken
+anyway, when the request has ended; at its beginning there is only the span that others are to name
+as their parent. Which traces are kept, the service's name and more facts of it follow
+OpenTelemetry's own variables (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_EXPORTER_OTLP_HEADERS and so on). Knows no stage by name.
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
-    """Where traces are sent; empty if nowhere. What is configured wins over OpenTelemetry's variables."""
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+    """Where traces are sent; empty if nowhere. What is configured wins over OpenTelemetry's
+    variables.
+    """
+    if (
+        environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environ.get("OTEL_TRACES_EXPORTER", "") == "none"
+    ):
         return ""
     base = environ.get(_ALL, "").rstrip("/")
     return configured or environ.get(_OURS, "") or (f"{base}/v1/traces" if base else "")
@@ -44,8 +51,8 @@ def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
 def tracing_to(configured: str, service: str) -> Tracing | None:
     """Tracing of this process, or None if no endpoint is given, by configuration or environment.
 
-    `service` is its name unless OTEL_SERVICE_NAME gives one. Raises ConfigError if OpenTelemetry is not
-    installed.
+    `service` is its name unless OTEL_SERVICE_NAME gives one. Raises ConfigError if OpenTelemetry is
+    not installed.
     """
     endpoint = endpoint_of(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
@@ -58,24 +65,36 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Of a caller's headers those that are passed on: W3C's traceparent and tracestate, and neither if it is odd."""
+    """Of a caller's headers those that are passed on: W3C's traceparent and tracestate, and neither
+    if it is odd.
+    """
     parent, state = header("traceparent"), header("tracestate")
     if parent is None or not _TRACE.fullmatch(parent):
         return {}
-    return {"traceparent": parent} | ({"tracestate": state} if state and _STATE.fullmatch(state) else {})
+    return {"traceparent": parent} | (
+        {"tracestate": state} if state and _STATE.fullmatch(state) else {}
+    )
 
 
 class RequestSpan:
     """One request in this process. `headers` go with all that it asks of others; end it once."""
 
-    def __init__(self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]) -> None:
+    def __init__(
+        self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]
+    ) -> None:
         self._span, self._child_of, self._start = span, child_of, start
         self.headers = headers
 
     def end(
-        self, stages: Iterable[StageTime], attributes: Mapping[str, Attribute], ended: float, error: str = ""
+        self,
+        stages: Iterable[StageTime],
+        attributes: Mapping[str, Attribute],
+        ended: float,
+        error: str = "",
     ) -> None:
-        """It ended at that monotonic second; `stages` are in monotonic seconds, too. `error`: why it failed."""
+        """It ended at that monotonic second; `stages` are in monotonic seconds, too. `error`: why
+        it failed.
+        """
         if not self._span.is_recording():
             return
         from opentelemetry.trace import Status, StatusCode
@@ -102,11 +121,15 @@ class Tracing:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as why:
             raise ConfigError(
-                f"traces are to go to {endpoint}, and OpenTelemetry is not installed ({why}); pip install "
+                f"traces are to go to {endpoint}, and OpenTelemetry is not installed ({why}); pip "
+                f"install "
                 "'kvrelay[tracing]', or leave the endpoint out"
             ) from why
         if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"traces are sent by OTLP over HTTP, to an http:// or https:// URL, got {endpoint!r}")
+            raise ConfigError(
+                f"traces are sent by OTLP over HTTP, to an http:// or https:// URL, got "
+                f"{endpoint!r}"
+            )
         named = os.environ.get("OTEL_SERVICE_NAME") or service
         # All pods listen at one address, and all workers of a router at one port.
         instance = f"{socket.gethostname()}:{os.getpid()}"
@@ -117,20 +140,25 @@ class Tracing:
         self._carrier = TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], began: float) -> RequestSpan:
-        """A request that came with these headers (traceparent and tracestate count) at that monotonic second."""
+        """A request that came with these headers (traceparent and tracestate count) at that
+        monotonic second.
+        """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         shift = time.time_ns() - time.monotonic_ns()
         parent = self._carrier.extract(dict(headers), Context())
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=int(began * 1e9) + shift)
+        span = self._tracer.start_span(
+            name, parent, SpanKind.SERVER, start_time=int(began * 1e9) + shift
+        )
         child_of, told = set_span_in_context(span, Context()), dict[str, str]()
         self._carrier.inject(told, child_of)
         return RequestSpan(span, child_of, told, self._tracer.start_span)
 
     def close(self, within_s: float = _FLUSH_S) -> None:
         """Send what is left, for that time at most. Blocks."""
-        # A thread of its own, because a collector that hangs is waited for longer than a process should.
+        # A thread of its own, because a collector that hangs is waited for longer than a process
+        # should.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(within_s)

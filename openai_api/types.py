@@ -1,6 +1,8 @@
-"""Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no checks of meaning.
+"""Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no
+checks of meaning.
 
-Fields not named here are ignored, but for those that openai_api/not_built.py refuses. None always means the default.
+Fields not named here are ignored, but for those that openai_api/not_built.py refuses. None always
+means the default.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`type`: text, json_object, json_schema, or vLLM's structural_tag, which has `structures` and `triggers`."""
+    """`type`: text, json_object, json_schema, or vLLM's structural_tag, which has `structures` and
+    `triggers`.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -92,7 +96,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    # Where the context has no room for max_tokens: as many as fit, which is also meant where there is no max_tokens.
+    # Where the context has no room for max_tokens: as many as fit, which is also meant where there
+    # is no max_tokens.
     fit_max_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
     n: int | None = None
@@ -103,7 +108,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
-    # The request's own id where no header x-request-id gives one; and that of its conversation, for the router.
+    # The request's own id where no header x-request-id gives one; and that of its conversation, for
+    # the router.
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
@@ -144,7 +150,9 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a chat. What is not its content goes to the chat template as it is, but for arguments of calls."""
+    """One message of a chat. What is not its content goes to the chat template as it is, but for
+    arguments of calls.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -212,7 +220,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character; None beside ids."""
+    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character; None beside
+    ids.
+    """
 
     token: str
     logprob: float
@@ -235,7 +245,9 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Lists with one entry per token; `text_offset` counts characters of the answer's text. None: not known."""
+    """Lists with one entry per token; `text_offset` counts characters of the answer's text. None:
+    not known.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -269,8 +281,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 class ReplyMessage(msgspec.Struct, frozen=True):
     """The answer's message. `content` is None beside tool calls if there is none.
 
-    `reasoning` is vLLM's name, and always there: its clients read it from every answer. Others call it
-    `reasoning_content`.
+    `reasoning` is vLLM's name, and always there: its clients read it from every answer. Others call
+    it `reasoning_content`.
     """
 
     role: str
@@ -281,7 +293,9 @@ class ReplyMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One choice of a whole chat answer. `stop_reason` is the stop string or stop token that was hit."""
+    """One choice of a whole chat answer. `stop_reason` is the stop string or stop token that was
+    hit.
+    """
 
     index: int
     message: ReplyMessage
@@ -405,7 +419,9 @@ class Completion(msgspec.Struct, frozen=True):
 class ModelCard(msgspec.Struct, frozen=True):
     """One served model, as OpenAI's and Anthropic's clients read it.
 
-    An adapter has a `parent`, the model that it is for; an alias has a `root`, the model that it stands for."""
+    An adapter has a `parent`, the model that it is for; an alias has a `root`, the model that it
+    stands for.
+    """
 
     id: str
     created: int
@@ -422,12 +438,20 @@ class ModelCard(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, name: str, created: int, max_model_len: int) -> ModelCard:
         """A model's own card; `created` is a Unix second."""
-        return cls(name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat())
+        return cls(
+            name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat()
+        )
 
-    def named(self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET) -> ModelCard:
+    def named(
+        self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET
+    ) -> ModelCard:
         """The card of an adapter or an alias of this model or adapter."""
         return msgspec.structs.replace(
-            self, id=name, display_name=name, parent=self.parent if parent is UNSET else parent, root=root
+            self,
+            id=name,
+            display_name=name,
+            parent=self.parent if parent is UNSET else parent,
+            root=root,
         )
 
 

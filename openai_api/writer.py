@@ -1,7 +1,8 @@
-"""Turns an engine's tokens into the bytes of an answer: SSE events, or one JSON body. One class for all roles. Pure.
+"""Turns an engine's tokens into the bytes of an answer: SSE events, or one JSON body. One class for
+all roles. Pure.
 
-Owns what surrounds the choices (openai_api/choice_writer.py): the head of every chunk, usage, the end. The choices of
-an answer come interleaved, in any order.
+Owns what surrounds the choices (openai_api/choice_writer.py): the head of every chunk, usage, the
+end. The choices of an answer come interleaved, in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AnswerWriter:
-    """One answer to one prompt. For each choice `tokens` for each update and then `end`; when all have ended, `close`.
+    """One answer to one prompt. For each choice `tokens` for each update and then `end`; when all
+    have ended, `close`.
 
     If it broke, `error`. `so_far` says of each choice what was made elsewhere.
     """
@@ -63,17 +65,28 @@ class AnswerWriter:
         beginning: Beginning = Beginning(),  # noqa: B008 - a constant
         message: Callable[[int], MessageParser] = lambda _: PlainMessage(_ROLE),
     ) -> None:
-        """`message` makes the parser of the choice of an index. A `part` of a request with several prompts counts its
-        choices from `first_index` and leaves the end of a stream to openai_api/join.py.
+        """`message` makes the parser of the choice of an index. A `part` of a request with several
+        prompts counts its choices from `first_index` and leaves the end of a stream to
+        openai_api/join.py.
 
         Raises RequestError for a `so_far` that cannot be gone on from.
         """
         self.streams = bool(request.stream)
         self._part = part
         self.cached_tokens = cached_tokens
-        """Of the prompt, those found in a prefix cache. Known when the first update comes; set it then."""
+        """Of the prompt, those found in a prefix cache. Known when the first update comes; set it
+        then.
+        """
         self.choices = [
-            ChoiceWriter(request, tokenizer, params, first_index + at, message(first_index + at), each, beginning)
+            ChoiceWriter(
+                request,
+                tokenizer,
+                params,
+                first_index + at,
+                message(first_index + at),
+                each,
+                beginning,
+            )
             for at, each in enumerate(so_far)
         ]
         self._chat = isinstance(request, ChatRequest)
@@ -91,7 +104,9 @@ class AnswerWriter:
 
     @property
     def scored_prompt(self) -> ScoredPrompt | None:
-        """Of a request that asks for log-probabilities of its prompt; set it before the first token."""
+        """Of a request that asks for log-probabilities of its prompt; set it before the first
+        token.
+        """
         return self.choices[0].scored_prompt
 
     @scored_prompt.setter
@@ -104,7 +119,9 @@ class AnswerWriter:
         """All choices have ended."""
         return all(choice.ended for choice in self.choices)
 
-    def tokens(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bytes:
+    def tokens(
+        self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
+    ) -> bytes:
         """Take new tokens of a choice; the events to send now. See ChoiceWriter.tokens."""
         return self._events(self.choices[choice].tokens(token_ids, logprobs or ()))
 
@@ -115,7 +132,8 @@ class AnswerWriter:
     def close(self, handover: KvTransferParams | None = None) -> bytes:
         """Behind the end of all choices: usage and [DONE], or the whole JSON body.
 
-        `handover` goes into the body (not into streams) for a proxy that carries it to the decode node.
+        `handover` goes into the body (not into streams) for a proxy that carries it to the decode
+        node.
         """
         if self.streams and self._part:
             return b""
@@ -125,7 +143,9 @@ class AnswerWriter:
 
     def cut(self, handover: KvTransferParams | None = None) -> bytes:
         """The end of an answer that is given to a caller as it is now: the choices that have begun."""
-        begun = [at for at, choice in enumerate(self.choices) if choice.token_ids and not choice.ended]
+        begun = [
+            at for at, choice in enumerate(self.choices) if choice.token_ids and not choice.ended
+        ]
         return b"".join([self.end(at, Finish.LENGTH) for at in begun]) + self.close(handover)
 
     def error(self, error: KvrelayError) -> bytes:
@@ -153,12 +173,16 @@ class AnswerWriter:
         if self._chat:
             chats = [choice for choice in ended if isinstance(choice, ChatChoice)]
             scored = self.choices[0].prompt_logprobs()
-            return ChatCompletion(*head, chats, self._usage(), carried, self._prompt_token_ids, scored)
+            return ChatCompletion(
+                *head, chats, self._usage(), carried, self._prompt_token_ids, scored
+            )
         texts = [choice for choice in ended if isinstance(choice, CompletionChoice)]
         return Completion(*head, texts, self._usage(), carried)
 
     def _best(self) -> Sequence[ChoiceWriter]:
-        """The choices to return: if there are more than were asked for, the likeliest, in that order."""
+        """The choices to return: if there are more than were asked for, the likeliest, in that
+        order.
+        """
         if len(self.choices) <= self._returned:
             return self.choices
         first = self.choices[0].index
@@ -169,8 +193,14 @@ class AnswerWriter:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Tokens of the prompt, generated ones of all choices, and those of the prompt found in a prefix cache."""
-        return self.prompt_tokens, sum(len(choice.token_ids) for choice in self.choices), self.cached_tokens
+        """Tokens of the prompt, generated ones of all choices, and those of the prompt found in a
+        prefix cache.
+        """
+        return (
+            self.prompt_tokens,
+            sum(len(choice.token_ids) for choice in self.choices),
+            self.cached_tokens,
+        )
 
     def _usage(self) -> Usage:
         return Usage.of(*self.counts)

@@ -1,11 +1,13 @@
-"""One model on one node: weights, models, paged KV pool, prefix cache, scheduler, sampler, step loop.
+"""One model on one node: weights, models, paged KV pool, prefix cache, scheduler, sampler, step
+loop.
 
 Knows nothing of HTTP, text or other nodes. Called by node/engine_process.py.
 
-Importing this package also makes `kernels` ours. Our folder `kernels/` has no `__init__.py` (transformers would
-execute it, ARCHITECTURE.md), and a regular package of that name, such as Hugging Face's, hides such a folder wherever
-it lies on the path. So our folder is added to the end of the search path of whatever `kernels` is found: theirs stays
-whole for transformers, and `kernels.paged_attention` is found as well.
+Importing this package also makes `kernels` ours. Our folder `kernels/` has no `__init__.py`
+(transformers would execute it, ARCHITECTURE.md), and a regular package of that name, such as
+Hugging Face's, hides such a folder wherever it lies on the path. So our folder is added to the end
+of the search path of whatever `kernels` is found: theirs stays whole for transformers, and
+`kernels.paged_attention` is found as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _REMEDY = "uninstall it (pip uninstall kernels), or install kvrelay into an envi
 
 
 def _join_kernels(ours: Path) -> None:
-    """Make the modules in our folder importable as `kernels.<module>`. Raises ConfigError with the remedy."""
+    """Make the modules in our folder importable as `kernels.<module>`. Raises ConfigError with the
+    remedy.
+    """
     try:
         found = importlib.import_module("kernels")
     except Exception as why:  # another's package: its import may fail in any way
@@ -28,9 +32,13 @@ def _join_kernels(ours: Path) -> None:
             f"another package named kernels is installed and cannot be imported ({why}); {_REMEDY}"
         ) from why
     if not hasattr(found, "__path__"):
-        raise ConfigError(f"the file {found.__file__} hides kvrelay's folder kernels; rename it or start elsewhere")
+        raise ConfigError(
+            f"the file {found.__file__} hides kvrelay's folder kernels; rename it or start "
+            f"elsewhere"
+        )
     if str(ours) not in map(str, found.__path__):
-        # A list and not an append: the path of a package without __init__ is computed anew when sys.path changes.
+        # A list and not an append: the path of a package without __init__ is computed anew when
+        # sys.path changes.
         found.__path__ = [*found.__path__, str(ours)]
         importlib.invalidate_caches()
     for file in ours.glob("*.py"):
@@ -38,7 +46,8 @@ def _join_kernels(ours: Path) -> None:
         if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
             where = spec.origin if spec else None
             raise ConfigError(
-                f"kernels.{file.stem} is {where} and not {file}: another package kernels hides it; {_REMEDY}"
+                f"kernels.{file.stem} is {where} and not {file}: another package kernels hides "
+                f"it; {_REMEDY}"
             )
 
 

@@ -1,8 +1,10 @@
-"""Where an adapter's matrices go: one *site* for each linear layer of the decoder, which may be several projections.
+"""Where an adapter's matrices go: one *site* for each linear layer of the decoder, which may be
+several projections.
 
-A site's projections share their input, so their A's lie one above the other and their B's too: what belongs together
-is known by position. Lower ranks are padded with zeros to the limit. Also what a tensor-parallel rank holds: of B the
-rows whose outputs it computes, of A the columns whose inputs it has; so adapters need no collective of their own.
+A site's projections share their input, so their A's lie one above the other and their B's too: what
+belongs together is known by position. Lower ranks are padded with zeros to the limit. Also what a
+tensor-parallel rank holds: of B the rows whose outputs it computes, of A the columns whose inputs
+it has; so adapters need no collective of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _CUT_INPUTS = (".o_proj", ".down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One linear layer of the decoder. `modules` are the projections in it, `rows` how many outputs each has."""
+    """One linear layer of the decoder. `modules` are the projections in it, `rows` how many outputs
+    each has.
+    """
 
     modules: tuple[str, ...]
     in_features: int
@@ -39,7 +43,9 @@ class Site:
 
 
 def sites_of(model: ModelConfig) -> list[dict[str, Site]]:
-    """Of each layer: its linear layers by the names of `Decoder.sites`. A mixture's experts have none."""
+    """Of each layer: its linear layers by the names of `Decoder.sites`. A mixture's experts have
+    none.
+    """
     shapes = weight_shapes(replace(model, quantization=None))
     layers = []
     for index in range(model.num_layers):
@@ -64,11 +70,17 @@ def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) ->
     def matrices(module: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
         return (cut(module, a), b) if module.endswith(_CUT_INPUTS) else (a, cut(module, b))
 
-    return replace(adapter, modules={module: matrices(module, *both) for module, both in adapter.modules.items()})
+    return replace(
+        adapter,
+        modules={module: matrices(module, *both) for module, both in adapter.modules.items()},
+    )
 
 
-def stacked(modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype) -> Matrices | None:
-    """A [projections * rank, in] and B [all outputs, rank] of a site, padded with zeros; None if it is not adapted.
+def stacked(
+    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
+) -> Matrices | None:
+    """A [projections * rank, in] and B [all outputs, rank] of a site, padded with zeros; None if it
+    is not adapted.
 
     The rows of B that belong to projection i are for the outputs of the i-th `rank` rows of A.
     """
@@ -76,7 +88,9 @@ def stacked(modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch
         return None
     a = torch.zeros(len(site.modules) * rank, site.in_features, dtype=dtype)
     b = torch.zeros(sum(site.rows), rank, dtype=dtype)
-    for index, (module, ours) in enumerate(zip(site.modules, torch.split(b, list(site.rows)), strict=True)):
+    for index, (module, ours) in enumerate(
+        zip(site.modules, torch.split(b, list(site.rows)), strict=True)
+    ):
         if module in modules:
             down, up = modules[module]
             a[index * rank : index * rank + len(down)] = down

@@ -1,8 +1,9 @@
 """Which adapter is in which slot, and which slots are free. Pure.
 
-A slot holds one adapter's matrices on the device. An adapter that is unloaded or replaced keeps its slot until the last
-request that began with it is done, and takes no new ones. Where adapters are replaced at run time there is a slot more
-than adapters may be loaded, so that the new one need not wait for the old one's requests.
+A slot holds one adapter's matrices on the device. An adapter that is unloaded or replaced keeps its
+slot until the last request that began with it is done, and takes no new ones. Where adapters are
+replaced at run time there is a slot more than adapters may be loaded, so that the new one need not
+wait for the old one's requests.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Loaded:
 
 
 class AdapterSlots:
-    """`limit` adapters have names at a time; there are `slots` slots for them and for those that are ending."""
+    """`limit` adapters have names at a time; there are `slots` slots for them and for those that
+    are ending.
+    """
 
     def __init__(self, limit: int, slots: int) -> None:
         self.limit = limit
@@ -48,18 +51,25 @@ class AdapterSlots:
         return self._named.get(name)
 
     def reserve(self, name: str, *, in_place: bool) -> int:
-        """A slot for an adapter that is about to be read. Raises ValueError, with a sentence, if there is none."""
+        """A slot for an adapter that is about to be read. Raises ValueError, with a sentence, if
+        there is none.
+        """
         if name in self._loading.values():
             raise ValueError(f"adapter {name!r} is being loaded already; wait for that")
         if name in self._named and not in_place:
-            raise ValueError(f"adapter {name!r} is loaded already; unload it first, or set load_inplace")
+            raise ValueError(
+                f"adapter {name!r} is loaded already; unload it first, or set load_inplace"
+            )
         if len({*self._named, *self._loading.values(), name}) > self.limit:
             raise ValueError(
-                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is {self.limit}; unload "
+                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is "
+                f"{self.limit}; unload "
                 "one or start the node with more"
             )
         if not self._free:
-            raise ValueError("requests of an adapter that was unloaded still run in the last slot; try again")
+            raise ValueError(
+                "requests of an adapter that was unloaded still run in the last slot; try again"
+            )
         slot = self._free.pop()
         self._loading[slot] = name
         return slot

@@ -1,8 +1,10 @@
-"""LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out; on all its ranks.
+"""LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out; on all
+its ranks.
 
-Files are read by a thread of each rank; the loop only copies what is ready. Rank 0 leads: it tells the others to begin,
-and later what to do with it; all of them meet there, so that an adapter is in a slot on every rank or on none. Owns no
-request: which of them use a slot is the scheduler's to say.
+Files are read by a thread of each rank; the loop only copies what is ready. Rank 0 leads: it tells
+the others to begin, and later what to do with it; all of them meet there, so that an adapter is in
+a slot on every rank or on none. Owns no request: which of them use a slot is the scheduler's to
+say.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class AdapterStore(Protocol):
     """A rank's slots on its device."""
 
     def prepare(self, adapter: Adapter) -> Any:
-        """This rank's matrices as `install` wants them. May run beside the steps, in another thread."""
+        """This rank's matrices as `install` wants them. May run beside the steps, in another
+        thread.
+        """
 
     def install(self, slot: int, prepared: Any) -> None:
         """Into a slot that no request uses, before the next step."""
@@ -61,7 +65,9 @@ class _Read(msgspec.Struct, tag="read", frozen=True):
 
 
 class _Install(msgspec.Struct, tag="install", frozen=True):
-    """Put what was read into the slot, if all ranks have read the same; an empty digest: rank 0 has not."""
+    """Put what was read into the slot, if all ranks have read the same; an empty digest: rank 0 has
+    not.
+    """
 
     slot: int
     digest: str
@@ -72,11 +78,15 @@ class _Remove(msgspec.Struct, tag="remove", frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[_Read | _Install | _Remove] = msgspec.msgpack.Decoder(_Read | _Install | _Remove)
+_decoder: msgspec.msgpack.Decoder[_Read | _Install | _Remove] = msgspec.msgpack.Decoder(
+    _Read | _Install | _Remove
+)
 
 
 def slots_of(config: EngineConfig) -> int:
-    """Slots on the device: one more than adapters may be loaded where they can be replaced at run time."""
+    """Slots on the device: one more than adapters may be loaded where they can be replaced at run
+    time.
+    """
     return config.adapter_slots + config.allow_runtime_lora
 
 
@@ -95,11 +105,16 @@ class AdapterReader:
         return shard_adapter(whole, self.model, self.ranks.rank, self.ranks.size)
 
     def given(self, config: EngineConfig) -> list[Adapter]:
-        """The adapters that are named at start. Raises ConfigError, also if another rank finds other ones."""
+        """The adapters that are named at start. Raises ConfigError, also if another rank finds
+        other ones.
+        """
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
             self.ranks.agree(
-                {f"lora_modules {text}": each.digest for text, each in zip(config.lora_modules, adapters, strict=True)}
+                {
+                    f"lora_modules {text}": each.digest
+                    for text, each in zip(config.lora_modules, adapters, strict=True)
+                }
             )
         return adapters
 
@@ -142,10 +157,16 @@ class Reading:
 
 
 class Adapters:
-    """Rank 0's side, and that of an engine of one rank. All methods belong to the thread that steps."""
+    """Rank 0's side, and that of an engine of one rank. All methods belong to the thread that
+    steps.
+    """
 
     def __init__(
-        self, config: EngineConfig, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]
+        self,
+        config: EngineConfig,
+        reader: AdapterReader,
+        store: AdapterStore,
+        given: Sequence[Adapter],
     ) -> None:
         """`given`: those that `config` names."""
         self._reader, self._store, self._ranks = reader, store, reader.ranks
@@ -170,13 +191,17 @@ class Adapters:
         return reading
 
     def finish(self, reading: Reading) -> AdapterFacts:
-        """Put what was read into its slot. Raises ConfigError if a rank could not read it, or has read another."""
+        """Put what was read into its slot. Raises ConfigError if a rank could not read it, or has
+        read another.
+        """
         digest = reading.digest
         self._tell(_Install(reading.slot, digest))
         if not self._ranks.least(int(bool(digest))):
             self.slots.give_up(reading.slot)
             raise ConfigError(
-                "another rank has not read the same adapter there; see its log" if digest else reading.failure
+                "another rank has not read the same adapter there; see its log"
+                if digest
+                else reading.failure
             )
         assert reading.facts is not None
         self._store.install(reading.slot, reading.prepared)
@@ -199,7 +224,9 @@ class Adapters:
 class FollowedAdapters:
     """The side of the other ranks: what `Adapters` does there, this does here."""
 
-    def __init__(self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]) -> None:
+    def __init__(
+        self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]
+    ) -> None:
         self._reader, self._store = reader, store
         _install_given(store, given)
         self._readings: dict[int, Reading] = {}

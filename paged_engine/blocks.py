@@ -1,7 +1,8 @@
 """Block accounting: ids, reference counts, prefix hashes. Pure Python; never touches a tensor.
 
-A block is free (in LRU order; it may still carry the hash of what it holds), used (by one or more requests), held
-(kept for a reader elsewhere) or quarantined (a transfer may still write to it). Block 0 is the null block, never given.
+A block is free (in LRU order; it may still carry the hash of what it holds), used (by one or more
+requests), held (kept for a reader elsewhere) or quarantined (a transfer may still write to it).
+Block 0 is the null block, never given.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True)
 class Changes:
-    """Which hashes have become findable, each with its parent's (None: it is a prompt's first), and which no more."""
+    """Which hashes have become findable, each with its parent's (None: it is a prompt's first), and
+    which no more.
+    """
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
@@ -41,7 +44,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        # Least recently used first. A freed request appends its last blocks first: tails are evicted before heads.
+        # Least recently used first. A freed request appends its last blocks first: tails are
+        # evicted before heads.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
@@ -100,7 +104,11 @@ class BlockPool:
         return taken
 
     def publish(
-        self, block: int, block_hash: BlockHash, parent: BlockHash | None = None, text: BlockText | None = None
+        self,
+        block: int,
+        block_hash: BlockHash,
+        parent: BlockHash | None = None,
+        text: BlockText | None = None,
     ) -> None:
         """Make a full, used block findable. The first block of equal content wins."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
@@ -113,7 +121,9 @@ class BlockPool:
                     self._changes.texts[block_hash] = text
 
     def reset(self) -> None:
-        """Forget what every block holds. Who uses blocks keeps them, and nobody finds them any more."""
+        """Forget what every block holds. Who uses blocks keeps them, and nobody finds them any
+        more.
+        """
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
@@ -121,7 +131,9 @@ class BlockPool:
             self._changes = Changes(cleared=True)
 
     def note_changes(self, *, texts: bool = False) -> None:
-        """Take down from now on what becomes findable and what no more; somebody takes it away with `changes`."""
+        """Take down from now on what becomes findable and what no more; somebody takes it away with
+        `changes`.
+        """
         self._changes, self.notes_texts = Changes(), texts
 
     @property
@@ -146,7 +158,9 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Count used blocks as untouchable; they stay used until give_back after `leave_quarantine`."""
+        """Count used blocks as untouchable; they stay used until give_back after
+        `leave_quarantine`.
+        """
         self._quarantined.update(blocks)
 
     def leave_quarantine(self, blocks: Iterable[int]) -> None:
@@ -159,7 +173,9 @@ class BlockPool:
         assert len(used) + len(self._free) == self.total, (len(used), len(self._free), self.total)
         assert not any(self._references[block] for block in self._free)
         assert min(self._references) >= 0
-        assert all(self._hash_of[block] == block_hash for block_hash, block in self._block_of.items())
+        assert all(
+            self._hash_of[block] == block_hash for block_hash, block in self._block_of.items()
+        )
         assert sum(h is not None for h in self._hash_of) == len(self._block_of)
         assert all(self._references[block] for block in self._quarantined)
         assert self._hash_of[NULL_BLOCK] is None

@@ -1,4 +1,6 @@
-"""Adapters on the CPU: their slots, and the decoder's operations with what a row's adapter adds to a linear layer."""
+"""Adapters on the CPU: their slots, and the decoder's operations with what a row's adapter adds to
+a linear layer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class AdaptedLinear(Linear):
     """A linear layer and what each slot's adapter adds to it."""
 
     def __init__(self, base: Linear, rows: _Rows) -> None:
-        self.out_features, self.in_features, self.device = base.out_features, base.in_features, base.device
+        self.out_features, self.in_features, self.device = (
+            base.out_features,
+            base.in_features,
+            base.device,
+        )
         self.bias, self._base, self._rows = base.bias, base, rows
         self.slots: dict[int, PackedLora] = {}
 
@@ -51,7 +57,9 @@ class CpuAdapterOperations(CpuOperations):
         super().__init__(config, dtype, ranks)
         self._rows = _Rows()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> Linear:
         return AdaptedLinear(super().linear(weight, bias, scale), self._rows)
 
     def folds(self, dtype: torch.dtype) -> bool:
@@ -70,16 +78,30 @@ class CpuAdapters:
     """The slots of one rank. See `AdapterStore` in paged_engine/adapters.py."""
 
     def __init__(
-        self, model: ModelConfig, linears: Sequence[Mapping[str, AdaptedLinear]], max_rank: int, dtype: torch.dtype
+        self,
+        model: ModelConfig,
+        linears: Sequence[Mapping[str, AdaptedLinear]],
+        max_rank: int,
+        dtype: torch.dtype,
     ) -> None:
-        """`linears` are `Decoder.sites`. Raises ConfigError where products of these shapes are not batch-invariant."""
-        self._sites, self._linears, self._rank, self._dtype = sites_of(model), linears, max_rank, dtype
+        """`linears` are `Decoder.sites`. Raises ConfigError where products of these shapes are not
+        batch-invariant.
+        """
+        self._sites, self._linears, self._rank, self._dtype = (
+            sites_of(model),
+            linears,
+            max_rank,
+            dtype,
+        )
         self._min_rows = fewest_rows(_one_of_each(self._sites, max_rank, dtype), dtype)
 
     def prepare(self, adapter: Adapter) -> Prepared:
         layers: Prepared = []
         for sites in self._sites:
-            found = {name: stacked(adapter.modules, site, self._rank, self._dtype) for name, site in sites.items()}
+            found = {
+                name: stacked(adapter.modules, site, self._rank, self._dtype)
+                for name, site in sites.items()
+            }
             layers.append(
                 {
                     name: PackedLora(*matrices, sites[name].rows, self._min_rows)
@@ -100,7 +122,9 @@ class CpuAdapters:
                 linear.slots.pop(slot, None)
 
 
-def _one_of_each(layers: Iterable[Mapping[str, Site]], rank: int, dtype: torch.dtype) -> list[Linear]:
+def _one_of_each(
+    layers: Iterable[Mapping[str, Site]], rank: int, dtype: torch.dtype
+) -> list[Linear]:
     """A product of each shape that adapters have."""
     shapes: set[tuple[int, int]] = set()
     for site in (site for sites in layers for site in sites.values()):

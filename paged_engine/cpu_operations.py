@@ -1,4 +1,6 @@
-"""The decoder's operations in torch, for the CPU. Also the twin that the GPU's kernels are compared with."""
+"""The decoder's operations in torch, for the CPU. Also the twin that the GPU's kernels are compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class CpuStep:
     offsets: torch.Tensor  # [T] int64, place in that block
     sampled_rows: torch.Tensor  # [S] int64, rows whose logits are wanted
     attention: Mapping[int, AttentionPlan]  # by window
-    adapted: Sequence[tuple[int, torch.Tensor]] = ()  # adapter slots, and int64 which rows of the T are theirs
+    adapted: Sequence[
+        tuple[int, torch.Tensor]
+    ] = ()  # adapter slots, and int64 which rows of the T are theirs
     adapted_samples: Sequence[tuple[int, torch.Tensor]] = ()  # the same among the S
 
 
@@ -58,13 +62,19 @@ class CpuOperations:
         self._ranks = ranks
         self._expert_rows: dict[tuple[torch.Size, torch.Size], int] = {}
         self._config, self._dtype = config, dtype
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._heads, self._kv_heads, self._head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
         self._scores: dict[str, Any] = {}
         if config.query_pre_attn_scalar is not None or config.attention_softcap is not None:
             self._scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> Linear:
         if scale is not None:
             weight = (weight.float() * scale[:, None]).to(self._dtype)
         return Linear(weight, bias)
@@ -75,7 +85,9 @@ class CpuOperations:
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         shapes = (gate_up.shape[1:], down.shape[1:])
         if shapes not in self._expert_rows:
-            self._expert_rows[shapes] = fewest_rows([Linear(gate_up[0]), Linear(down[0])], self._dtype)
+            self._expert_rows[shapes] = fewest_rows(
+                [Linear(gate_up[0]), Linear(down[0])], self._dtype
+            )
         return Experts(gate_up, down, self._expert_rows[shapes])
 
     def folds(self, dtype: torch.dtype) -> bool:
@@ -86,7 +98,9 @@ class CpuOperations:
         rows = functional.embedding(step.token_ids, table)
         return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
 
-    def add_positions(self, step: CpuStep, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def add_positions(
+        self, step: CpuStep, hidden: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         return hidden + functional.embedding(step.positions, table)
 
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
@@ -101,17 +115,26 @@ class CpuOperations:
             return layer_norm(hidden, norm.weight, norm.bias, norm.eps)
         return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one)
 
-    def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+    def normed_linear(
+        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+    ) -> torch.Tensor:
         return linear(self.norm(hidden, norm))
 
     def rotate_and_write(
-        self, step: CpuStep, qkv: torch.Tensor, rotary: Rotary | None, qk_norm: QkNorm | None, cache: LayerCache
+        self,
+        step: CpuStep,
+        qkv: torch.Tensor,
+        rotary: Rotary | None,
+        qk_norm: QkNorm | None,
+        cache: LayerCache,
     ) -> torch.Tensor:
         rotated = self._heads + self._kv_heads
         heads = qkv.view(len(qkv), rotated + self._kv_heads, self._head_dim)
         qk = heads[:, :rotated]
         if qk_norm is not None:
-            weight = torch.cat((qk_norm.query.expand(self._heads, -1), qk_norm.key.expand(self._kv_heads, -1)))
+            weight = torch.cat(
+                (qk_norm.query.expand(self._heads, -1), qk_norm.key.expand(self._kv_heads, -1))
+            )
             qk = rms_norm(qk, weight, qk_norm.eps, plus_one=qk_norm.plus_one)
         if rotary is not None:
             qk = apply_rope(qk, *rotary)
@@ -119,14 +142,20 @@ class CpuOperations:
         write_kv(keys, values, qk[:, self._heads :], heads[:, rotated:], step.blocks, step.offsets)
         return qk[:, : self._heads]
 
-    def attend(self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int) -> torch.Tensor:
+    def attend(
+        self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int
+    ) -> torch.Tensor:
         keys, values = cache
-        return attend(query, keys, values, step.attention[window], **self._scores).view(len(query), -1)
+        return attend(query, keys, values, step.attention[window], **self._scores).view(
+            len(query), -1
+        )
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return hidden + self._ranks.all_reduce(linear(x))
 
-    def add_normed_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm) -> torch.Tensor:
+    def add_normed_linear(
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+    ) -> torch.Tensor:
         return hidden + self.norm(self._ranks.all_reduce(linear(x)), norm)
 
     def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
@@ -135,7 +164,9 @@ class CpuOperations:
     def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
         return self.normed_linear(hidden, norm, linear).relu_()
 
-    def add_experts(self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: Experts) -> torch.Tensor:
+    def add_experts(
+        self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: Experts
+    ) -> torch.Tensor:
         mixture = self._config.moe
         assert mixture is not None
         x = self.norm(hidden, norm)

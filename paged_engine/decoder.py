@@ -1,7 +1,8 @@
-"""The decoder-only transformer of all our architectures: one file, differences declared in ModelConfig.
+"""The decoder-only transformer of all our architectures: one file, differences declared in
+ModelConfig.
 
-Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests, scheduling or sampling, and
-leaves to its Operations how a device computes.
+Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests,
+scheduling or sampling, and leaves to its Operations how a device computes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from wire.errors import ConfigError
 __all__ = ["Decoder", "by_projection"]
 
 _LAYERS = "model.layers."
-# Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its output: by norm_places.
+# Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its
+# output: by norm_places.
 _NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "around": (
@@ -64,16 +66,24 @@ class _Layer:
 def by_projection(
     config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint's tensors as our weights: by the names of weight_shapes, those that are stored in one tensor apart.
+    """A checkpoint's tensors as our weights: by the names of weight_shapes, those that are stored
+    in one tensor apart.
 
     Raises ConfigError if a tensor has another shape than `config` says.
     """
-    shapes, stored, stored_shapes = weight_shapes(config), stored_weights(config), tensor_shapes(config)
+    shapes, stored, stored_shapes = (
+        weight_shapes(config),
+        stored_weights(config),
+        tensor_shapes(config),
+    )
     for name, tensor in tensors:
         if name not in stored:
             continue
         if tuple(tensor.shape) != stored_shapes[name]:
-            raise ConfigError(f"tensor {name} has shape {tuple(tensor.shape)}, the config wants {stored_shapes[name]}")
+            raise ConfigError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, the config wants "
+                f"{stored_shapes[name]}"
+            )
         rows = [shapes[ours][0] for ours in stored[name]]
         yield from zip(stored[name], torch.split(tensor, rows), strict=True)
 
@@ -81,8 +91,8 @@ def by_projection(
 class Decoder:
     """Weights ready for the forward pass.
 
-    `weights` yields what `by_projection` does, in any order; each is dropped once it is packed. Raises ConfigError
-    naming the weights that are missing or have another shape than `config` says.
+    `weights` yields what `by_projection` does, in any order; each is dropped once it is packed.
+    Raises ConfigError naming the weights that are missing or have another shape than `config` says.
     """
 
     def __init__(
@@ -105,7 +115,11 @@ class Decoder:
         if missing:
             raise ConfigError(f"the model files lack tensors of: {', '.join(missing[:8])}")
         self._embedding = parts["model.embed_tokens.weight"]
-        self._positions = parts["model.embed_positions.weight"][POSITION_OFFSET:] if config.learned_positions else None
+        self._positions = (
+            parts["model.embed_positions.weight"][POSITION_OFFSET:]
+            if config.learned_positions
+            else None
+        )
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
         self._norm, (head,) = self._fold(self._norm_of(parts, "model.norm"), head)
         self._lm_head = operations.output_layer(head)
@@ -127,9 +141,16 @@ class Decoder:
             if name not in shapes:
                 continue
             if tuple(tensor.shape) != shapes[name]:
-                raise ConfigError(f"weight {name} has shape {tuple(tensor.shape)}, the config wants {shapes[name]}")
+                raise ConfigError(
+                    f"weight {name} has shape {tuple(tensor.shape)}, the config wants "
+                    f"{shapes[name]}"
+                )
             in_fp8 = f"{name}_scale" in shapes or name.endswith("_scale")
-            part = tensor.to(self.device) if in_fp8 else tensor.to(device=self.device, dtype=self.dtype)
+            part = (
+                tensor.to(self.device)
+                if in_fp8
+                else tensor.to(device=self.device, dtype=self.dtype)
+            )
             if not name.startswith(_LAYERS):
                 parts[name] = part
                 continue
@@ -145,7 +166,8 @@ class Decoder:
         """The layer of these weights, one per projection, by their names within the layer."""
         config = self.config
         input_norm, o_norm, mlp_norm, down_norm = (
-            None if name is None else self._norm_of(have, name) for name in _NORMS[config.norm_places]
+            None if name is None else self._norm_of(have, name)
+            for name in _NORMS[config.norm_places]
         )
         qk_norm = None
         if config.qk_norm:
@@ -176,16 +198,24 @@ class Decoder:
         if mixture is None:
             up, *up_rest = _fused(have, *(f"mlp.{half}" for half in halves))
             norm, (up,) = self._fold(norm, up)
-            return norm, _Mlp(self._linear(up, *up_rest), self._linear(*_fused(have, "mlp.down_proj")))
+            return norm, _Mlp(
+                self._linear(up, *up_rest), self._linear(*_fused(have, "mlp.down_proj"))
+            )
         if "mlp.experts.0.up_proj.weight_scale" in have:
-            raise ConfigError("experts in fp8 are not supported; use the model's unquantized checkpoint")
+            raise ConfigError(
+                "experts in fp8 are not supported; use the model's unquantized checkpoint"
+            )
         experts = [f"mlp.experts.{expert}" for expert in range(mixture.experts)]
-        gate_up = torch.stack([_fused(have, *(f"{expert}.{half}" for half in halves))[0] for expert in experts])
+        gate_up = torch.stack(
+            [_fused(have, *(f"{expert}.{half}" for half in halves))[0] for expert in experts]
+        )
         down = torch.stack([have[f"{expert}.down_proj.weight"] for expert in experts])
         norm, (router, gate_up) = self._fold(norm, have["mlp.router.weight"], gate_up)
         return norm, _Experts(ops.linear(router, None), ops.experts(gate_up, down))
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None) -> Any:
+    def _linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> Any:
         linear = self._operations.linear
         return linear(weight, bias) if scale is None else linear(weight, bias, scale)
 
@@ -194,11 +224,20 @@ class Decoder:
         if f"{name}.weight" not in have:
             return None
         plus_one = self.config.norm == "rms_plus_one"
-        return Norm(have[f"{name}.weight"], self.config.rms_norm_eps, have.get(f"{name}.bias"), plus_one)
+        return Norm(
+            have[f"{name}.weight"], self.config.rms_norm_eps, have.get(f"{name}.bias"), plus_one
+        )
 
-    def _fold(self, norm: Norm | None, *weights: torch.Tensor) -> tuple[Norm | None, list[torch.Tensor]]:
+    def _fold(
+        self, norm: Norm | None, *weights: torch.Tensor
+    ) -> tuple[Norm | None, list[torch.Tensor]]:
         """The norm and the weights of the products behind it, made one where the device wants that."""
-        if norm is None or norm.weight is None or norm.bias is not None or not self._operations.folds(self.dtype):
+        if (
+            norm is None
+            or norm.weight is None
+            or norm.bias is not None
+            or not self._operations.folds(self.dtype)
+        ):
             return norm, list(weights)
         if any(weight.dtype != self.dtype for weight in weights):  # fp8
             return norm, list(weights)
@@ -219,7 +258,9 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return the hidden state [S, hidden] of the sampled rows."""
+        """Write the step's KV into `pool` and return the hidden state [S, hidden] of the sampled
+        rows.
+        """
         ops = self._operations
         rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
@@ -240,8 +281,12 @@ class Decoder:
             hidden = self._add_mlp(hidden, layer)
         return hidden
 
-    def _add(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None) -> torch.Tensor:
-        """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if there is one."""
+    def _add(
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None
+    ) -> torch.Tensor:
+        """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if
+        there is one.
+        """
         ops = self._operations
         if norm is None:
             return ops.add_linear(hidden, x, linear)
@@ -255,16 +300,22 @@ class Decoder:
             assert layer.mlp_norm is not None
             return ops.add_experts(hidden, layer.mlp_norm, mlp.router, mlp.experts)
         activated = ops.gated_linear if self.config.gated else ops.relu_linear
-        return self._add(hidden, activated(hidden, layer.mlp_norm, mlp.up), mlp.down, layer.down_norm)
+        return self._add(
+            hidden, activated(hidden, layer.mlp_norm, mlp.up), mlp.down, layer.down_norm
+        )
 
     def sites(self) -> list[dict[str, Any]]:
-        """Of each layer, the linear layers that can take an adapter: qkv, o and, without experts, up and down."""
+        """Of each layer, the linear layers that can take an adapter: qkv, o and, without experts,
+        up and down.
+        """
         layers = []
         for layer in self._layers:
             assert layer is not None
             sites = {"qkv": layer.qkv, "o": layer.o}
             layers.append(
-                sites if isinstance(layer.mlp, _Experts) else sites | {"up": layer.mlp.up, "down": layer.mlp.down}
+                sites
+                if isinstance(layer.mlp, _Experts)
+                else sites | {"up": layer.mlp.up, "down": layer.mlp.down}
             )
         return layers
 
@@ -274,15 +325,27 @@ class Decoder:
         for layer in self._layers:
             assert layer is not None
             linears += [layer.qkv, layer.o]
-            linears += [layer.mlp.router] if isinstance(layer.mlp, _Experts) else [layer.mlp.up, layer.mlp.down]
-        return list({(linear.out_features, linear.in_features): linear for linear in linears}.values())
+            linears += (
+                [layer.mlp.router]
+                if isinstance(layer.mlp, _Experts)
+                else [layer.mlp.up, layer.mlp.down]
+            )
+        return list(
+            {(linear.out_features, linear.in_features): linear for linear in linears}.values()
+        )
 
 
-def _fused(have: dict[str, torch.Tensor], *names: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _fused(
+    have: dict[str, torch.Tensor], *names: str
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Weight, bias and scale of these projections of one input, made one."""
 
     def joined(kind: str) -> torch.Tensor | None:
-        return torch.cat([have[f"{name}.{kind}"] for name in names]) if f"{names[0]}.{kind}" in have else None
+        return (
+            torch.cat([have[f"{name}.{kind}"] for name in names])
+            if f"{names[0]}.{kind}" in have
+            else None
+        )
 
     weight = joined("weight")
     assert weight is not None
@@ -290,7 +353,9 @@ def _fused(have: dict[str, torch.Tensor], *names: str) -> tuple[torch.Tensor, to
 
 
 def _rotary_tables(config: ModelConfig, max_positions: int) -> list[torch.Tensor] | list[None]:
-    """Cosines, then sines of each position's angles, fp32 [max_positions, rotary_dim]; then those of local layers."""
+    """Cosines, then sines of each position's angles, fp32 [max_positions, rotary_dim]; then those
+    of local layers.
+    """
     if config.learned_positions:
         return [None]
     kinds = [(config.rope_scaling, config.rope_theta)]

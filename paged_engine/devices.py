@@ -20,21 +20,26 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises ConfigError."""
-    # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's steps. CUDA reads this
-    # when it begins.
+    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises
+    ConfigError.
+    """
+    # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's
+    # steps. CUDA reads this when it begins.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch"
+            "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA "
+            "build of torch"
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     index = torch.cuda.current_device() if index is None else index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"{index + 1} ranks here need {index + 1} GPUs, and this host shows {torch.cuda.device_count()}; lower "
-            "tensor_parallel_size, or tensor_parallel_size_local and start other ranks elsewhere with `kvrelay rank`"
+            f"{index + 1} ranks here need {index + 1} GPUs, and this host shows "
+            f"{torch.cuda.device_count()}; lower "
+            "tensor_parallel_size, or tensor_parallel_size_local and start other ranks elsewhere "
+            "with `kvrelay rank`"
         )
     return torch.device("cuda", index)
 
@@ -45,6 +50,7 @@ def refuse_fp8(config: EngineConfig, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if in_fp8 and capability < (8, 9):
         raise ConfigError(
-            f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
+            f"fp8 needs a GPU of compute capability 8.9 or more, "
+            f"{torch.cuda.get_device_name(device)} has "
             f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
         )

@@ -1,8 +1,9 @@
 """How many tokens a request may propose next, by what became of those that it has proposed. Pure.
 
-A proposal that does not come true has cost a row of a step and, on a GPU, a step that could not be planned ahead. So
-the length follows what came true. After three drafts in a row of which nothing did a request waits, twice as long each
-time; so a text that never repeats itself costs next to nothing. Which tokens are drawn depends on none of that.
+A proposal that does not come true has cost a row of a step and, on a GPU, a step that could not be
+planned ahead. So the length follows what came true. After three drafts in a row of which nothing
+did a request waits, twice as long each time; so a text that never repeats itself costs next to
+nothing. Which tokens are drawn depends on none of that.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class DraftPace:
     def note(self, proposed: int, agreed: int, output_tokens: int, longest: int) -> None:
         """Of a draft behind `output_tokens` tokens, the first `agreed` came true."""
         if agreed:
-            self.reach = min(longest, self.reach + 1) if agreed == proposed else max(agreed + 1, self.reach - 1)
+            self.reach = (
+                min(longest, self.reach + 1)
+                if agreed == proposed
+                else max(agreed + 1, self.reach - 1)
+            )
             self._misses = 0
             return
         self.reach = max(1, self.reach // 2)

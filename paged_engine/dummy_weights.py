@@ -1,4 +1,6 @@
-"""Random weights of the right shapes, for speed tests without a checkpoint. Equal on every node, whatever its CPU."""
+"""Random weights of the right shapes, for speed tests without a checkpoint. Equal on every node,
+whatever its CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,20 @@ from paged_engine.model_tensors import tensor_shapes
 __all__ = ["dummy_tensors"]
 
 _POOL = 4_194_301
-"""Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix are alike."""
+"""Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix
+are alike.
+"""
 _STD = 0.02
 
 
-def dummy_tensors(config: ModelConfig, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and shapes alone.
+def dummy_tensors(
+    config: ModelConfig, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and
+    shapes alone.
 
-    Copying from one pool writes 8 billion values at the speed of the device's memory; drawing each would take minutes.
+    Copying from one pool writes 8 billion values at the speed of the device's memory; drawing each
+    would take minutes.
     """
     values = _pool()
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -32,7 +40,9 @@ def dummy_tensors(config: ModelConfig, device: torch.device | str = "cpu") -> It
 
 
 def _pool() -> torch.Tensor:
-    """float32 [_POOL], near normal: sums of four uniform integers, as float draws differ in the last bit by CPU."""
+    """float32 [_POOL], near normal: sums of four uniform integers, as float draws differ in the
+    last bit by CPU.
+    """
     generator = torch.Generator().manual_seed(0)
     limit = 1 << 16
     total = torch.zeros(_POOL, dtype=torch.int32)

@@ -19,7 +19,9 @@ class Endings:
     max_model_len: int
 
     def before(self, request: Request) -> Finish | None:
-        """Why a request ends without the token that was just drawn: no token may follow, and it was drawn of all."""
+        """Why a request ends without the token that was just drawn: no token may follow, and it was
+        drawn of all.
+        """
         if request.guide is None or not request.guide.spent:
             return None
         return Finish.STOP if request.guide.error is None else Finish.ERROR
@@ -35,17 +37,25 @@ class Endings:
                 return Finish.STOP
         if token_id in params.stop_token_ids or (token_id in self.eos and not params.ignore_eos):
             return Finish.STOP
-        if request.output_tokens >= params.max_tokens or len(request.token_ids) >= self.max_model_len:
+        if (
+            request.output_tokens >= params.max_tokens
+            or len(request.token_ids) >= self.max_model_len
+        ):
             return Finish.LENGTH
         return None
 
     def awaited(self, request: Request) -> bool:
         """Whether nothing can be computed of it before its tokens under way are known.
 
-        One of them is the last one, whatever it is; or some are only proposed, and which comes next is open.
+        One of them is the last one, whatever it is; or some are only proposed, and which comes next
+        is open.
         """
         outputs, total = request.output_tokens, len(request.token_ids)
         pending = request.num_pending
         return bool(request.proposals) or (
-            pending > 0 and (outputs + pending >= request.params.max_tokens or total + pending >= self.max_model_len)
+            pending > 0
+            and (
+                outputs + pending >= request.params.max_tokens
+                or total + pending >= self.max_model_len
+            )
         )

@@ -1,7 +1,8 @@
-"""The engine of one node: model, pool, scheduler and sampler joined into one step. No HTTP, no peers, no roles.
+"""The engine of one node: model, pool, scheduler and sampler joined into one step. No HTTP, no
+peers, no roles.
 
-It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`), but not how: the process around it
-(node/engine_process.py) moves the bytes, and is the engine's `Handover`.
+It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`), but not how: the
+process around it (node/engine_process.py) moves the bytes, and is the engine's `Handover`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ from wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
-# Who waits so long for a step's tokens has seen when it ended; taking those that are there takes less.
+# Who waits so long for a step's tokens has seen when it ended; taking those that are there takes
+# less.
 _WAITED_S = 2e-4
 _PACE_EVERY = 4  # steps: to sum up a step of 256 requests takes 60 us
 # A step that takes longer is waited for in one piece, which has a deadline.
 _PATIENCE_S = 0.5
-# Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
+# Before a message that is not about a step; msgpack, in which steps are told, begins nothing with
+# it.
 _ASIDE = b"\xc1"
 assert ABOUT_ADAPTERS.startswith(_ASIDE)
 
@@ -101,10 +104,14 @@ class Handover(Protocol):
         """Read remote blocks into local ones, which nobody writes to any more."""
 
     def offer(self, request: Request) -> None:
-        """The request holds its KV for a reader. Its prompt's blocks are known, and none can be read yet."""
+        """The request holds its KV for a reader. Its prompt's blocks are known, and none can be
+        read yet.
+        """
 
     def grow(self, request: Request, tokens: int) -> None:
-        """KV of the first `tokens` tokens of an offered request can be read: the device has written it."""
+        """KV of the first `tokens` tokens of an offered request can be read: the device has written
+        it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +132,35 @@ def _speculation(config: EngineConfig, runner: Runner) -> Speculation:
 
 
 class Engine:
-    """Loads the model and serves requests step by step. Raises ConfigError when the configuration cannot work."""
+    """Loads the model and serves requests step by step. Raises ConfigError when the configuration
+    cannot work.
+    """
 
     def __init__(
-        self, config: EngineConfig, ranks: Ranks | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        ranks: Ranks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run `follow`."""
+        """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run
+        `follow`.
+        """
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device.type)
-        self._runner, reader, given = _open_runner(config, self.model, self.device, ranks or Alone())
+        self._runner, reader, given = _open_runner(
+            config, self.model, self.device, ranks or Alone()
+        )
         self.adapters: Adapters | None = None
         """None in an engine without slots for any."""
         if self._runner.adapters is not None:
             self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
-        self.max_num_batched_tokens, self.max_num_seqs = self._runner.max_num_batched_tokens, self._runner.max_num_seqs
+        self.max_num_batched_tokens, self.max_num_seqs = (
+            self._runner.max_num_batched_tokens,
+            self._runner.max_num_seqs,
+        )
         self._config = config
         self.costs: StepCosts | None = None
         """What steps cost, once they were measured (paged_engine/measured_costs.py)."""
@@ -183,7 +202,9 @@ class Engine:
         return self._runner.runs_ahead
 
     def load(self, now: float) -> Load:
-        """Return what the scheduler tells to routers, with the prompts of the step that the device computes now."""
+        """Return what the scheduler tells to routers, with the prompts of the step that the device
+        computes now.
+        """
         step = self._in_flight
         if step is None:
             return self.scheduler.load(now)
@@ -195,31 +216,49 @@ class Engine:
         return self._in_flight is not None
 
     def check(self, submit: Submit) -> None:
-        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine.
+        """What the engine relies on. The HTTP side has checked it; one slip there must not end
+        everybody's engine.
 
-        Raises ValueError."""
+        Raises ValueError.
+        """
         tokens = [*submit.prompt_token_ids, *submit.generated]
         vocab_size, fetch = self.model.vocab_size, submit.fetch
-        if not 0 < len(tokens) <= self.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if (
+            not 0 < len(tokens) <= self.max_model_len
+            or min(tokens) < 0
+            or max(tokens) >= vocab_size
+        ):
+            raise ValueError(
+                f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}"
+            )
         if submit.hold and submit.params.max_tokens != 1:
             raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
         if fetch is not None:
             blocks = -(-fetch.num_tokens // self.pool.block_size)
-            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
-                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+            if not 0 < fetch.num_tokens <= len(tokens) or [
+                len(g) for g in fetch.remote_block_ids or []
+            ] != [blocks]:
+                raise ValueError(
+                    f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids"
+                )
 
     def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
-        """What a request with these parameters needs as its `guide`; `matcher`: its constraint's, unused."""
+        """What a request with these parameters needs as its `guide`; `matcher`: its constraint's,
+        unused.
+        """
         model = self.model
-        return Guide.of(params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher)
+        return Guide.of(
+            params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher
+        )
 
     def close(self) -> None:
         """End the other ranks."""
         self._runner.close()
 
     def request(self, submit: Submit, now: float) -> Request:
-        """A fresh request with its adapter, for the scheduler; `now` as in `Request.of`. Raises AdapterNotLoaded."""
+        """A fresh request with its adapter, for the scheduler; `now` as in `Request.of`. Raises
+        AdapterNotLoaded.
+        """
         adapter = None
         if submit.adapter:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
@@ -233,11 +272,13 @@ class Engine:
         return self._in_flight is None or self._in_flight.launched.is_done
 
     def step(self, handover: Handover | None = None, *, wait: bool = True) -> list[Request]:
-        """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
+        """Launch the next step, then take the tokens of the one before; the requests that have new
+        tokens or ended.
 
-        On a GPU the host stays one step ahead, except where the next step's proposals depend on the tokens of this one.
-        On a CPU a launch computes at once, and its tokens are taken at once. Without `wait` it returns, and `idles`,
-        where there is nothing to launch and the tokens are still to come: who arrives meanwhile is launched behind.
+        On a GPU the host stays one step ahead, except where the next step's proposals depend on the
+        tokens of this one. On a CPU a launch computes at once, and its tokens are taken at once.
+        Without `wait` it returns, and `idles`, where there is nothing to launch and the tokens are
+        still to come: who arrives meanwhile is launched behind.
         """
         began = self._clock()
         since = self._idle_since if self.idles else began
@@ -250,7 +291,12 @@ class Engine:
             for request in plan.offers:
                 handover.offer(request)
         may_idle = not (wait or plan.chunks or plan.fetches)
-        self.idles = may_idle and before is not None and not before.launched.is_done and began - before.at < _PATIENCE_S
+        self.idles = (
+            may_idle
+            and before is not None
+            and not before.launched.is_done
+            and began - before.at < _PATIENCE_S
+        )
         if self.idles:
             self._in_flight, self._idle_since = before, since
             return []
@@ -273,8 +319,8 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if before is not None:
-            # Only now may others write to blocks that have just become free: the step that has ended was the last one
-            # which could touch them.
+            # Only now may others write to blocks that have just become free: the step that has
+            # ended was the last one which could touch them.
             self._fetch(plan, handover)
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
@@ -338,11 +384,16 @@ def aside(ranks: Ranks, message: bytes) -> None:
 
 
 def follow(
-    config: EngineConfig, ranks: TorchRanks, device: torch.device, heard: Callable[[KVPool, bytes], None]
+    config: EngineConfig,
+    ranks: TorchRanks,
+    device: torch.device,
+    heard: Callable[[KVPool, bytes], None],
 ) -> None:
-    """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each `aside`.
+    """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each
+    `aside`.
 
-    Raises RuntimeError if it is lost."""
+    Raises RuntimeError if it is lost.
+    """
     runner, reader, given = _open_runner(config, checked_model(config, device.type), device, ranks)
     adapters = None if runner.adapters is None else FollowedAdapters(reader, runner.adapters, given)
     while message := ranks.hear():
@@ -359,7 +410,9 @@ def follow(
 def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> tuple[Runner, AdapterReader, list[Adapter]]:
-    """The rank's runner, and the adapters that were named at start: read first, because that fails soonest."""
+    """The rank's runner, and the adapters that were named at start: read first, because that fails
+    soonest.
+    """
     alike = {name: str(getattr(config, name)) for name in _ALIKE}
     ranks.agree({"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike})
     dtype = getattr(torch, dtype_of(config, model, device.type))
@@ -368,11 +421,17 @@ def _open_runner(
     return _loaded_runner(config, model, device, ranks), reader, given
 
 
-def _loaded_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
+def _loaded_runner(
+    config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
+) -> Runner:
     # A rank of several keeps a share of each tensor, and a view of a share would keep it all.
     plain = ranks.size == 1 and model.quantization is None
-    tensors = read_tensors(config.model, model, config.load_format, device if plain else torch.device("cpu"))
-    if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
+    tensors = read_tensors(
+        config.model, model, config.load_format, device if plain else torch.device("cpu")
+    )
+    if device.type == "cuda" and (
+        config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)
+    ):
         # Products in fp8 depend on the batch's size, and older GPUs have none.
         tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))
     stored = by_projection(model, tensors)

@@ -1,4 +1,5 @@
-"""An open GGUF file: its metadata, and its tensors de-quantized one at a time. Knows nothing of any architecture.
+"""An open GGUF file: its metadata, and its tensors de-quantized one at a time. Knows nothing of any
+architecture.
 
 The header is wire/gguf_header.py's, de-quantization the gguf package's.
 """
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufFile", "GgufTensor"]
 
-# The gguf package takes 16 rows at a time, too few to be fast where they are short. A block knows nothing of the row
-# that it is in, so rows can have so many of them: a third of the time for SmolLM2.
+# The gguf package takes 16 rows at a time, too few to be fast where they are short. A block knows
+# nothing of the row that it is in, so rows can have so many of them: a third of the time for
+# SmolLM2.
 _ROW_BLOCKS = 128
 
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -33,7 +35,9 @@ _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is in torch's order (rows first), `kind` its quantization, for example Q4_1."""
+    """Where one tensor lies. `shape` is in torch's order (rows first), `kind` its quantization, for
+    example Q4_1.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -45,7 +49,8 @@ class GgufTensor:
 class GgufFile:
     """An open, memory-mapped GGUF file (version 2 or 3, little-endian).
 
-    Raises ConfigError, naming the file, if it is not one, is cut short, or is one part of a split model.
+    Raises ConfigError, naming the file, if it is not one, is cut short, or is one part of a split
+    model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +60,9 @@ class GgufFile:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = read_gguf_header(self._bytes, string_lists=False)
             self.metadata = header.metadata
-            self.tensors = {name: self._tensor(name, place) for name, place in header.tensors.items()}
+            self.tensors = {
+                name: self._tensor(name, place) for name, place in header.tensors.items()
+            }
         except (OSError, ValueError) as why:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
@@ -66,11 +73,14 @@ class GgufFile:
         tensor = self.tensors[name]
         if dtype := _DENSE.get(tensor.kind):
             with warnings.catch_warnings():
-                # torch warns that the mapped file is read-only; clone() is what makes the tensor writable.
+                # torch warns that the mapped file is read-only; clone() is what makes the tensor
+                # writable.
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 count = math.prod(tensor.shape)
                 return (
-                    torch.frombuffer(self._bytes, dtype=getattr(torch, dtype), count=count, offset=tensor.start)
+                    torch.frombuffer(
+                        self._bytes, dtype=getattr(torch, dtype), count=count, offset=tensor.start
+                    )
                     .clone()
                     .view(tensor.shape)
                 )
@@ -92,6 +102,7 @@ class GgufFile:
         num_bytes = math.prod(place.shape) // block_values * block_bytes
         if place.start + num_bytes > len(self._bytes):
             raise ValueError(
-                f"it is cut short: tensor {name} ends at byte {place.start + num_bytes} of {len(self._bytes)}"
+                f"it is cut short: tensor {name} ends at byte {place.start + num_bytes} of "
+                f"{len(self._bytes)}"
             )
         return GgufTensor(quantization.name, place.shape, place.start, num_bytes)

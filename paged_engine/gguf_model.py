@@ -1,4 +1,5 @@
-"""From llama.cpp's names in a GGUF file to a ModelConfig and tensors with Hugging Face's names and layout.
+"""From llama.cpp's names in a GGUF file to a ModelConfig and tensors with Hugging Face's names and
+layout.
 
 Owns the mapping alone; the bytes are gguf_file.py's.
 """
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["gguf_model_config", "gguf_tensors"]
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 _NAMES = {
@@ -42,7 +47,8 @@ _NAMES = {
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """The model's sizes from metadata, its biases and tied embedding from the tensors that are there.
+    """The model's sizes from metadata, its biases and tied embedding from the tensors that are
+    there.
 
     Raises ConfigError for an architecture or a rope scaling that the engine does not have.
     """
@@ -59,7 +65,8 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(f"{arch}.{key}", head_dim) != head_dim:
             raise ConfigError(
-                f"{file.path}: {key} must equal the head size {head_dim}, got {fields.values[f'{arch}.{key}']}"
+                f"{file.path}: {key} must equal the head size {head_dim}, got "
+                f"{fields.values[f'{arch}.{key}']}"
             )
     theta = fields.number(f"{arch}.rope.freq_base", 10_000.0)
     max_position = fields.integer(f"{arch}.context_length")
@@ -91,14 +98,18 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor), one in memory at a time. ConfigError if a tensor is missing or unknown."""
+    """Yield (Hugging Face name, tensor), one in memory at a time. ConfigError if a tensor is
+    missing or unknown.
+    """
     names = {name: _gguf_name(name) for name in tensor_shapes(config)}
     check_names(set(file.tensors) - {_ROPE_FACTORS}, names.values(), str(file.path))
     interleaved = _arch(Fields(file.metadata, str(file.path))) == "llama"
     for name, stored in names.items():
         tensor = file.load(stored)
         if interleaved and (".q_proj." in name or ".k_proj." in name):
-            tensor = _half_split(tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+            tensor = _half_split(
+                tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads
+            )
         yield name, tensor
 
 
@@ -106,7 +117,8 @@ def _arch(fields: Fields) -> str:
     arch = fields.text("general.architecture")
     if arch not in _ARCHITECTURES:
         raise ConfigError(
-            f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} are. "
+            f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} "
+            f"are. "
             "Others are served from their safetensors folder"
         )
     return arch
@@ -121,19 +133,30 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from llama.cpp's rotary order (0, h, 1, h+1, ...) to Hugging Face's (0, 1, ..., h, ...)."""
-    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])  # [heads, half, 2, in]
+    """Rows of each head from llama.cpp's rotary order (0, h, 1, h+1, ...) to Hugging Face's (0, 1,
+    ..., h, ...).
+    """
+    pairs = tensor.view(
+        heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:]
+    )  # [heads, half, 2, in]
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _main_kind(file: GgufFile) -> str:
     """How the bulk of the weights is stored."""
-    return file.tensors["blk.0.ffn_up.weight"].kind if "blk.0.ffn_up.weight" in file.tensors else "unknown"
+    return (
+        file.tensors["blk.0.ffn_up.weight"].kind
+        if "blk.0.ffn_up.weight" in file.tensors
+        else "unknown"
+    )
 
 
 def _vocab_size(file: GgufFile) -> int:
     if "token_embd.weight" not in file.tensors:
-        raise ConfigError(f"{file.path} lacks tensor token_embd.weight; a vocabulary without weights cannot be served")
+        raise ConfigError(
+            f"{file.path} lacks tensor token_embd.weight; a vocabulary without weights cannot be "
+            f"served"
+        )
     return file.tensors["token_embd.weight"].shape[0]
 
 
@@ -152,8 +175,9 @@ def _rope_scaling(
 def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:
     """llama.cpp stores what each frequency is divided by instead of llama3's parameters.
 
-    All published llama3 models have low 1, high 4 and 8,192 tokens, and a factor of 8 or 32 that the lowest frequency
-    shows. Whether that is so here is not assumed: the factors these parameters give must equal the stored ones.
+    All published llama3 models have low 1, high 4 and 8,192 tokens, and a factor of 8 or 32 that
+    the lowest frequency shows. Whether that is so here is not assumed: the factors these parameters
+    give must equal the stored ones.
     """
     stored = file.load(_ROPE_FACTORS).tolist()
     scaling = RopeScaling("llama3", max(stored), 1.0, 4.0, 8192)
@@ -163,19 +187,24 @@ def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeSca
         math.isclose(a, b, rel_tol=1e-4) for a, b in zip(stored, expected, strict=True)
     ):
         raise ConfigError(
-            f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling (1, 4, 8192); "
+            f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling "
+            f"(1, 4, 8192); "
             "use the model's safetensors folder"
         )
     return scaling
 
 
 def _llama3_factors(scaling: RopeScaling, head_dim: int, theta: float) -> list[float]:
-    """What llama3 scaling divides each of the head_dim / 2 frequencies by: 1 for high ones, `factor` for low ones."""
+    """What llama3 scaling divides each of the head_dim / 2 frequencies by: 1 for high ones,
+    `factor` for low ones.
+    """
     factors = []
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
         turns = scaling.original_max_position / wavelength
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         kept = min(max(kept, 0.0), 1.0)
         factors.append(1 / ((1 - kept) / scaling.factor + kept))
     return factors

@@ -1,7 +1,8 @@
-"""Adapters on a GPU: their slots, and the decoder's operations with what a row's adapter adds to a linear layer.
+"""Adapters on a GPU: their slots, and the decoder's operations with what a row's adapter adds to a
+linear layer.
 
-A step in which no row has an adapter runs the very kernels of an engine without any: which of the two it is, the host
-knows, and there are graphs of each kind. A row's adapter is read on the device.
+A step in which no row has an adapter runs the very kernels of an engine without any: which of the
+two it is, the host knows, and there are graphs of each kind. A row's adapter is read on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Prepared = list[dict[str, Matrices]]
 
 @dataclass(slots=True)
 class _Rows:
-    """The adapter of each row of the activations, in the layer that is being computed; None: no row has one."""
+    """The adapter of each row of the activations, in the layer that is being computed; None: no row
+    has one.
+    """
 
     now: torch.Tensor | None = None
 
@@ -47,7 +50,9 @@ class AdaptedLinear:
         """Memory for the matrices of all slots; layers without take no adapter."""
         assert (sum(site.rows), site.in_features) == (self.out_features, self.in_features)
         self._widths, device = site.rows, self._base.device
-        self._down = torch.zeros(slots, len(site.rows) * rank, site.in_features, dtype=dtype, device=device)
+        self._down = torch.zeros(
+            slots, len(site.rows) * rank, site.in_features, dtype=dtype, device=device
+        )
         self._up = torch.zeros(slots, sum(site.rows), rank, dtype=dtype, device=device)
 
     def put(self, slot: int, matrices: Matrices | None) -> None:
@@ -76,7 +81,13 @@ class AdaptedLinear:
         return expand(low, self._up, rows, y, self._widths, pdl=pdl, tiles=tiles)
 
     def normed(
-        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, *, plus_one: bool = False, pdl: bool = False
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        *,
+        plus_one: bool = False,
+        pdl: bool = False,
     ) -> torch.Tensor:
         if self._rows.now is None:
             return self._base.normed(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
@@ -94,7 +105,9 @@ class AdaptedLinear:
         pdl: bool = False,
     ) -> torch.Tensor:
         if self._rows.now is None:
-            return self._base.gated(x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, out=out, pdl=pdl)
+            return self._base.gated(
+                x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, out=out, pdl=pdl
+            )
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         # What adapters add comes before the activation, so that is a launch of its own here.
@@ -116,9 +129,13 @@ class GpuAdapterOperations(GpuOperations):
         if step.adapters is not None and step.sampled_rows is not None:
             self._of_samples = step.adapters[step.sampled_rows]
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> Linear:
         base = super().linear(weight, bias, scale)
-        return cast("Linear", AdaptedLinear(base, self._rows, batch_invariant=self._batch_invariant))
+        return cast(
+            "Linear", AdaptedLinear(base, self._rows, batch_invariant=self._batch_invariant)
+        )
 
     def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
         self._rows.now = self._of_samples
@@ -139,7 +156,12 @@ class GpuAdapters:
         device: torch.device,
     ) -> None:
         """Take the memory of all slots. `linears` are `Decoder.sites`."""
-        self._sites, self._linears, self._dtype, self._device = sites_of(model), linears, dtype, device
+        self._sites, self._linears, self._dtype, self._device = (
+            sites_of(model),
+            linears,
+            dtype,
+            device,
+        )
         self._rank = -(-max_rank // 16) * 16  # what a tensor core multiplies
         for sites, layer in zip(self._sites, linears, strict=True):
             for name, site in sites.items():
@@ -151,7 +173,8 @@ class GpuAdapters:
                 {
                     name: (matrices[0].pin_memory(), matrices[1].pin_memory())
                     for name, site in sites.items()
-                    if (matrices := stacked(adapter.modules, site, self._rank, self._dtype)) is not None
+                    if (matrices := stacked(adapter.modules, site, self._rank, self._dtype))
+                    is not None
                 }
                 for sites in self._sites
             ]

@@ -1,8 +1,10 @@
-"""The CUDA graphs of a GPU: of decode steps by batch size, of steps with short prompts by shape, of the sampler.
+"""The CUDA graphs of a GPU: of decode steps by batch size, of steps with short prompts by shape, of
+the sampler.
 
-Without them such a step takes what the host needs to launch its kernels, several times what the GPU has to do. All are
-captured before the first request, over buffers at fixed addresses (paged_engine/gpu_uploads.py), in one memory: they
-run one after the other. The sampler is a graph of its own, so that something can be done to the logits before it.
+Without them such a step takes what the host needs to launch its kernels, several times what the GPU
+has to do. All are captured before the first request, over buffers at fixed addresses
+(paged_engine/gpu_uploads.py), in one memory: they run one after the other. The sampler is a graph
+of its own, so that something can be done to the logits before it.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ class _OfBatch:
     decodes: torch.cuda.CUDAGraph
     adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
     logits: torch.Tensor  # [rows, vocab]
-    samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
+    samplers: dict[
+        bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]
+    ]  # by whether rows are cut; tokens int64 [rows]
 
 
 class GpuGraphs:
-    """`forward` computes the logits of a step, all in the same memory: those of row i lie in row i of it."""
+    """`forward` computes the logits of a step, all in the same memory: those of row i lie in row i
+    of it.
+    """
 
     @torch.inference_mode()
     def __init__(
@@ -59,13 +65,18 @@ class GpuGraphs:
         with _nothing_collected():
             kinds = (False, True) if adapters else (False,)
             self._of_shape = {
-                (s, adapted): self._capture_shape(s, adapted) for s in reversed(uploads.shapes) for adapted in kinds
+                (s, adapted): self._capture_shape(s, adapted)
+                for s in reversed(uploads.shapes)
+                for adapted in kinds
             }
-            self._of_batch = {rows: self._capture_batch(rows, adapters=adapters) for rows in reversed(self._sizes)}
+            self._of_batch = {
+                rows: self._capture_batch(rows, adapters=adapters) for rows in reversed(self._sizes)
+            }
 
     def logits(self, values: StepValues) -> torch.Tensor | None:
-        """Upload and compute the step: the logits [sampled rows, vocab], whose slots are `decode_slots` of the uploads.
-        None, and nothing done, if there is no graph for such a step."""
+        """Upload and compute the step: the logits [sampled rows, vocab], whose slots are
+        `decode_slots` of the uploads. None, and nothing done, if there is no graph for such a step.
+        """
         rows = len(values.sampled_rows)
         if values.is_decode:
             graphs = self._of_batch[self._size(rows)]
@@ -82,7 +93,9 @@ class GpuGraphs:
         return self._of_batch[self._size(rows)].logits[:rows]
 
     def sample(self, plan: SamplePlan) -> torch.Tensor:
-        """The tokens int64 [rows] of what logits() has computed last; for plans that adjust nothing."""
+        """The tokens int64 [rows] of what logits() has computed last; for plans that adjust
+        nothing.
+        """
         sampler, tokens = self._of_batch[self._size(plan.rows)].samplers[plan.cut]
         sampler.replay()
         return tokens[: plan.rows]
@@ -98,7 +111,9 @@ class GpuGraphs:
     def _capture_shape(self, shape: StepShape, adapted: bool) -> torch.cuda.CUDAGraph:
         values = null_step([2], 1, 0 if adapted else -1)
         if not shape.samples:
-            values = replace(values, sampled_rows=values.scored_rows, sampled_slots=values.scored_rows)  # none
+            values = replace(
+                values, sampled_rows=values.scored_rows, sampled_slots=values.scored_rows
+            )  # none
         step = self._uploads.shaped(values, shape)
         graph, _ = self._capture(lambda: self._forward(step))
         return graph
@@ -114,7 +129,9 @@ class GpuGraphs:
         slots = self._uploads.decode_slots[:rows]
 
         def sampler(cut: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-            return self._capture(lambda: self._sampler.draw(logits, slots, SamplePlan(rows, cut=cut)))
+            return self._capture(
+                lambda: self._sampler.draw(logits, slots, SamplePlan(rows, cut=cut))
+            )
 
         return _OfBatch(decodes, adapted, logits, {cut: sampler(cut) for cut in (False, True)})
 
@@ -122,7 +139,9 @@ class GpuGraphs:
         self._uploads.decode_tables(len(step.token_ids))
         return self._forward(step)
 
-    def _capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(
+        self, run: Callable[[], torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         run()  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -133,7 +152,9 @@ class GpuGraphs:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """A capture fails if the collector frees memory of the GPU in it, of an engine before this one for example."""
+    """A capture fails if the collector frees memory of the GPU in it, of an engine before this one
+    for example.
+    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,6 @@
-"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, all of them fit for a CUDA graph."""
+"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, all of them fit for a CUDA
+graph.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,14 @@ class GpuStep:
     context_lens: torch.Tensor  # [S] tokens of the sequence, this step's included; 0 for padding
     tables: torch.Tensor  # [S, max_blocks]
     chunk_context_lens: torch.Tensor  # [S - D] context_lens of the prefill chunks
-    query_starts: torch.Tensor | None  # [S - D + 1] first row of each prefill chunk, counted from row D on
+    query_starts: (
+        torch.Tensor | None
+    )  # [S - D + 1] first row of each prefill chunk, counted from row D on
     tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
     sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
-    adapters: torch.Tensor | None = None  # [T] slot of the row's adapter, or -1; None where no row has one
+    adapters: torch.Tensor | None = (
+        None  # [T] slot of the row's adapter, or -1; None where no row has one
+    )
 
 
 class GpuOperations:
@@ -72,7 +78,8 @@ class GpuOperations:
         self._config, self._ranks = config, ranks
         self._sampled = sampled
         self._batch_invariant, self._quantize = batch_invariant, quantize
-        # Programmatic dependent launch: a kernel's start overlaps the end of the one before (kernels/skinny_gemm.py).
+        # Programmatic dependent launch: a kernel's start overlaps the end of the one before
+        # (kernels/skinny_gemm.py).
         self._pdl = pdl_works(sampled.device)
         self._max_sampled = max_rows
         self._workspaces = {
@@ -92,11 +99,19 @@ class GpuOperations:
         """What all layers share: how the decodes' keys are cut among the multiprocessors."""
         if step.decodes:
             for window, workspace in self._workspaces.items():
-                plan_decode(step.context_lens[: step.decodes], workspace, block_size=block_size, window=window)
+                plan_decode(
+                    step.context_lens[: step.decodes],
+                    workspace,
+                    block_size=block_size,
+                    window=window,
+                )
 
-    # --- weights -------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> Linear:
         if scale is not None:
             return Fp8Linear(weight, scale, bias)
         # Small ones, a mixture's router above all, decide more than they cost.
@@ -110,19 +125,24 @@ class GpuOperations:
         rows = vocab_shard(len(weight), self._ranks.rank, self._ranks.size)
         return GpuLinear(weight[rows], batch_invariant=self._batch_invariant)
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def experts(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return gate_up, down
 
     def folds(self, dtype: torch.dtype) -> bool:
         return False  # in 16 bits the rounding of W * g would show
 
-    # --- a step --------------------------------------------------------------------------------------------------
+    # --- a step
+    # --------------------------------------------------------------------------------------------------
 
     def embed(self, step: GpuStep, table: torch.Tensor) -> torch.Tensor:
         scale = self._config.embedding_scale
         return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
 
-    def add_positions(self, step: GpuStep, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def add_positions(
+        self, step: GpuStep, hidden: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         return hidden + table[step.positions]
 
     def rotary(self, step: GpuStep, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -136,7 +156,9 @@ class GpuOperations:
             return layer_norm(hidden, norm.weight, norm.bias, norm.eps, pdl=self._pdl)
         return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
 
-    def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+    def normed_linear(
+        self, hidden: torch.Tensor, norm: Norm | None, linear: Linear
+    ) -> torch.Tensor:
         if norm is None or norm.bias is not None or norm.weight is None:
             return linear(self.norm(hidden, norm), pdl=self._pdl)
         return linear.normed(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
@@ -172,7 +194,9 @@ class GpuOperations:
             pdl=self._pdl,
         )
 
-    def attend(self, step: GpuStep, query: torch.Tensor, cache: LayerCache, window: int) -> torch.Tensor:
+    def attend(
+        self, step: GpuStep, query: torch.Tensor, cache: LayerCache, window: int
+    ) -> torch.Tensor:
         keys, values, *scales = cache
         key_scales, value_scales = scales or (None, None)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -220,20 +244,33 @@ class GpuOperations:
         added = hidden if self._ranks.rank == 0 else None
         return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
 
-    def add_normed_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm) -> torch.Tensor:
+    def add_normed_linear(
+        self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm
+    ) -> torch.Tensor:
         return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
 
     def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
         act = cast("Activation", self._config.activation)
         if norm is None or norm.bias is not None or norm.weight is None:
             return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
-        return linear.gated(hidden, act, norm_weight=norm.weight, eps=norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+        return linear.gated(
+            hidden,
+            act,
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            plus_one=norm.plus_one,
+            pdl=self._pdl,
+        )
 
     def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
         return relu(self.normed_linear(hidden, norm, linear), pdl=self._pdl)
 
     def add_experts(
-        self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: tuple[torch.Tensor, torch.Tensor]
+        self,
+        hidden: torch.Tensor,
+        norm: Norm,
+        router: Linear,
+        experts: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         mixture, ranks = self._config.moe, self._ranks
         assert mixture is not None
@@ -262,7 +299,9 @@ class GpuOperations:
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         vocab_size = self._config.vocab_size
         if self._logits is None:  # one for all graphs
-            self._logits = torch.empty(self._max_sampled, vocab_size, dtype=x.dtype, device=x.device)
+            self._logits = torch.empty(
+                self._max_sampled, vocab_size, dtype=x.dtype, device=x.device
+            )
         logits = self._logits[: len(x)]
         if self._ranks.size > 1:
             logits.copy_(self._ranks.gather_columns(linear(x, pdl=self._pdl), vocab_size))

@@ -1,8 +1,10 @@
-"""The GPU's runner: steps are launched ahead of the host, all but those with long prompts as CUDA graphs.
+"""The GPU's runner: steps are launched ahead of the host, all but those with long prompts as CUDA
+graphs.
 
-A step is three things in the stream: one upload of a few integers per row, the forward pass, the sampler. Nothing of it
-waits for the host: a decode's token is read on the device from where the sampler of the step before has left it. The
-host synchronizes once a step, when it takes the tokens of the step before the one it has just launched.
+A step is three things in the stream: one upload of a few integers per row, the forward pass, the
+sampler. Nothing of it waits for the host: a decode's token is read on the device from where the
+sampler of the step before has left it. The host synchronizes once a step, when it takes the tokens
+of the step before the one it has just launched.
 """
 
 from __future__ import annotations
@@ -49,11 +51,12 @@ __all__ = ["GpuRunner"]
 
 log = logging.getLogger("kvrelay.engine")
 
-# Where nobody decodes. Beside decodes max_gap_ms is less, on an H200 some 2,000 tokens of an 8B model; such steps have
-# graphs (paged_engine/step_shapes.py).
+# Where nobody decodes. Beside decodes max_gap_ms is less, on an H200 some 2,000 tokens of an 8B
+# model; such steps have graphs (paged_engine/step_shapes.py).
 _STEP_TOKENS = 8192
 _MAX_NUM_SEQS = 256
-# A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
+# A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU
+# for ever.
 _RANKS_DEADLINE_S = 60.0
 
 
@@ -109,7 +112,8 @@ class GpuRunner:
         device: torch.device,
         ranks: Ranks,
     ) -> GpuRunner:
-        """Load the weights, measure what a step needs, give the rest to the KV pool, capture the graphs.
+        """Load the weights, measure what a step needs, give the rest to the KV pool, capture the
+        graphs.
 
         Raises ConfigError when the configuration cannot work on this GPU.
         """
@@ -175,20 +179,32 @@ class GpuRunner:
             )
         self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
         # A step is measured over a pool of two blocks; then the pool takes what is left.
-        self.pool = KVPool(model, num_blocks=2, block_size=self._block_size, dtype=kv_dtype, device=device)
+        self.pool = KVPool(
+            model, num_blocks=2, block_size=self._block_size, dtype=kv_dtype, device=device
+        )
         longest = min(config.max_model_len or model.max_position, self.max_num_batched_tokens)
         self._uploads = self._open_uploads(longest)
         self._run_largest_step(longest)
         pool_bytes = config.kv_cache_memory_bytes or budget.left_for_kv()
-        num_blocks = ranks.least(blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name))
+        num_blocks = ranks.least(
+            blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name)
+        )
         budget.check(num_blocks * block_bytes(model, self._block_size, kv_name))
         self.max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_name
+            config.max_model_len,
+            model,
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            dtype=kv_name,
         )
-        self.pool = KVPool(model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device)
+        self.pool = KVPool(
+            model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device
+        )
         self._uploads = self._open_uploads(self.max_model_len)
         self.shapes = tuple(sorted({shape.prompt_rows for shape in self._uploads.shapes}))
-        self._slots = Slots(self.max_num_seqs, max_blocks=self._uploads.max_blocks, block_size=self._block_size)
+        self._slots = Slots(
+            self.max_num_seqs, max_blocks=self._uploads.max_blocks, block_size=self._block_size
+        )
         self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None
         self._warm_up()
@@ -214,11 +230,14 @@ class GpuRunner:
             device=self._device,
         )
 
-    # --- a step --------------------------------------------------------------------------------------------------
+    # --- a step
+    # --------------------------------------------------------------------------------------------------
 
     def draws_ahead(self, request: Request) -> bool:
         """Not with what changes logits: how does not depend on the row alone."""
-        return request.guide is None and self._sampler.draws_ahead(request.params, request.output_tokens)
+        return request.guide is None and self._sampler.draws_ahead(
+            request.params, request.output_tokens
+        )
 
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
         """Queue the step on the device; returns at once."""
@@ -240,21 +259,29 @@ class GpuRunner:
         return launched
 
     def follow(self, message: bytes) -> None:
-        """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
+        """The step that rank 0 has launched. The logits are equal on all ranks, and so are the
+        tokens drawn of them.
+        """
         if self._unsampled is not None:
             forward, self._unsampled = self._unsampled, None
             self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
             return
         step = msgspec.msgpack.decode(message, type=RankStep)
-        self._tell_slots([(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states)
+        self._tell_slots(
+            [(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states
+        )
         values = step.values()
-        forward = self._forward_pass(values, [self._seated[slot] for slot in values.sampled_slots.tolist()])
+        forward = self._forward_pass(
+            values, [self._seated[slot] for slot in values.sampled_slots.tolist()]
+        )
         if step.guided:
             self._unsampled = forward
         else:
             self._sample(forward, None)
 
-    def _tell_slots(self, admitted: Sequence[tuple[int, Request]], states: Sequence[SlotState]) -> None:
+    def _tell_slots(
+        self, admitted: Sequence[tuple[int, Request]], states: Sequence[SlotState]
+    ) -> None:
         for slot, request in admitted:
             self._seated[slot] = request
             self._sampler.admit(slot, request)
@@ -281,7 +308,9 @@ class GpuRunner:
         self._operations.plan(step, self._block_size)
         hidden = self._decoder.hidden(step, self.pool)
         logits, scored = self._decoder.logits(hidden[: plan.rows]), hidden[plan.rows :]
-        return _Forward(logits, slots, plan, by_graph=False, of_prompts=scored if len(scored) else None)
+        return _Forward(
+            logits, slots, plan, by_graph=False, of_prompts=scored if len(scored) else None
+        )
 
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
         masks = masks_of(sampling, forward.logits.shape[1])
@@ -296,7 +325,9 @@ class GpuRunner:
         """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         logits, plan = forward.logits, forward.plan
         if masks is not None:
-            sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
+            sampled = self._sampler.launch(
+                logits, forward.slots, plan, self._sampler.mask(masks, plan.rows)
+            )
         elif plan.adjusted or not (forward.by_graph and plan.rows):
             sampled = self._sampler.launch(logits, forward.slots, plan)
         else:
@@ -320,11 +351,14 @@ class GpuRunner:
         self._operations.plan(step, self._block_size)
         return self._decoder.forward(step, self.pool)
 
-    # --- before the first request --------------------------------------------------------------------------------
+    # --- before the first request
+    # --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:
-        """As many tokens of prompts as a step may have, and decodes on all other seats, over the null block."""
+        """As many tokens of prompts as a step may have, and decodes on all other seats, over the
+        null block.
+        """
         whole, rest = divmod(min(self.max_num_batched_tokens, longest * self.max_num_seqs), longest)
         prompts = [longest] * whole + [rest] * (rest > 0)
         for adapter in self._kinds:
@@ -333,7 +367,9 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Every kernel variant is compiled and every library handle made before the node says that it is ready."""
+        """Every kernel variant is compiled and every library handle made before the node says that
+        it is ready.
+        """
         largest = min(self.max_num_batched_tokens, self.max_model_len)
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
             if max(counts) <= largest and len(counts) <= self.max_num_seqs:
@@ -345,9 +381,13 @@ class GpuRunner:
 
     @property
     def _kinds(self) -> tuple[int, ...]:
-        """An adapter for each kind of step: none, and where there are slots the first one, of zeros as yet."""
+        """An adapter for each kind of step: none, and where there are slots the first one, of zeros
+        as yet.
+        """
         return (-1,) if self.adapters is None else (-1, 0)
 
     def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
         step, slots = self._uploads.chunks(null_step(counts, self._block_size, adapter))
-        self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))
+        self._sampler.launch(
+            self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True)
+        )

@@ -1,8 +1,10 @@
-"""Chooses the next tokens on the GPU. What a request asks for lies in its *slot*; a launch reads nothing of the host.
+"""Chooses the next tokens on the GPU. What a request asks for lies in its *slot*; a launch reads
+nothing of the host.
 
-The next step can be launched before anybody has seen the tokens of this one: `sampled` holds them for the embedding,
-and token indices, output counts and min_tokens move on where they lie. Twin on the CPU: `paged_engine/sampler.py`.
-Several rows of one request are sampled in several slots, behind what admit() staged for each or set() says of it.
+The next step can be launched before anybody has seen the tokens of this one: `sampled` holds them
+for the embedding, and token indices, output counts and min_tokens move on where they lie. Twin on
+the CPU: `paged_engine/sampler.py`. Several rows of one request are sampled in several slots, behind
+what admit() staged for each or set() says of it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _LOGPROB_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What the rows of a step need together. Launches of equal `cut` and `adjusted` run the same kernels."""
+    """What the rows of a step need together. Launches of equal `cut` and `adjusted` run the same
+    kernels.
+    """
 
     rows: int
     cut: bool = False  # top-k, top-p or min-p
@@ -54,7 +58,9 @@ class _Admission:
 
 
 class GpuSampler:
-    """Owns the tables of the slots. Everything is queued on the current stream; nothing waits for the device."""
+    """Owns the tables of the slots. Everything is queued on the current stream; nothing waits for
+    the device.
+    """
 
     def __init__(
         self,
@@ -70,42 +76,63 @@ class GpuSampler:
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
         self._features = [0] * (max_slots + spare_slots)
-        self._forbidden = [0] * (max_slots + spare_slots)  # launches in which the slot's request may not end yet
+        self._forbidden = [0] * (
+            max_slots + spare_slots
+        )  # launches in which the slot's request may not end yet
         self._staged: dict[int, _Admission] = {}
 
     @property
     def sampled(self) -> torch.Tensor:
-        """int64 [max_slots + spare_slots]: the newest token of each slot's request, also before the host knows it."""
+        """int64 [max_slots + spare_slots]: the newest token of each slot's request, also before the
+        host knows it.
+        """
         return self._tables.sampled
 
     def admit(self, slot: int, request: Request) -> None:
-        """Give the slot to a request all of whose tokens are known; the device is told at the next prepare()."""
-        assert not request.num_pending, f"request {request.request_id} has tokens that the host has not seen"
+        """Give the slot to a request all of whose tokens are known; the device is told at the next
+        prepare().
+        """
+        assert not request.num_pending, (
+            f"request {request.request_id} has tokens that the host has not seen"
+        )
         params, outputs = request.params, request.output_tokens
         biases = dict(params.logit_bias)
-        assert len(biases) <= MAX_BIASES, f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
+        assert len(biases) <= MAX_BIASES, (
+            f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
+        )
         features = self._features[slot] = _features_of(params, outputs)
         self._forbidden[slot] = max(0, params.min_tokens - outputs)
         self._staged[slot] = _Admission(
             self._record(params, outputs),
             request.token_ids[-1],
-            self._notes(request, _is_penalized(params), sorted(biases)) if features & (_ADJUSTED | _MINIMUM) else None,
-            _pairs(np.array(sorted(biases), np.int32), np.array([biases[t] for t in sorted(biases)], np.float32)),
+            self._notes(request, _is_penalized(params), sorted(biases))
+            if features & (_ADJUSTED | _MINIMUM)
+            else None,
+            _pairs(
+                np.array(sorted(biases), np.int32),
+                np.array([biases[t] for t in sorted(biases)], np.float32),
+            ),
         )
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
-        """The slot samples next as a request of these parameters, which draws_ahead(), does at this token."""
+        """The slot samples next as a request of these parameters, which draws_ahead(), does at this
+        token.
+        """
         self._features[slot] = _features_of(params, token_index)
         nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
 
     @staticmethod
     def draws_ahead(params: SamplingParams, outputs: int) -> bool:
-        """Whether logits are taken as they are, from token number `outputs` on: then a slot needs no notes."""
+        """Whether logits are taken as they are, from token number `outputs` on: then a slot needs
+        no notes.
+        """
         return not _features_of(params, outputs) & (_ADJUSTED | _MINIMUM)
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
-        """Upload what admit() has staged, and say what the rows of a launch need; row i is requests[i] in slots[i]."""
+        """Upload what admit() has staged, and say what the rows of a launch need; row i is
+        requests[i] in slots[i].
+        """
         self._upload()
         needs = 0
         logprobs: dict[int, int] = {}
@@ -121,7 +148,9 @@ class GpuSampler:
                 logprobs[row] = requests[row].params.logprobs or 0
             needs |= features
         rows = self._send(np.array(list(logprobs), np.int32)).long() if logprobs else None
-        return SamplePlan(len(slots), bool(needs & _CUT), bool(needs & (_ADJUSTED | _MINIMUM)), logprobs, rows)
+        return SamplePlan(
+            len(slots), bool(needs & _CUT), bool(needs & (_ADJUSTED | _MINIMUM)), logprobs, rows
+        )
 
     def mask(self, masks: RowMasks, rows: int) -> TokenMask:
         """Upload the masks of a launch of so many rows, in one copy."""
@@ -131,9 +160,15 @@ class GpuSampler:
         return TokenMask(flat[len(of_row) :].view(masks.words.shape), flat[:rows])
 
     def launch(
-        self, logits: torch.Tensor, slots: torch.Tensor, plan: SamplePlan, mask: TokenMask | None = None
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        plan: SamplePlan,
+        mask: TokenMask | None = None,
     ) -> Sampled:
-        """Queue the choice of a token per row. logits [rows or more, vocab]; slots int32 [rows], -1 is padding."""
+        """Queue the choice of a token per row. logits [rows or more, vocab]; slots int32 [rows], -1
+        is padding.
+        """
         return self.read(logits, self.draw(logits, slots, plan, mask), plan)
 
     @torch.inference_mode()
@@ -146,21 +181,32 @@ class GpuSampler:
         *,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """The tokens int64 [rows], on the device. Can be captured in a CUDA graph, of which they are then an output."""
-        return sample(logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask, pdl=pdl)
+        """The tokens int64 [rows], on the device. Can be captured in a CUDA graph, of which they
+        are then an output.
+        """
+        return sample(
+            logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask, pdl=pdl
+        )
 
     @torch.inference_mode()
     def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
-        """What the host is to be told of tokens that draw() has chosen from these logits. Not for CUDA graphs."""
+        """What the host is to be told of tokens that draw() has chosen from these logits. Not for
+        CUDA graphs.
+        """
         if plan.logprob_rows is None:
             return Sampled(tokens, plan, None)
         most = max(plan.logprobs.values())
-        parts = [_logprobs(logits, tokens, rows, most) for rows in torch.split(plan.logprob_rows, _LOGPROB_ROWS)]
+        parts = [
+            _logprobs(logits, tokens, rows, most)
+            for rows in torch.split(plan.logprob_rows, _LOGPROB_ROWS)
+        ]
         chosen, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
         return Sampled(tokens, plan, (chosen, ids, values))
 
     def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
-        """Compile every kernel there is for logits of this dtype, those for masked rows too if `masked`."""
+        """Compile every kernel there is for logits of this dtype, those for masked rows too if
+        `masked`.
+        """
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
         padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
         words = torch.zeros(1, words_for(self._vocab), dtype=torch.int32, device=self._device)
@@ -172,7 +218,8 @@ class GpuSampler:
                     plan = SamplePlan(1, cut, adjusted, {0: 1}, row)
                     self.launch(logits, padding, plan, mask)
 
-    # --- from the host to the device -----------------------------------------------------------------------------
+    # --- from the host to the device
+    # -----------------------------------------------------------------------------
 
     def _record(self, params: SamplingParams, token_index: int) -> bytes:
         return record_of(
@@ -195,7 +242,9 @@ class GpuSampler:
         notes = np.zeros(self._vocab, np.int32)
         if penalized:
             tokens = np.asarray(request.token_ids)
-            notes += note_of(count=np.bincount(tokens[request.prompt_tokens :], minlength=self._vocab)).astype(np.int32)
+            notes += note_of(
+                count=np.bincount(tokens[request.prompt_tokens :], minlength=self._vocab)
+            ).astype(np.int32)
             notes[tokens[: request.prompt_tokens]] |= note_of(in_prompt=1)
         if request.output_tokens < params.min_tokens:
             notes[[*self._eos, *params.stop_token_ids]] |= note_of(ends=1)
@@ -210,7 +259,9 @@ class GpuSampler:
             return
         slots = np.array(list(self._staged), np.int32)
         staged, self._staged = list(self._staged.values()), {}
-        with_notes = [(slot, a.notes) for slot, a in zip(slots, staged, strict=True) if a.notes is not None]
+        with_notes = [
+            (slot, a.notes) for slot, a in zip(slots, staged, strict=True) if a.notes is not None
+        ]
         pieces = [
             np.stack((slots, np.array([a.newest for a in staged], np.int32))),
             np.frombuffer(b"".join(a.record for a in staged), np.int32).reshape(len(staged), -1),
@@ -232,7 +283,9 @@ class GpuSampler:
             tables.notes.view(-1).index_copy_(0, notes[0].long() * self._vocab + notes[2], notes[3])
         if biases.numel():
             pairs = biases[2:].T.contiguous()
-            tables.biases.view(-1, 2).index_copy_(0, biases[0].long() * MAX_BIASES + biases[1], pairs)
+            tables.biases.view(-1, 2).index_copy_(
+                0, biases[0].long() * MAX_BIASES + biases[1], pairs
+            )
 
     def _send(self, array: _Ints) -> torch.Tensor:
         """The array on the device. torch takes the pinned memory back when the copy is done."""
@@ -254,7 +307,9 @@ class Sampled:
         self.tokens = tokens
         """int64 [rows], on the device."""
         self.logprobs = logprobs
-        """Of the rows that want any: the chosen tokens' [n], the likeliest ids [n, most] and theirs; on the device."""
+        """Of the rows that want any: the chosen tokens' [n], the likeliest ids [n, most] and
+        theirs; on the device.
+        """
         self._plan = plan
         self._on_host: list[torch.Tensor] | None = None
         self._copied: torch.cuda.Event | None = None
@@ -276,7 +331,8 @@ class Sampled:
     def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Tokens and log-probabilities of the plan's rows, once they are on the host.
 
-        Raises TimeoutError if they are not within `deadline_s`, for steps that may wait for another rank for ever.
+        Raises TimeoutError if they are not within `deadline_s`, for steps that may wait for another
+        rank for ever.
         """
         if self._on_host is None:
             self.start_copy()
@@ -290,8 +346,12 @@ class Sampled:
         logprobs: list[TokenLogprobs | None] = [None] * plan.rows
         if self.logprobs is not None:
             columns = (tensor.tolist() for tensor in self._on_host[1:])
-            for (row, count), chosen, ids, values in zip(plan.logprobs.items(), *columns, strict=True):
-                logprobs[row] = TokenLogprobs(tokens[row], chosen, tuple(ids[:count]), tuple(values[:count]))
+            for (row, count), chosen, ids, values in zip(
+                plan.logprobs.items(), *columns, strict=True
+            ):
+                logprobs[row] = TokenLogprobs(
+                    tokens[row], chosen, tuple(ids[:count]), tuple(values[:count])
+                )
         return tokens, logprobs
 
 
@@ -307,13 +367,17 @@ def _features_of(params: SamplingParams, outputs: int) -> int:
 
 
 def _is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    return params.repetition_penalty != 1.0 or bool(
+        params.presence_penalty or params.frequency_penalty
+    )
 
 
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of some rows: log-probability of the chosen token [n], ids and log-probabilities of the likeliest [n, most]."""
+    """Of some rows: log-probability of the chosen token [n], ids and log-probabilities of the
+    likeliest [n, most].
+    """
     raw = logits.index_select(0, rows).float().log_softmax(-1)
     chosen = raw.gather(1, tokens.index_select(0, rows)[:, None])[:, 0]
     if not most:
@@ -334,7 +398,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, which is there once the device has done what is queued so far."""
     if not tensor.is_cuda:
         return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 def _pairs(tokens: _Ints, values: npt.NDArray[np.float32]) -> _Ints:
@@ -342,7 +408,9 @@ def _pairs(tokens: _Ints, values: npt.NDArray[np.float32]) -> _Ints:
 
 
 def _by_slot(columns: Sequence[tuple[int, _Ints]]) -> _Ints:
-    """Columns [2, n] of several slots as one [4, all]: slot, place in the slot's own list, and the two."""
+    """Columns [2, n] of several slots as one [4, all]: slot, place in the slot's own list, and the
+    two.
+    """
     if not columns:
         return np.zeros((4, 0), np.int32)
     of_each = [

@@ -1,6 +1,8 @@
-"""What goes up to the device in a step: integers, from pinned memory, in one copy. And the buffers that they lie in.
+"""What goes up to the device in a step: integers, from pinned memory, in one copy. And the buffers
+that they lie in.
 
-Owns the block tables of slots and what decode graphs read. Knows no model and starts no forward pass.
+Owns the block tables of slots and what decode graphs read. Knows no model and starts no forward
+pass.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
 __all__ = ["StepUploads"]
 
-# Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
+# Two uploads may be under way at once: that of the running step's successor and, not yet read, its
+# own.
 _UPLOADS = 2
 _ROW_FIELDS, _SEQUENCE_FIELDS = len(PADDING_ROW), len(PADDING_SEQUENCE)
 # Of a decode: its row, its sequence, the slot that samples.
@@ -41,7 +44,9 @@ class StepUploads:
         shapes: Sequence[StepShape],
         device: torch.device,
     ) -> None:
-        """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped() takes."""
+        """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped()
+        takes.
+        """
         self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
         self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
@@ -52,14 +57,19 @@ class StepUploads:
 
         self._null_slot = rows  # behind all others: its blocks stay null
         self._slot_tables = zeros(rows + 1, self.max_blocks)
-        # One for each sequence. The scheduler's chunks and proposals together are `max_num_seqs` at most.
+        # One for each sequence. The scheduler's chunks and proposals together are `max_num_seqs` at
+        # most.
         self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
         self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
         self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
-        self._pinned_decodes = [torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)]
+        self._pinned_decodes = [
+            torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)
+        ]
         self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
+        self._one_tile_each = torch.stack(
+            (self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1
+        )
         self._turn = 0
         self.shapes = shapes
         # What the graphs of shapes read: each from the beginning.
@@ -71,7 +81,9 @@ class StepUploads:
         return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
-        """The persistent buffers of the graph for `rows` decodes, of which some have adapters or none has."""
+        """The persistent buffers of the graph for `rows` decodes, of which some have adapters or
+        none has.
+        """
         return GpuStep(
             decodes=0 if self._chunks_only else rows,
             token_ids=self._rows[0, :rows],
@@ -91,10 +103,19 @@ class StepUploads:
     def decode_tables(self, rows: int) -> None:
         """Launch what makes the block tables of a decode step of its slots'."""
         slots, contexts, newest = self._sequences[:, :rows]
-        step_tables(slots, contexts, newest, self._slot_tables, self._tables[:rows], block_size=self._block_size)
+        step_tables(
+            slots,
+            contexts,
+            newest,
+            self._slot_tables,
+            self._tables[:rows],
+            block_size=self._block_size,
+        )
 
     def decodes(self, values: StepValues) -> None:
-        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but the null block."""
+        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but
+        the null block.
+        """
         count = values.rows.shape[1]
         self._turn = (self._turn + 1) % _UPLOADS
         pinned = self._pinned_decodes[self._turn]
@@ -113,11 +134,14 @@ class StepUploads:
         The rows whose logits are wanted are the sampled ones, then the scored ones."""
         decodes = 0 if self._chunks_only else values.decodes
         wanted = np.concatenate((values.sampled_rows, values.scored_rows))
-        return self._chunk_step(values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None)
+        return self._chunk_step(
+            values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None
+        )
 
     def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
-        """Bring the step into one of the shapes and upload it; its tensors are at the same addresses in all steps of a
-        shape. What samples is told to `decode_slots` too."""
+        """Bring the step into one of the shapes and upload it; its tensors are at the same
+        addresses in all steps of a shape. What samples is told to `decode_slots` too.
+        """
         padding = shape.samples - len(values.sampled_slots)
         step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
@@ -126,7 +150,9 @@ class StepUploads:
         tiles[: len(needed)] = needed
         wanted = np.pad(step.sampled_rows, (0, padding))
         slots = np.pad(step.sampled_slots, (0, padding), constant_values=-1)
-        on_device, slots_ = self._chunk_step(step, shape.decodes, tiles, wanted, slots, self._shaped)
+        on_device, slots_ = self._chunk_step(
+            step, shape.decodes, tiles, wanted, slots, self._shaped
+        )
         self._decodes[-1, : shape.samples].copy_(slots_)
         return on_device
 
@@ -142,7 +168,9 @@ class StepUploads:
 
     def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
         counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]
-        return prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim)
+        return prefill_tiles(
+            counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim
+        )
 
     def _chunk_step(
         self,
@@ -168,7 +196,14 @@ class StepUploads:
         )
         tables = self._tables[: sequences.shape[1]]
         all_slots, all_contexts, newest_blocks = sequences
-        step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_size=self._block_size)
+        step_tables(
+            all_slots,
+            all_contexts,
+            newest_blocks,
+            self._slot_tables,
+            tables,
+            block_size=self._block_size,
+        )
         step = GpuStep(
             decodes=decodes,
             token_ids=rows[0],
@@ -191,9 +226,11 @@ class StepUploads:
         append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
 
     def _send(self, *arrays: np.ndarray, into: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """All arrays in one upload, each of their rows from 16 bytes on: kernels are compiled for one alignment only.
+        """All arrays in one upload, each of their rows from 16 bytes on: kernels are compiled for
+        one alignment only.
 
-        `into`: where they go, one behind the other. The pinned memory returns to torch's cache when the copy is done.
+        `into`: where they go, one behind the other. The pinned memory returns to torch's cache when
+        the copy is done.
         """
         widened = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
         sizes = [math.prod(outer) * width for outer, width in widened]

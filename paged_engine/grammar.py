@@ -1,10 +1,11 @@
-"""Constraints on an answer's text as token masks, by llguidance: compiles, caches, and fills the masks of many rows.
+"""Constraints on an answer's text as token masks, by llguidance: compiles, caches, and fills the
+masks of many rows.
 
-A matcher never forces tokens: it allows every token that can go on, also ways to write a text that the tokenizer would
-not choose. So masks need no tokenizer, and no call back into Python.
+A matcher never forces tokens: it allows every token that can go on, also ways to write a text that
+the tokenizer would not choose. So masks need no tokenizer, and no call back into Python.
 
-The step loop waits for masks, so what a token may take is limited: by the library, which counts; before a grammar is
-used, by `try_out`; and in the loop, by TimedMatcher.
+The step loop waits for masks, so what a token may take is limited: by the library, which counts;
+before a grammar is used, by `try_out`; and in the loop, by TimedMatcher.
 """
 
 from __future__ import annotations
@@ -35,26 +36,34 @@ __all__ = ["TOKEN_LIMIT_S", "Grammars", "TimedMatcher", "masks_of"]
 # Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
 TOKEN_LIMIT_S = 0.03
-"""CPU time for a token's mask and the way through it. A grammar that takes more is refused; common ones take 3 ms."""
+"""CPU time for a token's mask and the way through it. A grammar that takes more is refused; common
+ones take 3 ms.
+"""
 _TRIED_PATHS, _TRIED_TOKENS = 3, 16
-# In the step loop, where a grammar may come to a place that was not tried: so often, and the answer ends.
+# In the step loop, where a grammar may come to a place that was not tried: so often, and the answer
+# ends.
 _STALL_S = 0.1
 _STALLS = 3
 _WATCHED_STEPS = 64
-# An automaton grows with the answers that it has seen, by 1 to 2 KB a state. 1,000 optional properties are 4,110 items
-# in a row and more than 50,000 in a step, which take 16 ms.
+# An automaton grows with the answers that it has seen, by 1 to 2 KB a state. 1,000 optional
+# properties are 4,110 items in a row and more than 50,000 in a step, which take 16 ms.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=5000, step_max_items=100_000)
-# Rules that begin with each other have each item of a row look at all others: 1,561 take 40 ms. A grammar with 300
-# keywords has 304 in a row, one of C's expressions 4,100 in a step.
-_CLIENTS_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=500, step_max_items=10_000)
+# Rules that begin with each other have each item of a row look at all others: 1,561 take 40 ms. A
+# grammar with 300 keywords has 304 in a row, one of C's expressions 4,100 in a step.
+_CLIENTS_LIMITS = LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=500, step_max_items=10_000
+)
 _CLIENTS = "\n// rules of a client\n"
-# Between JSON's tokens, unless a request says otherwise: a model that may write white space for ever does.
+# Between JSON's tokens, unless a request says otherwise: a model that may write white space for
+# ever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Texts are people's: no pattern here looks at a character twice.
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
-_LIMITS_HINT = re.compile(r"; (?:either increase limits\.|consider making|try avoiding).*+", re.DOTALL)
+_LIMITS_HINT = re.compile(
+    r"; (?:either increase limits\.|consider making|try avoiding).*+", re.DOTALL
+)
 _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
@@ -62,27 +71,38 @@ class Grammars:
     """The grammars of one vocabulary. For any number of threads; compiling does not hold the GIL."""
 
     def __init__(
-        self, tokens: Sequence[bytes], *, special_ids: Collection[int], eos_token_ids: Collection[int]
+        self,
+        tokens: Sequence[bytes],
+        *,
+        special_ids: Collection[int],
+        eos_token_ids: Collection[int],
     ) -> None:
-        """`tokens`: the bytes of each id of the model's vocabulary, empty for ids that mean nothing.
+        """`tokens`: the bytes of each id of the model's vocabulary, empty for ids that mean
+        nothing.
 
-        Takes about 2 us per token."""
+        Takes about 2 us per token.
+        """
         eos = [token for token in eos_token_ids if token < len(tokens)]
         self._specials = frozenset(
             tokens[token].decode(errors="replace") for token in special_ids if token < len(tokens)
         )
         self._ends = eos
-        # A grammar ends with a token: a model without one gets an id that means nothing to it, or else its last.
-        empty = next((token for token in reversed(range(len(tokens))) if not tokens[token]), len(tokens) - 1)
+        # A grammar ends with a token: a model without one gets an id that means nothing to it, or
+        # else its last.
+        empty = next(
+            (token for token in reversed(range(len(tokens))) if not tokens[token]), len(tokens) - 1
+        )
         vocabulary = _Vocabulary(tokens, special_ids, eos[0] if eos else empty)
         self._tokenizer = LLTokenizer(vocabulary, n_vocab=len(tokens), eos_token=eos or empty)  # type: ignore[arg-type]
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher of its own for one answer. Raises RequestError with the reason, a sentence of the library's.
+        """A matcher of its own for one answer. Raises RequestError with the reason, a sentence of
+        the library's.
 
-        Compiling takes some milliseconds, for a schema at the limit of its size a quarter of a second.
+        Compiling takes some milliseconds, for a schema at the limit of its size a quarter of a
+        second.
         """
         with self._lock:
             found = self._compiled.get(constraint)
@@ -112,16 +132,20 @@ class Grammars:
         return matcher
 
     def try_out(self, constraint: Constraint) -> None:
-        """Follow a few answers, the same each time; raise RequestError if a token takes more than TOKEN_LIMIT_S.
+        """Follow a few answers, the same each time; raise RequestError if a token takes more than
+        TOKEN_LIMIT_S.
 
-        A grammar can be quick there and slow elsewhere: then TimedMatcher ends the answer."""
+        A grammar can be quick there and slow elsewhere: then TimedMatcher ends the answer.
+        """
         if constraint.behind:  # few answers would come to it
             self.try_out(msgspec.structs.replace(constraint, behind="", opener=""))
         for path in range(_TRIED_PATHS):
             pick, matcher, tokens = random.Random(path), self.matcher(constraint), list[int]()
             while len(tokens) < _TRIED_TOKENS and not matcher.is_stopped():
                 took, mask = _timed_step(matcher, tokens[-1:])
-                if took > TOKEN_LIMIT_S:  # the first time part of the automaton is built, and the machine may be busy
+                if (
+                    took > TOKEN_LIMIT_S
+                ):  # the first time part of the automaton is built, and the machine may be busy
                     again = self.matcher(constraint)
                     again.consume_tokens(tokens[:-1])
                     took = min(took, _timed_step(again, tokens[-1:])[0])
@@ -130,22 +154,29 @@ class Grammars:
                 if took > TOKEN_LIMIT_S:
                     raise _refused(
                         constraint,
-                        f"a token takes {took * 1000:.0f} ms of CPU time; the limit is {TOKEN_LIMIT_S * 1000:.0f} ms: "
+                        f"a token takes {took * 1000:.0f} ms of CPU time; the limit is "
+                        f"{TOKEN_LIMIT_S * 1000:.0f} ms: "
                         "make it simpler",
                     )
-                allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+                allowed = np.flatnonzero(
+                    np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+                )
                 allowed = allowed[~np.isin(allowed, self._ends)]
                 if not len(allowed):
                     break
                 tokens.append(int(allowed[pick.randrange(len(allowed))]))
 
     def as_lark(self, constraint: Constraint) -> Constraint:
-        """The same constraint as one Lark grammar, which is compiled without Python. `matcher` must have taken it."""
+        """The same constraint as one Lark grammar, which is compiled without Python. `matcher` must
+        have taken it.
+        """
         return Constraint("lark", self._lark(constraint), field=constraint.field)
 
     def _lark(self, constraint: Constraint) -> str:
         lark = self._body(constraint)
-        return self._behind(lark, constraint.behind, constraint.opener) if constraint.behind else lark
+        return (
+            self._behind(lark, constraint.behind, constraint.opener) if constraint.behind else lark
+        )
 
     def _body(self, constraint: Constraint) -> str:
         text = constraint.text
@@ -157,16 +188,25 @@ class Grammars:
             case "regex":
                 return f"{_OPTIONS}start: {_regex_rule(text)}\n"
             case "choice":
-                return f"{_OPTIONS}start: {' | '.join(_literal(choice) for choice in json.loads(text))}\n"
+                return (
+                    f"{_OPTIONS}start: "
+                    f"{' | '.join(_literal(choice) for choice in json.loads(text))}\n"
+                )
             case "grammar":
                 return _user_grammar(text)
             case "tags":
                 return self._tags(json.loads(text))
 
     def _behind(self, lark: str, text: str, opener: str) -> str:
-        """The same behind free text that ends with `text`, and that need not be there if there is an opener."""
+        """The same behind free text that ends with `text`, and that need not be there if there is
+        an opener.
+        """
         end = self._terms(text)
-        head = f"head[lazy]: TEXT {end[0]}" if end == [_literal(text)] else f"head: TEXT {' '.join(end)}"
+        head = (
+            f"head[lazy]: TEXT {end[0]}"
+            if end == [_literal(text)]
+            else f"head: TEXT {' '.join(end)}"
+        )
         begin = f"BLANKS {' '.join(self._terms(opener))} " if opener else ""
         rules = [
             f"{_OPTIONS}start: {'free?' if opener else 'free'} body",
@@ -189,7 +229,8 @@ class Grammars:
         rules, names = [], []
         for number, trigger in enumerate(tags["triggers"]):
             bodies = [
-                f"{_literal(tag['begin'][len(trigger) :])} {_json_rule(tag['schema'], None)} {_literal(tag['end'])}"
+                f"{_literal(tag['begin'][len(trigger) :])} {_json_rule(tag['schema'], None)} "
+                f"{_literal(tag['end'])}"
                 for tag in tags["structures"]
                 if tag["begin"].startswith(trigger)
             ]
@@ -200,14 +241,21 @@ class Grammars:
             rules += [head, f"tag_{number}: head_{number} ({' | '.join(bodies)})"]
             names.append(f"tag_{number}")
         return "\n".join(
-            [f"{_OPTIONS}start: ({' | '.join(names)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules, ""]
+            [
+                f"{_OPTIONS}start: ({' | '.join(names)})* rest",
+                "rest: TEXT",
+                r"TEXT: /(.|\n)*/",
+                *rules,
+                "",
+            ]
         )
 
 
 class TimedMatcher:
     """A matcher (see paged_engine/guide.py) that fails once it has held up the step loop too often.
 
-    A step takes what it computes together, so a slow one is computed row by row for a while, to see which it is.
+    A step takes what it computes together, so a slow one is computed row by row for a while, to see
+    which it is.
     """
 
     def __init__(self, inner: LLMatcher, stalls: int = 0) -> None:
@@ -251,13 +299,16 @@ class TimedMatcher:
         self._stalls += seconds > _STALL_S
         if self._stalls >= _STALLS and not self._error:
             self._error = (
-                f"{self._stalls} of its tokens took more than {_STALL_S * 1000:.0f} ms of CPU time, the last one "
-                f"{seconds * 1000:.0f} ms; the limit is {_STALLS - 1} of an answer: make the grammar simpler"
+                f"{self._stalls} of its tokens took more than {_STALL_S * 1000:.0f} ms of CPU "
+                f"time, the last one "
+                f"{seconds * 1000:.0f} ms; the limit is {_STALLS - 1} of an answer: make the "
+                f"grammar simpler"
             )
 
 
 def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
-    """The masks of a step's rows, whose tokens are all known; row i is requests[i]. None if no row needs one.
+    """The masks of a step's rows, whose tokens are all known; row i is requests[i]. None if no row
+    needs one.
 
     A row that no token can follow has no mask: its request ends, whatever is drawn.
     """
@@ -285,7 +336,9 @@ def _fill(guides: Sequence[Guide], words: Words) -> None:
     """What the matchers allow; the GIL is not held."""
     bytes_each = words.shape[1] * words.itemsize
     alone: list[tuple[Any, int]]
-    alone = [(guide.matcher, place) for place, guide in enumerate(guides) if guide.matcher is not None]
+    alone = [
+        (guide.matcher, place) for place, guide in enumerate(guides) if guide.matcher is not None
+    ]
     together = [(m, place) for m, place in alone if isinstance(m, TimedMatcher) and not m.watched]
     if len(together) > 1:
         alone = [(m, place) for m, place in alone if not isinstance(m, TimedMatcher) or m.watched]
@@ -325,9 +378,13 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int], eos_token_id: int) -> None:
+    def __init__(
+        self, tokens: Sequence[bytes], special_ids: Collection[int], eos_token_id: int
+    ) -> None:
         self.tokens, self.eos_token_id = list(tokens), eos_token_id
-        self.special_token_ids = sorted({eos_token_id, *(token for token in special_ids if token < len(tokens))})
+        self.special_token_ids = sorted(
+            {eos_token_id, *(token for token in special_ids if token < len(tokens))}
+        )
 
     def __call__(self, text: bytes) -> list[int]:
         raise AssertionError("a matcher that forces nothing tokenizes nothing")

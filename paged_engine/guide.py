@@ -1,8 +1,10 @@
-"""Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure: numpy and no device.
+"""Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure: numpy and
+no device.
 
-A guide is a function of the request's parameters and of its output tokens, and holds no state beyond them: it follows
-the tokens, wherever they were generated, so a hand-over, a fail-over and a preemption carry nothing of it. The matcher
-is a grammar library's (paged_engine/grammar.py). Masks are words of 32 tokens: bit i of word w is token 32 * w + i.
+A guide is a function of the request's parameters and of its output tokens, and holds no state
+beyond them: it follows the tokens, wherever they were generated, so a hand-over, a fail-over and a
+preemption carry nothing of it. The matcher is a grammar library's (paged_engine/grammar.py). Masks
+are words of 32 tokens: bit i of word w is token 32 * w + i.
 
 An answer ends with "stop" when its grammar has ended, and when no token is left that may come next.
 """
@@ -24,7 +26,9 @@ Words = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """What is needed of llguidance's LLMatcher. Its methods raise nothing: an error is a state, and stays."""
+    """What is needed of llguidance's LLMatcher. Its methods raise nothing: an error is a state, and
+    stays.
+    """
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
         """Go on by tokens; False if they do not match."""
@@ -44,7 +48,9 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Of the rows of a step that are masked: their numbers, ascending, and words [rows, words_for(vocabulary)]."""
+    """Of the rows of a step that are masked: their numbers, ascending, and words [rows,
+    words_for(vocabulary)].
+    """
 
     rows: list[int]
     words: Words
@@ -60,16 +66,32 @@ class Guide:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, *, vocab_size: int, eos_token_ids: Collection[int], matcher: Matcher | None
+        cls,
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        matcher: Matcher | None,
     ) -> Guide | None:
-        """None if nothing is ruled out. `matcher`: that of `params.constraint`, which has consumed nothing yet."""
+        """None if nothing is ruled out. `matcher`: that of `params.constraint`, which has consumed
+        nothing yet.
+        """
         assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
         if matcher is None and params.allowed_token_ids is None and not params.bad_words:
             return None
-        return cls(params, vocab_size, tuple(token for token in eos_token_ids if token < vocab_size), matcher)
+        return cls(
+            params,
+            vocab_size,
+            tuple(token for token in eos_token_ids if token < vocab_size),
+            matcher,
+        )
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...], matcher: Matcher | None
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        matcher: Matcher | None,
     ) -> None:
         self.matcher = matcher
         self.over = False
@@ -81,11 +103,17 @@ class Guide:
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
         self._seen = 0  # output tokens that the matcher has consumed
         single = [word[0] for word in params.bad_words if len(word) == 1]
-        self._bad: dict[int, list[tuple[list[int], int]]] = {}  # by the last but one token: those before the last
+        self._bad: dict[
+            int, list[tuple[list[int], int]]
+        ] = {}  # by the last but one token: those before the last
         for *before, last in params.bad_words:
             if before:
                 self._bad.setdefault(before[-1], []).append((before, last))
-        base = _all(vocab_size) if params.allowed_token_ids is None else _bits(params.allowed_token_ids, vocab_size)
+        base = (
+            _all(vocab_size)
+            if params.allowed_token_ids is None
+            else _bits(params.allowed_token_ids, vocab_size)
+        )
         self._base = base & ~_bits(single, vocab_size)
         self._ends = _bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
         self._eos_bits = _bits(eos_token_ids, vocab_size)
@@ -123,7 +151,9 @@ class Guide:
             self.over = self.matcher.is_stopped()
 
     def narrow(self, words: Words, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Take from `words`, which the matcher allows, what else is ruled out; notices if nothing is left."""
+        """Take from `words`, which the matcher allows, what else is ruled out; notices if nothing
+        is left.
+        """
         words &= self._base
         outputs = len(token_ids) - prompt_tokens
         for before, last in self._bad.get(token_ids[-1], ()):

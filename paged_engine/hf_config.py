@@ -1,6 +1,8 @@
-"""From Hugging Face's config.json to a ModelConfig. Reads values that are already parsed; opens no file.
+"""From Hugging Face's config.json to a ModelConfig. Reads values that are already parsed; opens no
+file.
 
-Defaults are those of transformers' configuration classes, because save_pretrained may leave them out.
+Defaults are those of transformers' configuration classes, because save_pretrained may leave them
+out.
 """
 
 from __future__ import annotations
@@ -8,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_engine.model_config import ARCHITECTURES, Fields, MixtureOfExperts, ModelConfig, RopeScaling
+from paged_engine.model_config import (
+    ARCHITECTURES,
+    Fields,
+    MixtureOfExperts,
+    ModelConfig,
+    RopeScaling,
+)
 from paged_engine.quantization_config import quantization_of
 from wire.errors import ConfigError
 
@@ -37,7 +45,8 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-# Where a family's defaults differ from Llama's. They hold for missing fields only: null has its own meaning.
+# Where a family's defaults differ from Llama's. They hold for missing fields only: null has its own
+# meaning.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
@@ -73,8 +82,11 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"
 _ACTIVATION_OF = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "opt": "relu"}
 
 
-def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name: str, where: str) -> ModelConfig:
-    """`raw` is config.json, `generation` generation_config.json ({} if there is none), `where` names raw's file.
+def model_config_of(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], name: str, where: str
+) -> ModelConfig:
+    """`raw` is config.json, `generation` generation_config.json ({} if there is none), `where`
+    names raw's file.
 
     Raises ConfigError for an architecture or a feature that the engine does not have, naming it.
     """
@@ -85,10 +97,16 @@ def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name:
     rope = _rope_fields(fields)
     partial_rotary_factor = rope.number("partial_rotary_factor", 1.0)
     if partial_rotary_factor != 1.0 and family != "phi3":
-        raise ConfigError(f"{where}: partial_rotary_factor {partial_rotary_factor} is not supported; 1.0 is")
-    scaling = _rope_scaling(rope, max_position, fields.integer("original_max_position_embeddings", 0))
+        raise ConfigError(
+            f"{where}: partial_rotary_factor {partial_rotary_factor} is not supported; 1.0 is"
+        )
+    scaling = _rope_scaling(
+        rope, max_position, fields.integer("original_max_position_embeddings", 0)
+    )
     window, full_attention_layers = _windows(fields, family)
-    eos = Fields(generation, "generation_config.json").integers("eos_token_id") or fields.integers("eos_token_id")
+    eos = Fields(generation, "generation_config.json").integers("eos_token_id") or fields.integers(
+        "eos_token_id"
+    )
     return ModelConfig(
         architecture=architecture,
         name=name,
@@ -116,7 +134,9 @@ def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name:
 
 
 def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[str, Fields]:
-    """The text model's family, and its fields under Llama's names with the family's defaults filled in."""
+    """The text model's family, and its fields under Llama's names with the family's defaults filled
+    in.
+    """
     if family == "gemma3":
         text = raw.get("text_config")
         if not isinstance(text, dict):
@@ -130,7 +150,9 @@ def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[st
     rope = values.get("rope_parameters")
     if family == "gemma3_text" and isinstance(rope, dict) and "full_attention" in rope:
         values["rope_parameters"] = rope["full_attention"]
-        local = Fields(rope.get("sliding_attention") or {}, f"{where}: rope_parameters.sliding_attention")
+        local = Fields(
+            rope.get("sliding_attention") or {}, f"{where}: rope_parameters.sliding_attention"
+        )
         if (kind := local.text("rope_type", "default")) != "default":
             raise ConfigError(f"{local.where}: rope_type {kind!r} is not supported; default is")
         values["rope_local_base_freq"] = local.number("rope_theta", values["rope_local_base_freq"])
@@ -139,7 +161,9 @@ def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[st
 
 def _differences(fields: Fields, family: str) -> dict[str, Any]:
     """What sets the family apart from the others, as fields of ModelConfig."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and fields.flag("attention_bias", False)
+    biased = family in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and fields.flag(
+        "attention_bias", False
+    )
     values: dict[str, Any] = {
         "qkv_bias": biased or family == "qwen2",
         "o_bias": biased,
@@ -177,7 +201,9 @@ def _experts(fields: Fields, family: str) -> MixtureOfExperts | None:
 
 def _gemma(fields: Fields) -> dict[str, Any]:
     if fields.flag("use_bidirectional_attention", False):
-        raise ConfigError(f"{fields.where}: use_bidirectional_attention true is not supported; false is")
+        raise ConfigError(
+            f"{fields.where}: use_bidirectional_attention true is not supported; false is"
+        )
     return {
         "norm": "rms_plus_one",
         "norm_places": "around",
@@ -196,10 +222,14 @@ def _opt(fields: Fields) -> dict[str, Any]:
     hidden = fields.integer("hidden_size")
     if fields.integer("word_embed_proj_dim", hidden) != hidden:
         raise ConfigError(
-            f"{fields.where}: word_embed_proj_dim {fields.values['word_embed_proj_dim']} is not supported; "
+            f"{fields.where}: word_embed_proj_dim {fields.values['word_embed_proj_dim']} is not "
+            f"supported; "
             f"hidden_size ({hidden}) is"
         )
-    for key, wanted in (("_remove_final_layer_norm", False), ("layer_norm_elementwise_affine", True)):
+    for key, wanted in (
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+    ):
         if fields.flag(key, wanted) is not wanted:
             raise ConfigError(f"{fields.where}: {key} {not wanted} is not supported; {wanted} is")
     bias = fields.flag("enable_bias", True)
@@ -222,7 +252,8 @@ def _architecture(fields: Fields) -> str:
         architecture = _ARCHITECTURE_OF.get(model_type, model_type)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{fields.where}: architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are"
+            f"{fields.where}: architecture {architecture!r} is not supported; "
+            f"{', '.join(ARCHITECTURES)} are"
         )
     return architecture
 
@@ -231,24 +262,34 @@ def _activation(fields: Fields, family: str) -> str:
     wanted = _ACTIVATION_OF.get(family, "silu")
     activation = fields.text("hidden_act", wanted)
     if activation != wanted:
-        theirs = {ours: theirs for theirs, ours in _RENAMED.get(family, {}).items()}.get("hidden_act", "hidden_act")
+        theirs = {ours: theirs for theirs, ours in _RENAMED.get(family, {}).items()}.get(
+            "hidden_act", "hidden_act"
+        )
         raise ConfigError(f"{fields.where}: {theirs} {activation!r} is not supported; {wanted} is")
     return _ACTIVATIONS[activation]
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """One flat set of rope values: transformers 5 writes rope_parameters, older files rope_theta and rope_scaling."""
-    merged: dict[str, Any] = {key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    """One flat set of rope values: transformers 5 writes rope_parameters, older files rope_theta
+    and rope_scaling.
+    """
+    merged: dict[str, Any] = {
+        key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")
+    }
     for key in ("rope_scaling", "rope_parameters"):
         part = fields.values.get(key) or {}
         if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ConfigError(f"{fields.where}: {key} must be one flat object for all layers, got {part!r}")
+            raise ConfigError(
+                f"{fields.where}: {key} must be one flat object for all layers, got {part!r}"
+            )
         merged |= part
     return Fields(merged, f"{fields.where}: rope")
 
 
 def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling | None:
-    """`original` is what the config says outside of the rope values (0: nothing), which wins, as in transformers."""
+    """`original` is what the config says outside of the rope values (0: nothing), which wins, as in
+    transformers.
+    """
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 files
     if kind == "default":
@@ -259,7 +300,9 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
         original = max_position  # transformers reads nothing else
     return RopeScaling(
         kind=kind,
-        factor=rope.number("factor", max_position / max(original, 1) if kind in ("yarn", "longrope") else None),
+        factor=rope.number(
+            "factor", max_position / max(original, 1) if kind in ("yarn", "longrope") else None
+        ),
         low_freq_factor=rope.number("low_freq_factor", None if llama3 else 1.0),
         high_freq_factor=rope.number("high_freq_factor", None if llama3 else 1.0),
         original_max_position=original,
@@ -275,7 +318,9 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
 
 
 def _extended(scaling: RopeScaling | None, max_position: int) -> int:
-    """The model's limit. Files that name these two kinds leave max_position_embeddings as it was before them."""
+    """The model's limit. Files that name these two kinds leave max_position_embeddings as it was
+    before them.
+    """
     if scaling is None or scaling.kind not in ("dynamic", "yarn"):
         return max_position
     return max(max_position, round(scaling.original_max_position * scaling.factor))
@@ -293,11 +338,15 @@ def _windows(fields: Fields, family: str) -> tuple[int, tuple[int, ...]]:
     kinds = fields.values.get("layer_types")
     if kinds:
         if not isinstance(kinds, list) or len(kinds) != len(layers):
-            raise ConfigError(f"{fields.where}: layer_types must name the kinds of {len(layers)} layers, got {kinds!r}")
+            raise ConfigError(
+                f"{fields.where}: layer_types must name the kinds of {len(layers)} layers, got "
+                f"{kinds!r}"
+            )
         for kind in kinds:
             if kind not in ("sliding_attention", "full_attention"):
                 raise ConfigError(
-                    f"{fields.where}: layer_types {kind!r} is not supported; sliding_attention and full_attention are"
+                    f"{fields.where}: layer_types {kind!r} is not supported; sliding_attention "
+                    f"and full_attention are"
                 )
         full = [layer for layer in layers if kinds[layer] == "full_attention"]
     return (window, tuple(full)) if window and len(full) < len(layers) else (0, ())

@@ -1,9 +1,11 @@
-"""From what stands behind --model to a place on disk: a path as it is, a Hugging Face Hub id downloaded first.
+"""From what stands behind --model to a place on disk: a path as it is, a Hugging Face Hub id
+downloaded first.
 
-The cache (HF_HOME), HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN, stored logins, progress bars and repeated requests are
-huggingface_hub's. It throws an unfinished file away when its process ends, though, so large files are brought into its
-cache from here, and go on where they were. Only configs, tokenizers, safetensors and GGUF files are ever asked for: the
-pickles in .bin files are programs. May run in any process, before anything heavy is imported.
+The cache (HF_HOME), HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN, stored logins, progress bars and
+repeated requests are huggingface_hub's. It throws an unfinished file away when its process ends,
+though, so large files are brought into its cache from here, and go on where they were. Only
+configs, tokenizers, safetensors and GGUF files are ever asked for: the pickles in .bin files are
+programs. May run in any process, before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ log = logging.getLogger("kvrelay.engine")
 PROGRESS_INTERVAL_S = 30.0
 _AT_A_TIME = 4
 
-_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[^@]+\.gguf)?(?:@(?P<revision>[\w./-]+))?")
+_ID = re.compile(
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[^@]+\.gguf)?(?:@(?P<revision>[\w./-]+))?"
+)
 _INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
     "config.json",
@@ -68,32 +72,42 @@ class _Wanted:
 def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
     """The folder or file of the model that an engine on this machine is to serve.
 
-    It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
-    `revision`). An empty `hf_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
-    tokenizer of a repository are downloaded. `check` is asked with the folder of its small files before weights
-    are, and raises ConfigError for a model that cannot be served as configured. Raises ConfigError saying what is wrong
-    and what to do.
+    It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if
+    wanted (or in `revision`). An empty `hf_token` leaves it to HF_TOKEN and to stored logins. With
+    load_format dummy only config and tokenizer of a repository are downloaded. `check` is asked
+    with the folder of its small files before weights are, and raises ConfigError for a model that
+    cannot be served as configured. Raises ConfigError saying what is wrong and what to do.
     """
     model, revision = config.model, config.revision
     found = _ID.fullmatch(model)
     try:
         path = Path(model).expanduser()
         there = path.exists()
-    except (OSError, RuntimeError, ValueError) as why:  # who may not look into its folder; no such user's home
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as why:  # who may not look into its folder; no such user's home
         raise ConfigError(f"model {model[:200]!r} cannot be looked up: {why}") from why
     if there:
         if revision:
-            raise ConfigError(f"revision {revision!r} is for models on the Hub, and {model!r} is a path; leave it out")
+            raise ConfigError(
+                f"revision {revision!r} is for models on the Hub, and {model!r} is a path; leave "
+                f"it out"
+            )
         return path
     if found is None:
         raise ConfigError(
-            f"model {model!r} does not exist; pass a folder in Hugging Face layout, a .gguf file or a Hub id (org/name)"
+            f"model {model!r} does not exist; pass a folder in Hugging Face layout, a .gguf file "
+            f"or a Hub id (org/name)"
         )
     behind_id = found["revision"] or ""
     if revision and behind_id and revision != behind_id:
         raise ConfigError(f"model {model!r} and revision {revision!r} name two revisions; give one")
     if found["file"] and config.load_format == "safetensors":
-        raise ConfigError(f"load_format safetensors does not read the GGUF file {model!r}; gguf and auto do")
+        raise ConfigError(
+            f"load_format safetensors does not read the GGUF file {model!r}; gguf and auto do"
+        )
     wanted = _Wanted(found["repo"], revision or behind_id or "main", config.hf_token or None)
     _quieten()
     with _told(wanted):
@@ -101,12 +115,15 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
 
 
 def _quieten() -> None:
-    """Progress bars are for terminals; and each request would be a line in the log of a node. Raises ConfigError."""
+    """Progress bars are for terminals; and each request would be a line in the log of a node.
+    Raises ConfigError.
+    """
     try:
         from huggingface_hub.utils import disable_progress_bars
     except ModuleNotFoundError as why:
         raise ConfigError(
-            "a model on the Hub needs huggingface_hub, which is not installed here; pip install huggingface_hub, or "
+            "a model on the Hub needs huggingface_hub, which is not installed here; pip install "
+            "huggingface_hub, or "
             "pass a path"
         ) from why
     if not sys.stderr.isatty():
@@ -116,13 +133,19 @@ def _quieten() -> None:
 
 
 def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
-    """The snapshot with all that is needed. Small files come first: they tell whether the large ones are of use."""
+    """The snapshot with all that is needed. Small files come first: they tell whether the large
+    ones are of use.
+    """
     from huggingface_hub import snapshot_download
 
     if config.load_format == "gguf":
         raise _not_one_file(wanted)
     allowed = list(SMALL_FILES)
-    folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, token=wanted.token, allow_patterns=allowed))
+    folder = Path(
+        snapshot_download(
+            wanted.repo, revision=wanted.revision, token=wanted.token, allow_patterns=allowed
+        )
+    )
     if not (folder / "config.json").exists():
         raise _absent(wanted, "config.json", folder.name)
     if config.load_format == "dummy":
@@ -133,13 +156,17 @@ def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig
         files = [_large_file(wanted, name, folder.name) for name in missing]
         _check_before_download(wanted, replace(config, model=str(folder)), check)
         _bring(wanted, files)
-        snapshot_download(wanted.repo, revision=folder.name, token=wanted.token, allow_patterns=missing)
+        snapshot_download(
+            wanted.repo, revision=folder.name, token=wanted.token, allow_patterns=missing
+        )
         log.info("%s is in %s", wanted, folder)
     return folder
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The safetensors that make up a model: those of its index, for a repository may hold others too."""
+    """The safetensors that make up a model: those of its index, for a repository may hold others
+    too.
+    """
     index = folder / _INDEX
     if not index.exists():
         return ["model.safetensors"]
@@ -148,11 +175,15 @@ def weight_files(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
         raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
     if not all(isinstance(name, str) and name.endswith(".safetensors") for name in names):
-        raise ConfigError(f"{index} names files that are no safetensors: {', '.join(map(str, names[:3]))}")
+        raise ConfigError(
+            f"{index} names files that are no safetensors: {', '.join(map(str, names[:3]))}"
+        )
     return names
 
 
-def _check_before_download(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]) -> None:
+def _check_before_download(
+    wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]
+) -> None:
     """Refuse before the first gigabyte what would be refused after the last."""
     check(config)
     if not Path(config.model, "tokenizer.json").exists():
@@ -173,7 +204,9 @@ def _file(wanted: _Wanted, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _LargeFile:
-    """A file of a repository, and where the cache keeps its content: under its ETag, for safetensors its SHA-256."""
+    """A file of a repository, and where the cache keeps its content: under its ETag, for
+    safetensors its SHA-256.
+    """
 
     name: str
     url: str
@@ -204,7 +237,9 @@ def _large_file(wanted: _Wanted, name: str, revision: str) -> _LargeFile:
     except errors.EntryNotFoundError as why:
         raise _absent(wanted, name, revision) from why
     if found.size is None or not re.fullmatch(r"[\w-]+", found.etag or ""):
-        raise OSError(f"the server does not say what {name} is: ETag {found.etag!r}, {found.size} bytes")
+        raise OSError(
+            f"the server does not say what {name} is: ETag {found.etag!r}, {found.size} bytes"
+        )
     assert found.etag is not None
     blobs = _cache() / f"models--{wanted.repo.replace('/', '--')}" / "blobs"
     return _LargeFile(name, url, found.etag, found.size, blobs / found.etag)
@@ -216,7 +251,8 @@ def _bring(wanted: _Wanted, files: Sequence[_LargeFile]) -> None:
     free = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
     if total > free:
         raise ConfigError(
-            f"{wanted} needs {_gb(total)}, and {cache} has {_gb(free)} free; make room, or set HF_HOME to a larger disk"
+            f"{wanted} needs {_gb(total)}, and {cache} has {_gb(free)} free; make room, or set "
+            f"HF_HOME to a larger disk"
         )
     if total:
         log.info("%s: downloading %s to %s", wanted, _gb(total), cache)
@@ -235,7 +271,9 @@ def _bring(wanted: _Wanted, files: Sequence[_LargeFile]) -> None:
             failures.append(why)
 
     # Daemons, so that Ctrl-C ends the process at once.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_A_TIME, len(files)))]
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(_AT_A_TIME, len(files)))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -295,9 +333,13 @@ def _not_one_file(wanted: _Wanted) -> ConfigError:
     """Why load_format gguf does not go with a whole repository."""
     _, example = _listed(wanted, wanted.revision)
     if not example:
-        return ConfigError(f"load_format gguf does not fit {wanted}, which holds no GGUF file; leave load_format out")
+        return ConfigError(
+            f"load_format gguf does not fit {wanted}, which holds no GGUF file; leave load_format "
+            f"out"
+        )
     return ConfigError(
-        f"load_format gguf reads one file, and {wanted} is a repository; name a file of it, for example {example}"
+        f"load_format gguf reads one file, and {wanted} is a repository; name a file of it, for "
+        f"example {example}"
     )
 
 
@@ -308,7 +350,10 @@ def _absent(wanted: _Wanted, name: str, revision: str) -> ConfigError:
     if example:
         hint = f"; it holds GGUF files, for example {example}"
     elif any(file.endswith((".bin", ".pt", ".pth")) for file in files):
-        hint = "; it holds pickled weights, which are programs and never loaded: convert them to safetensors"
+        hint = (
+            "; it holds pickled weights, which are programs and never loaded: convert them to "
+            "safetensors"
+        )
     return ConfigError(f"{wanted} on the Hub holds no {name}{hint}")
 
 
@@ -317,28 +362,39 @@ def _told(wanted: _Wanted) -> Iterator[None]:
     """Every error of the Hub as one sentence with its remedy."""
     from huggingface_hub import errors
 
-    # The bases are the root of what the Hub's HTTP library raises, whichever of several that is. RuntimeError is Xet's.
-    failures = cast(tuple[type[Exception], ...], (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError))
+    # The bases are the root of what the Hub's HTTP library raises, whichever of several that is.
+    # RuntimeError is Xet's.
+    failures = cast(
+        tuple[type[Exception], ...], (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError)
+    )
     try:
         yield
     except errors.GatedRepoError as why:
         raise ConfigError(
-            f"{wanted} is gated; accept its terms on https://huggingface.co/{wanted.repo}, then give a token of that "
+            f"{wanted} is gated; accept its terms on https://huggingface.co/{wanted.repo}, then "
+            f"give a token of that "
             "account with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RepositoryNotFoundError as why:
         raise ConfigError(
-            f"there is no folder {wanted.repo!r} here and no such model on the Hub; if it is private, give a token "
+            f"there is no folder {wanted.repo!r} here and no such model on the Hub; if it is "
+            f"private, give a token "
             "with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RevisionNotFoundError as why:
         raise ConfigError(f"{wanted.repo} on the Hub has no revision {wanted.revision!r}") from why
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as why:
-        offline = isinstance(why, errors.OfflineModeIsEnabled) or isinstance(why.__cause__, errors.OfflineModeIsEnabled)
+        offline = isinstance(why, errors.OfflineModeIsEnabled) or isinstance(
+            why.__cause__, errors.OfflineModeIsEnabled
+        )
         reason = "HF_HUB_OFFLINE forbids to download it" if offline else "the Hub cannot be reached"
-        raise DownloadFailed(f"{wanted} is not, or not wholly, in the cache {_cache()}, and {reason}") from why
+        raise DownloadFailed(
+            f"{wanted} is not, or not wholly, in the cache {_cache()}, and {reason}"
+        ) from why
     except errors.HFValidationError as why:
-        raise ConfigError(f"model {wanted.repo!r} is neither a path that exists nor a Hub id: {why}") from why
+        raise ConfigError(
+            f"model {wanted.repo!r} is neither a path that exists nor a Hub id: {why}"
+        ) from why
     except failures as why:
         raise DownloadFailed(f"{wanted} cannot be downloaded: {_reason(why)}") from why
 

@@ -1,7 +1,7 @@
 """Blocks that belong to no request any more and are not free yet. Pure.
 
-*Held*: their KV is kept under a lease, for a reader. *Unsettled*: a transfer that nobody waits for may still write to
-them; they are in quarantine.
+*Held*: their KV is kept under a lease, for a reader. *Unsettled*: a transfer that nobody waits for
+may still write to them; they are in quarantine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ __all__ = ["KeptBlocks"]
 
 
 class KeptBlocks:
-    """Each goes in once and comes back to the pool once, by the id of the request or probe that had them."""
+    """Each goes in once and comes back to the pool once, by the id of the request or probe that had
+    them.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -30,7 +32,9 @@ class KeptBlocks:
         return self._held.get(request_id)
 
     def held_for(self, call_id: str) -> list[str]:
-        """Ids of held requests that are `call_id` or were made for the call of that id (`<call id>-<suffix>`)."""
+        """Ids of held requests that are `call_id` or were made for the call of that id (`<call
+        id>-<suffix>`).
+        """
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def released(self, request_id: str) -> None:
@@ -38,12 +42,16 @@ class KeptBlocks:
         self._pool.give_back(self._held.pop(request_id, []))
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:
-        """A transfer may still write to these blocks, except the first `shared`: untouchable until `settled`."""
+        """A transfer may still write to these blocks, except the first `shared`: untouchable until
+        `settled`.
+        """
         self._unsettled[request_id] = list(blocks)
         self._pool.quarantine(blocks[shared:])
 
     def set_aside(self, probe_id: str) -> None:
-        """A transfer may still write to the blocks held for this probe: untouchable until `settled`."""
+        """A transfer may still write to the blocks held for this probe: untouchable until
+        `settled`.
+        """
         self.quarantine(probe_id, self._held.pop(probe_id))
 
     def settled(self, request_id: str) -> None:
@@ -60,4 +68,9 @@ class KeptBlocks:
     @property
     def blocks(self) -> list[int]:
         """All of them."""
-        return [block for kept in (self._held, self._unsettled) for blocks in kept.values() for block in blocks]
+        return [
+            block
+            for kept in (self._held, self._unsettled)
+            for blocks in kept.values()
+            for block in blocks
+        ]

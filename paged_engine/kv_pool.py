@@ -1,9 +1,10 @@
-"""The KV pool of one rank: bytes in blocks, with a typed view for the kernels and an address for the connectors.
+"""The KV pool of one rank: bytes in blocks, with a typed view for the kernels and an address for
+the connectors.
 
-Layout (design §2): [num_blocks, kv_heads, layers, 2, block_size, head_dim]. All that a block of tokens holds, for all
-layers, is one contiguous piece, and so is any slice of its heads. Block 0 is the null block: padding is written there
-and nobody reads it. In fp8 each head's slice ends with its scales, fp32 [layers, 2, block_size]: the values of a
-token and head are fp8 times its scale.
+Layout (design §2): [num_blocks, kv_heads, layers, 2, block_size, head_dim]. All that a block of
+tokens holds, for all layers, is one contiguous piece, and so is any slice of its heads. Block 0 is
+the null block: padding is written there and nobody reads it. In fp8 each head's slice ends with its
+scales, fp32 [layers, 2, block_size]: the values of a token and head are fp8 times its scale.
 """
 
 from __future__ import annotations
@@ -20,31 +21,42 @@ FP8 = torch.float8_e4m3fn
 
 
 class KVPool:
-    """Allocated once; `layers` is what kernels take, `address` and `block_bytes` what transfers take."""
+    """Allocated once; `layers` is what kernels take, `address` and `block_bytes` what transfers
+    take.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         heads, layers, dim = config.num_kv_heads, config.num_layers, config.head_dim
         self.bytes_per_head = bytes_per_head(config, block_size, str(dtype).removeprefix("torch."))
         self.block_bytes = heads * self.bytes_per_head
-        # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray NaN is NaN.
-        # And memory that peers on this host can map.
-        self.bytes = zeros(num_blocks * self.block_bytes, device).view(num_blocks, heads, self.bytes_per_head)
+        # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray
+        # NaN is NaN. And memory that peers on this host can map.
+        self.bytes = zeros(num_blocks * self.block_bytes, device).view(
+            num_blocks, heads, self.bytes_per_head
+        )
         vectors = layers * 2 * block_size * dim * dtype.itemsize
         shape = (num_blocks, heads, layers, 2, block_size, dim)
         self.view = self.bytes[:, :, :vectors].view(dtype).view(shape)
 
-        # Each layer's keys and values, [num_blocks, kv_heads, block_size, head_dim], and in fp8 their scales,
-        # [num_blocks, kv_heads, block_size].
+        # Each layer's keys and values, [num_blocks, kv_heads, block_size, head_dim], and in fp8
+        # their scales, [num_blocks, kv_heads, block_size].
         self.layers: list[tuple[torch.Tensor, ...]] = [
             (self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(layers)
         ]
         if dtype == FP8:
             scales = self.bytes[:, :, vectors:].view(torch.float32).view(shape[:-1])
             self.layers = [
-                (*pair, scales[:, :, layer, 0], scales[:, :, layer, 1]) for layer, pair in enumerate(self.layers)
+                (*pair, scales[:, :, layer, 0], scales[:, :, layer, 1])
+                for layer, pair in enumerate(self.layers)
             ]
 
     @property

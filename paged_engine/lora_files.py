@@ -1,8 +1,10 @@
-"""LoRA adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors -> matrices and a digest.
+"""LoRA adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors ->
+matrices and a digest.
 
-Owns what of PEFT is served: A and B of attention's and the MLP's projections, with alpha, rank-stabilized scaling and
-ranks by pattern. Refuses by name what would change answers if it were left out. Never unpickles, downloads nothing, and
-knows no device. Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
+Owns what of PEFT is served: A and B of attention's and the MLP's projections, with alpha,
+rank-stabilized scaling and ranks by pattern. Refuses by name what would change answers if it were
+left out. Never unpickles, downloads nothing, and knows no device. Source: Hu et al., "LoRA:
+Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _BEFORE_LAYERS = ("", "model.", "model.decoder.", "language_model.model.", "model.language_model.")
-# What a config may ask for, and what that is. Any other value than these fields' nothing is refused.
+# What a config may ask for, and what that is. Any other value than these fields' nothing is
+# refused.
 _NOT_SERVED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -43,7 +46,8 @@ _NOT_SERVED = {
     "alora_invocation_tokens": "activation by tokens (aLoRA)",
     "use_qalora": "QALoRA",
 }
-# Initializations that change the base model's weights: what was trained belongs to those, not to the checkpoint's.
+# Initializations that change the base model's weights: what was trained belongs to those, not to
+# the checkpoint's.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
@@ -52,7 +56,8 @@ Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`modules` by our names of projections, such as model.layers.0.self_attn.q_proj. `rank` is the highest of them.
+    """`modules` by our names of projections, such as model.layers.0.self_attn.q_proj. `rank` is the
+    highest of them.
 
     `digest`, hexadecimal: of all that decides what it computes.
     """
@@ -63,7 +68,9 @@ class Adapter:
 
 
 def check_adapter(path: str, max_rank: int) -> None:
-    """Raise ConfigError for a folder that holds no adapter, or one that is not served, as far as its config says."""
+    """Raise ConfigError for a folder that holds no adapter, or one that is not served, as far as
+    its config says.
+    """
     rank = _read_config(Path(path))["r"]
     if rank > max_rank:
         raise _rank_above(path, rank, max_rank)
@@ -82,7 +89,9 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
             for module, pair in _pairs(list(file.keys()), folder).items():
                 read = {half: file.get_tensor(key) for half, key in pair.items()}
-                modules |= _placed(module, read["A"], read["B"], config, model, max_rank, dtype, folder)
+                modules |= _placed(
+                    module, read["A"], read["B"], config, model, max_rank, dtype, folder
+                )
         with (folder / _WEIGHTS).open("rb") as raw:
             while piece := raw.read(1 << 22):
                 digest.update(piece)
@@ -94,7 +103,9 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
 
 
 def _rank_above(folder: Path | str, rank: int, max_rank: int) -> ConfigError:
-    return ConfigError(f"adapter {folder} has rank {rank} and max_lora_rank is {max_rank}; raise it to {rank}")
+    return ConfigError(
+        f"adapter {folder} has rank {rank} and max_lora_rank is {max_rank}; raise it to {rank}"
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -102,7 +113,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not os.path.exists(folder / _CONFIG):  # Path.exists raises on names that are too long
         raise ConfigError(f"adapter {folder} has no {_CONFIG}; pass a folder in PEFT's layout")
     if not (folder / _WEIGHTS).exists():
-        pickled = " and a .bin file is not read, because it could run code" if any(folder.glob("*.bin")) else ""
+        pickled = (
+            " and a .bin file is not read, because it could run code"
+            if any(folder.glob("*.bin"))
+            else ""
+        )
         raise ConfigError(f"adapter {folder} has no {_WEIGHTS}{pickled}; save it as safetensors")
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
@@ -113,18 +128,29 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"adapter {folder} has peft_type {kind!r}; LORA is served")
     for field, what in _NOT_SERVED.items():
         if config.get(field):
-            raise ConfigError(f"adapter {folder} has {what} ({field}), which is not served; train it without")
+            raise ConfigError(
+                f"adapter {folder} has {what} ({field}), which is not served; train it without"
+            )
     if config.get("bias", "none") != "none":
-        raise ConfigError(f"adapter {folder} has biases (bias {config['bias']!r}), which are not served; use none")
+        raise ConfigError(
+            f"adapter {folder} has biases (bias {config['bias']!r}), which are not served; use none"
+        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         raise ConfigError(
-            f"adapter {folder} was initialized by {start}, which changes the base model's weights; convert it to a "
+            f"adapter {folder} was initialized by {start}, which changes the base model's "
+            f"weights; convert it to a "
             "plain LoRA when saving it (path_initial_model_for_weight_conversion)"
         )
     for field, kind in (("r", int), ("lora_alpha", (int, float))):
-        if not isinstance(config.get(field), kind) or isinstance(config[field], bool) or config[field] <= 0:
-            raise ConfigError(f"{folder / _CONFIG}: {field} must be a positive number, got {config.get(field)!r}")
+        if (
+            not isinstance(config.get(field), kind)
+            or isinstance(config[field], bool)
+            or config[field] <= 0
+        ):
+            raise ConfigError(
+                f"{folder / _CONFIG}: {field} must be a positive number, got {config.get(field)!r}"
+            )
     return config
 
 
@@ -157,7 +183,9 @@ def _pairs(keys: list[str], folder: Path) -> dict[str, dict[str, str]]:
         pairs.setdefault(found[1], {})[found[2]] = key
     for module, pair in pairs.items():
         if len(pair) < 2:
-            raise ConfigError(f"adapter {folder} has only lora_{min(pair)} of {module}; save it again")
+            raise ConfigError(
+                f"adapter {folder} has only lora_{min(pair)} of {module}; save it again"
+            )
     return pairs
 
 
@@ -171,23 +199,37 @@ def _placed(
     dtype: torch.dtype,
     folder: Path,
 ) -> dict[str, Matrices]:
-    """One module's matrices by our names; those of a checkpoint that holds several projections in one are cut."""
+    """One module's matrices by our names; those of a checkpoint that holds several projections in
+    one are cut.
+    """
     ours = _our_names(module, model, folder)
     shapes = weight_shapes(replace(model, quantization=None))
     rows, columns = [shapes[f"{name}.weight"][0] for name in ours], shapes[f"{ours[0]}.weight"][1]
     wanted = _by_pattern(config, "rank_pattern", module, config["r"])
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != columns or b.shape[0] != sum(rows) or a.shape[0] != b.shape[1]:
+    if (
+        a.dim() != 2
+        or b.dim() != 2
+        or a.shape[1] != columns
+        or b.shape[0] != sum(rows)
+        or a.shape[0] != b.shape[1]
+    ):
         raise ConfigError(
-            f"adapter {folder}: A and B of {module} are {tuple(a.shape)} and {tuple(b.shape)}, and {model.name} wants "
-            f"(rank, {columns}) and ({sum(rows)}, rank); it was trained for {config.get('base_model_name_or_path')!r}"
+            f"adapter {folder}: A and B of {module} are {tuple(a.shape)} and {tuple(b.shape)}, "
+            f"and {model.name} wants "
+            f"(rank, {columns}) and ({sum(rows)}, rank); it was trained for "
+            f"{config.get('base_model_name_or_path')!r}"
         )
     rank = a.shape[0]
     if rank != wanted:
-        raise ConfigError(f"adapter {folder}: {module} has rank {rank}, and {_CONFIG} says {wanted}")
+        raise ConfigError(
+            f"adapter {folder}: {module} has rank {rank}, and {_CONFIG} says {wanted}"
+        )
     if rank > max_rank:
         raise _rank_above(folder, rank, max_rank)
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise ConfigError(f"adapter {folder}: {module} is {a.dtype}; floating-point matrices are served")
+        raise ConfigError(
+            f"adapter {folder}: {module} is {a.dtype}; floating-point matrices are served"
+        )
     alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     scaled = (b.float() * scale).to(dtype)
@@ -199,26 +241,38 @@ def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]
     before, layers, rest = module.partition("layers.")
     if ".experts." in module:
         raise ConfigError(
-            f"adapter {folder} has matrices for a mixture's experts ({module}), which are not served; train it for "
+            f"adapter {folder} has matrices for a mixture's experts ({module}), which are not "
+            f"served; train it for "
             "attention's projections only"
         )
     places = {
-        theirs.removesuffix(".weight").partition("layers.")[2]: tuple(name.removesuffix(".weight") for name in ours)
+        theirs.removesuffix(".weight").partition("layers.")[2]: tuple(
+            name.removesuffix(".weight") for name in ours
+        )
         for theirs, ours in stored_weights(replace(model, quantization=None)).items()
         if theirs.endswith(".weight") and ours[0].split(".")[-2] in _TARGETS
     }
     if before not in _BEFORE_LAYERS or not layers or rest not in places:
         raise ConfigError(
-            f"adapter {folder} is for module {module}, which {model.name} does not have or which takes no adapter; "
-            f"served are {', '.join(_TARGETS)}, and it was trained for another model if its names differ"
+            f"adapter {folder} is for module {module}, which {model.name} does not have or which "
+            f"takes no adapter; "
+            f"served are {', '.join(_TARGETS)}, and it was trained for another model if its names "
+            f"differ"
         )
     return places[rest]
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """A module's own value, where a pattern names it as PEFT does: the end of its name, as a regular expression."""
+    """A module's own value, where a pattern names it as PEFT does: the end of its name, as a
+    regular expression.
+    """
     patterns = config.get(field) or {}
     try:
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+        return next(
+            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
+            default,
+        )
     except (re.error, AttributeError) as why:
-        raise ConfigError(f"{_CONFIG}: {field} {patterns!r} is not a mapping of patterns: {why}") from why
+        raise ConfigError(
+            f"{_CONFIG}: {field} {patterns!r} is not a mapping of patterns: {why}"
+        ) from why

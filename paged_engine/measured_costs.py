@@ -1,7 +1,9 @@
-"""An engine measures its own steps before it serves: a few of each kind, to which wire/step_costs.py fits the sum.
+"""An engine measures its own steps before it serves: a few of each kind, to which
+wire/step_costs.py fits the sum.
 
-Owns which steps are measured. Random KV stands for contexts (paged_engine/timed_steps.py), and the engine
-forgets all of it afterwards. Steps of a kind that the pool or the batch has no room for are left out.
+Owns which steps are measured. Random KV stands for contexts (paged_engine/timed_steps.py), and the
+engine forgets all of it afterwards. Steps of a kind that the pool or the batch has no room for are
+left out.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
 _BESIDE = (32, 1024)
 """Those of a step with a prompt, too."""
 _PROMPT_PARTS = (4, 1, 8, 2)
-"""Prompts of the largest step's tokens divided by these. Shorter ones take no time of their own on a GPU: the weights
-are read meanwhile."""
+"""Prompts of the largest step's tokens divided by these. Shorter ones take no time of their own on
+a GPU: the weights are read meanwhile.
+"""
 _RUNS = 3
 _WARM_UPS = 3
 _SHORTEST_S = 0.02
 
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
-    """Measure an engine that serves nobody yet, and have it keep its steps to max_gap_ms from then on."""
+    """Measure an engine that serves nobody yet, and have it keep its steps to max_gap_ms from then
+    on.
+    """
     kind = engine.device.type
     points = _points(engine, _LIMIT_S[kind])
     log.info(
@@ -50,15 +55,19 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
     gap_ms = config.max_gap_ms or max(_GAP_MS[kind], least)
     log.info(
-        "a step takes %.2f ms, %.1f us more for each request that decodes and %.4f for each token of its context; "
-        "with prompts %.2f ms more, %.2f us for each token and %.6f for each before it; at most %.0f ms beside decodes",
+        "a step takes %.2f ms, %.1f us more for each request that decodes and %.4f for each token "
+        "of its context; "
+        "with prompts %.2f ms more, %.2f us for each token and %.6f for each before it; at most "
+        "%.0f ms beside decodes",
         costs.step, costs.row * 1e3, costs.row_context * 1e3,
         costs.prompts, costs.prompt_token * 1e3, costs.prompt_context * 1e3, gap_ms,
     )  # fmt: skip
     engine.begin_anew()
     engine.costs = costs
     budget = engine.scheduler.budget
-    engine.scheduler.budget = replace(budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes, pace=1.0)
+    engine.scheduler.budget = replace(
+        budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes, pace=1.0
+    )
     return costs
 
 
@@ -76,14 +85,20 @@ def _points(engine: Engine, limit_s: float) -> list[Point]:
 
     longest = min(engine.max_num_batched_tokens, engine.max_model_len - 2)
     part, pool = longest // 4, engine.scheduler.pool.free * engine.pool.block_size
-    behind = min(4 * longest, engine.max_model_len - 2 - part, pool // (2 * PREFILLS_AT_ONCE) - part)
-    prompts = [(0, 0, longest // parts, 0) for parts in _PROMPT_PARTS] + [(0, 0, part, max(0, behind))]
+    behind = min(
+        4 * longest, engine.max_model_len - 2 - part, pool // (2 * PREFILLS_AT_ONCE) - part
+    )
+    prompts = [(0, 0, longest // parts, 0) for parts in _PROMPT_PARTS] + [
+        (0, 0, part, max(0, behind))
+    ]
     decodes = [(rows, context, 0, 0) for rows, context in _DECODES]
     for step in (*itertools.chain(*zip(decodes, prompts, strict=True)), (*_BESIDE, part, 0)):
         rows, context, tokens, start = step
         if rows <= engine.max_num_seqs and rows + tokens and there_is_time(*step):
             with contextlib.suppress(ValueError):  # no room
-                points.append((rows, rows * context, tokens, start, statistics.median(_times(timed, *step))))
+                points.append(
+                    (rows, rows * context, tokens, start, statistics.median(_times(timed, *step)))
+                )
     return points
 
 

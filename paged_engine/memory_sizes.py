@@ -1,4 +1,6 @@
-"""How many bytes a rank's weights and KV take, from the model's sizes. Takes dtypes by name and never imports torch."""
+"""How many bytes a rank's weights and KV take, from the model's sizes. Takes dtypes by name and
+never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _SCALE_BYTES = 4
 
 
 def default_block_tokens(device: str) -> int:
-    """Tokens in a block on `cpu` or `cuda` unless another size is asked for (the reasons are in ARCHITECTURE.md)."""
+    """Tokens in a block on `cpu` or `cuda` unless another size is asked for (the reasons are in
+    ARCHITECTURE.md).
+    """
     return 16 if device == "cpu" else 64
 
 
@@ -45,19 +49,25 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
 
 
 def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: str) -> int:
-    """Count the blocks that fit. Raises ConfigError if that is not enough for one block beside the null block."""
+    """Count the blocks that fit. Raises ConfigError if that is not enough for one block beside the
+    null block.
+    """
     block = block_bytes(config, block_size, dtype)
     blocks = pool_bytes // block
     if blocks < 2:
         raise ConfigError(
-            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at least {2 * block}: "
+            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at "
+            f"least {2 * block}: "
             "raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
         )
     return blocks
 
 
-def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str) -> int:
-    """Find the longest prompt plus answer that the model and a pool allow, or check the one `wanted` (0: none).
+def longest_context(
+    wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
+) -> int:
+    """Find the longest prompt plus answer that the model and a pool allow, or check the one
+    `wanted` (0: none).
 
     Raises ConfigError naming the largest context that would fit if `wanted` does not.
     """
@@ -66,21 +76,27 @@ def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_
         needed = (-(-wanted // block_size) + 1) * block_bytes(config, block_size, dtype)
         have = num_blocks * block_bytes(config, block_size, dtype)
         raise ConfigError(
-            f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} tokens. Lower "
-            f"max_model_len to at most {room}, or make room for {needed} bytes: with kv_cache_memory_bytes, or on a "
+            f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} "
+            f"tokens. Lower "
+            f"max_model_len to at most {room}, or make room for {needed} bytes: with "
+            f"kv_cache_memory_bytes, or on a "
             "GPU with a higher gpu_memory_utilization or kv_cache_dtype fp8"
         )
     return wanted or min(config.max_position, room)
 
 
 def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize: bool) -> int:
-    """Count the bytes that the weights of one of `ranks` ranks take at least; `config` has the sizes of that rank.
+    """Count the bytes that the weights of one of `ranks` ranks take at least; `config` has the
+    sizes of that rank.
 
-    `quantize`: linear layers become fp8 while loading; the small ones and experts do not, but all are counted so.
+    `quantize`: linear layers become fp8 while loading; the small ones and experts do not, but all
+    are counted so.
     """
     total, shapes = 0, weight_shapes(config)
     for name, shape in shapes.items():
-        in_fp8 = f"{name}_scale" in shapes or (quantize and len(shape) == 2 and name.startswith("model.layers."))
+        in_fp8 = f"{name}_scale" in shapes or (
+            quantize and len(shape) == 2 and name.startswith("model.layers.")
+        )
         share = ranks if name == "lm_head.weight" else 1  # cut by rows
         total += math.prod(shape) * (1 if in_fp8 else _ITEM_BYTES[dtype]) // share
     return total

@@ -1,8 +1,8 @@
 """What a model is: its sizes and the declared differences between architectures.
 
-Owns ModelConfig, its parts, and typed access to the values that they are made of. Reads no file and never imports
-torch: where the values come from is the business of hf_config.py and gguf_model.py, and which tensors follow from them
-that of model_tensors.py.
+Owns ModelConfig, its parts, and typed access to the values that they are made of. Reads no file and
+never imports torch: where the values come from is the business of hf_config.py and gguf_model.py,
+and which tensors follow from them that of model_tensors.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What changes the rotary frequencies; paged_engine/rope.py computes them. A kind uses the fields that name it."""
+    """What changes the rotary frequencies; paged_engine/rope.py computes them. A kind uses the
+    fields that name it.
+    """
 
     kind: str
     """One of ROPE_KINDS."""
@@ -77,7 +79,8 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ConfigError(
-                f"rope scaling {self.kind!r} is not supported; {', '.join(ROPE_KINDS)} and none (default) are"
+                f"rope scaling {self.kind!r} is not supported; {', '.join(ROPE_KINDS)} and none "
+                f"(default) are"
             )
         if min(self.factor, self.original_max_position) <= 0:
             raise ConfigError(
@@ -91,35 +94,46 @@ class RopeScaling:
             )
         if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
             raise ConfigError(
-                f"rope scaling yarn needs 0 < beta_slow < beta_fast, got {self.beta_slow} and {self.beta_fast}"
+                f"rope scaling yarn needs 0 < beta_slow < beta_fast, got {self.beta_slow} and "
+                f"{self.beta_fast}"
             )
         if self.kind == "longrope" and not (
-            len(self.short_factors) == len(self.long_factors) > 0 and min(*self.short_factors, *self.long_factors) > 0
+            len(self.short_factors) == len(self.long_factors) > 0
+            and min(*self.short_factors, *self.long_factors) > 0
         ):
             raise ConfigError(
-                "rope scaling longrope needs a short_factor and a long_factor, two lists of positive numbers of equal "
+                "rope scaling longrope needs a short_factor and a long_factor, two lists of "
+                "positive numbers of equal "
                 f"length, got {len(self.short_factors)} and {len(self.long_factors)} numbers"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which linear weights a checkpoint holds as float8_e4m3fn, beside a scale: the real weight is fp8 * scale."""
+    """Which linear weights a checkpoint holds as float8_e4m3fn, beside a scale: the real weight is
+    fp8 * scale.
+    """
 
     scales: str
     """What has one scale: tensor, channel (an output row) or block."""
     activations: str
-    """How its makers meant activations: dynamic (fp8, a scale per token), static (fp8, one scale) or none (16 bit)."""
+    """How its makers meant activations: dynamic (fp8, a scale per token), static (fp8, one scale)
+    or none (16 bit).
+    """
     targets: tuple[str, ...]
     """Modules it is about, as in `ignored`; Linear stands for all linear ones."""
     ignored: tuple[str, ...]
-    """Modules stored as usual, by the checkpoint's names: whole names, parts of them at dots, or re:REGEX."""
+    """Modules stored as usual, by the checkpoint's names: whole names, parts of them at dots, or
+    re:REGEX.
+    """
     block: tuple[int, int] = (0, 0)
     """Rows and columns of a block."""
 
     def keeps(self, weight: str) -> bool:
-        """Whether an fp8 weight of this name stays so in memory, with a scale per row. The others become plain ones
-        while they are read: those of experts and of the output layer, blocks, and where only weights are fp8."""
+        """Whether an fp8 weight of this name stays so in memory, with a scale per row. The others
+        become plain ones while they are read: those of experts and of the output layer, blocks, and
+        where only weights are fp8.
+        """
         per_row = self.scales != "block" and self.activations != "none"
         return per_row and "lm_head" not in weight and ".experts." not in weight
 
@@ -131,7 +145,9 @@ class Quantization:
 
 def _is_named(module: str, patterns: Iterable[str]) -> bool:
     return any(
-        re.match(pattern[3:], module) if pattern.startswith("re:") else f".{pattern}." in f".{module}."
+        re.match(pattern[3:], module)
+        if pattern.startswith("re:")
+        else f".{pattern}." in f".{module}."
         for pattern in patterns
     )
 
@@ -153,7 +169,8 @@ class MixtureOfExperts:
     def __post_init__(self) -> None:
         if not 0 < self.per_token <= self.experts or self.intermediate_size <= 0:
             raise ConfigError(
-                f"a token cannot be sent to {self.per_token} of {self.experts} experts of intermediate size "
+                f"a token cannot be sent to {self.per_token} of {self.experts} experts of "
+                f"intermediate size "
                 f"{self.intermediate_size}"
             )
 
@@ -189,14 +206,18 @@ class ModelConfig:
     qk_norm: bool
     """RMS norm over head_dim of each query and key head, before the rotary embedding."""
     window: int
-    """A token sees itself and the window - 1 tokens before it (but see full_attention_layers); 0 sees everything."""
+    """A token sees itself and the window - 1 tokens before it (but see full_attention_layers); 0
+    sees everything.
+    """
     dtype: str
     """float32, bfloat16 or float16: the checkpoint's own (bfloat16 for a quantized GGUF)."""
     eos_token_ids: tuple[int, ...]
     full_attention_layers: tuple[int, ...] = ()
     """Layers that see everything though the model has a window."""
     local_rope_theta: float | None = None
-    """Rotary base of the layers with a window, which then have no rope scaling; None: all layers rotate alike."""
+    """Rotary base of the layers with a window, which then have no rope scaling; None: all layers
+    rotate alike.
+    """
     partial_rotary_factor: float = 1.0
     """Share of head_dim, counted from its start, that is rotated."""
     learned_positions: bool = False
@@ -204,10 +225,13 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """What embeddings are multiplied by, after rounding it to the dtype of the computation."""
     norm: str = "rms"
-    """rms; rms_plus_one: the stored weight is the difference from one; layer: less the mean, with bias."""
+    """rms; rms_plus_one: the stored weight is the difference from one; layer: less the mean, with
+    bias.
+    """
     norm_places: str = "before"
-    """Of attention and MLP. before: of the input; around: of the input, and of the output before it is added to the
-    residual; after: of the sum with the residual, and none at the end of the model."""
+    """Of attention and MLP. before: of the input; around: of the input, and of the output before it
+    is added to the residual; after: of the sum with the residual, and none at the end of the model.
+    """
     activation: str = "silu"
     """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
     query_pre_attn_scalar: float | None = None
@@ -232,39 +256,68 @@ class ModelConfig:
         )
         for field in (*sizes, "max_position", "rms_norm_eps", "rope_theta"):
             if getattr(self, field) <= 0:
-                raise ConfigError(f"model {self.name}: {field} must be positive, got {getattr(self, field)}")
+                raise ConfigError(
+                    f"model {self.name}: {field} must be positive, got {getattr(self, field)}"
+                )
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(
-                f"model {self.name}: architecture {self.architecture!r} is none of {', '.join(ARCHITECTURES)}"
+                f"model {self.name}: architecture {self.architecture!r} is none of "
+                f"{', '.join(ARCHITECTURES)}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"model {self.name}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+                f"model {self.name}: {self.num_heads} query heads cannot share "
+                f"{self.num_kv_heads} KV heads evenly"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model {self.name}: head_dim must be even for the rotary embedding, got {self.head_dim}")
+            raise ConfigError(
+                f"model {self.name}: head_dim must be even for the rotary embedding, got "
+                f"{self.head_dim}"
+            )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
-                f"model {self.name}: partial_rotary_factor {self.partial_rotary_factor} rotates {self.rotary_dim} of "
+                f"model {self.name}: partial_rotary_factor {self.partial_rotary_factor} rotates "
+                f"{self.rotary_dim} of "
                 f"{self.head_dim} elements of a head; it must be an even number of them"
             )
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "longrope" and len(scaling.short_factors) != self.rotary_dim // 2:
+        if (
+            scaling is not None
+            and scaling.kind == "longrope"
+            and len(scaling.short_factors) != self.rotary_dim // 2
+        ):
             raise ConfigError(
-                f"model {self.name}: rope scaling longrope has {len(scaling.short_factors)} factors, the rotary "
+                f"model {self.name}: rope scaling longrope has {len(scaling.short_factors)} "
+                f"factors, the rotary "
                 f"embedding {self.rotary_dim // 2} frequencies"
             )
-        for field, values in (("norm", NORMS), ("norm_places", NORM_PLACES), ("activation", ACTIVATIONS)):
+        for field, values in (
+            ("norm", NORMS),
+            ("norm_places", NORM_PLACES),
+            ("activation", ACTIVATIONS),
+        ):
             if getattr(self, field) not in values:
-                raise ConfigError(f"model {self.name}: {field} {getattr(self, field)!r} is none of {', '.join(values)}")
-        for field in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap", "local_rope_theta"):
+                raise ConfigError(
+                    f"model {self.name}: {field} {getattr(self, field)!r} is none of "
+                    f"{', '.join(values)}"
+                )
+        for field in (
+            "query_pre_attn_scalar",
+            "attention_softcap",
+            "logit_softcap",
+            "local_rope_theta",
+        ):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"model {self.name}: {field} must be positive, got {value}")
         if self.window < 0:
-            raise ConfigError(f"model {self.name}: the sliding window must not be negative, got {self.window}")
+            raise ConfigError(
+                f"model {self.name}: the sliding window must not be negative, got {self.window}"
+            )
         if self.dtype not in DTYPES:
-            raise ConfigError(f"model {self.name}: dtype {self.dtype!r} is not supported; {', '.join(DTYPES)} are")
+            raise ConfigError(
+                f"model {self.name}: dtype {self.dtype!r} is not supported; {', '.join(DTYPES)} are"
+            )
 
     @property
     def attention_scale(self) -> float:
@@ -297,7 +350,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to loosely typed values. Each reader raises ConfigError naming the file, the field and its value.
+    """Typed access to loosely typed values. Each reader raises ConfigError naming the file, the
+    field and its value.
 
     A default is taken when the field is missing or null.
     """
@@ -361,5 +415,7 @@ class Fields:
             return ()
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            raise ConfigError(f"{self.where}: {key} must be a whole number or a list of them, got {value!r}")
+            raise ConfigError(
+                f"{self.where}: {key} must be a whole number or a list of them, got {value!r}"
+            )
         return tuple(items)

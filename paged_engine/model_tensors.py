@@ -1,7 +1,9 @@
-"""The tensors that a model is made of: names and shapes, ours and those of checkpoints. Functions of a ModelConfig.
+"""The tensors that a model is made of: names and shapes, ours and those of checkpoints. Functions
+of a ModelConfig.
 
-A *weight* has our name and shape: Llama's names, one per projection. A *tensor* is what a checkpoint in Hugging Face's
-layout holds: one weight, or several of them one above the other. Reads no file and never imports torch.
+A *weight* has our name and shape: Llama's names, one per projection. A *tensor* is what a
+checkpoint in Hugging Face's layout holds: one weight, or several of them one above the other. Reads
+no file and never imports torch.
 """
 
 from __future__ import annotations
@@ -12,10 +14,17 @@ from dataclasses import replace
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
-__all__ = ["POSITION_OFFSET", "check_names", "quantized_weights", "stored_weights", "tensor_shapes", "weight_shapes"]
+__all__ = [
+    "POSITION_OFFSET",
+    "check_names",
+    "quantized_weights",
+    "stored_weights",
+    "tensor_shapes",
+    "weight_shapes",
+]
 
-# How a checkpoint spells what we call by Llama's names, in order of replacement. Where several of our names become one,
-# the checkpoint holds their rows in one tensor, one weight above the other.
+# How a checkpoint spells what we call by Llama's names, in order of replacement. Where several of
+# our names become one, the checkpoint holds their rows in one tensor, one weight above the other.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "MixtralForCausalLM": (
         (".mlp.router.", ".block_sparse_moe.gate."),
@@ -50,16 +59,21 @@ POSITION_OFFSET = 2
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our name and shape of every weight, in the order of the forward pass: Llama's names, one per projection.
+    """Our name and shape of every weight, in the order of the forward pass: Llama's names, one per
+    projection.
 
-    Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale [out].
+    Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale
+    [out].
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     if config.learned_positions:
         shapes["model.embed_positions.weight"] = (config.max_position + POSITION_OFFSET, hidden)
     for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config, index).items()}
+        shapes |= {
+            f"model.layers.{index}.{name}": shape
+            for name, shape in _layer_shapes(config, index).items()
+        }
     if config.norm_places != "after":
         shapes |= _norm_shapes(config, "model.norm", hidden)
     if not config.tie_embeddings:
@@ -67,7 +81,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return _with_scales(config, shapes)
 
 
-def _with_scales(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _with_scales(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     if config.quantization is None:
         return shapes
     kept, both = {name for name in quantized_weights(config) if config.quantization.keeps(name)}, {}
@@ -86,7 +102,9 @@ def quantized_weights(config: ModelConfig) -> set[str]:
     return {
         name
         for name, shape in tensor_shapes(replace(config, quantization=None)).items()
-        if len(shape) == 2 and "embed" not in name and quantization.covers(name.removesuffix(".weight"))
+        if len(shape) == 2
+        and "embed" not in name
+        and quantization.covers(name.removesuffix(".weight"))
     }
 
 
@@ -102,7 +120,9 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
     mlps = {"mlp": config.intermediate_size}
     if experts is not None:
         linears["mlp.router"] = (experts.experts, hidden, False)
-        mlps = {f"mlp.experts.{expert}": experts.intermediate_size for expert in range(experts.experts)}
+        mlps = {
+            f"mlp.experts.{expert}": experts.intermediate_size for expert in range(experts.experts)
+        }
     for mlp, inner in mlps.items():
         if config.gated:
             linears[f"{mlp}.gate_proj"] = (inner, hidden, config.mlp_bias)
@@ -115,7 +135,10 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
         for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
             shapes |= _norm_shapes(config, norm, hidden)
     if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        shapes |= {
+            "self_attn.q_norm.weight": (config.head_dim,),
+            "self_attn.k_norm.weight": (config.head_dim,),
+        }
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
@@ -129,7 +152,9 @@ def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[i
 
 
 def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every tensor name of a checkpoint, and our names of the weights whose rows it holds, one above the other."""
+    """Every tensor name of a checkpoint, and our names of the weights whose rows it holds, one
+    above the other.
+    """
     stored: dict[str, tuple[str, ...]] = {}
     for ours in weight_shapes(config):
         theirs = _stored_name(config, ours)
@@ -144,7 +169,9 @@ def _stored_name(config: ModelConfig, ours: str) -> str:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint in Hugging Face's layout, in the order of the forward pass."""
+    """Name and shape of every tensor of a checkpoint in Hugging Face's layout, in the order of the
+    forward pass.
+    """
     shapes = weight_shapes(config)
     return {
         theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])
@@ -155,7 +182,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Raise ConfigError unless a checkpoint holds exactly the wanted tensors.
 
-    Tensors too many are refused too: a bias or a scale that we leave out would give wrong answers, not an error.
+    Tensors too many are refused too: a bias or a scale that we leave out would give wrong answers,
+    not an error.
     """
     have, want = set(found), set(wanted)
     if any(name.startswith("language_model.") for name in want):
@@ -163,4 +191,6 @@ def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None
     for what, names in (("lacks", want - have), ("holds unknown", have - want)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ConfigError(f"{where} {what} tensor {min(names)}{more}; is its config the right one?")
+            raise ConfigError(
+                f"{where} {what} tensor {min(names)}{more}; is its config the right one?"
+            )

@@ -1,8 +1,8 @@
 """`kvrelay prefetch`: the files of a model, on this machine and whole, before a node needs them.
 
-Owns which files a node would read, and whether they are whole as far as their headers say. How they are downloaded, and
-gone on with, is paged_engine/hub.py's. Runs where there is no torch (an init container): whether a GPU can serve the
-model is the node's to say.
+Owns which files a node would read, and whether they are whole as far as their headers say. How they
+are downloaded, and gone on with, is paged_engine/hub.py's. Runs where there is no torch (an init
+container): whether a GPU can serve the model is the node's to say.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ class PrefetchFailed(KvrelayError):
 def prefetch(config: EngineConfig) -> dict[str, Any]:
     """`path`, `bytes` and `files` of the model, all of which are on this machine when it returns.
 
-    Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if another try may help.
+    Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if
+    another try may help.
     """
     path = resolve_model(config, _check_config)
     files = model_files(path, config)
-    return {"path": str(path), "bytes": sum(file.stat().st_size for file in files), "files": [str(f) for f in files]}
+    return {
+        "path": str(path),
+        "bytes": sum(file.stat().st_size for file in files),
+        "files": [str(f) for f in files],
+    }
 
 
 def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> list[Path]:
-    """List the files of the model at `path` that a node would read, or a rank without a `tokenizer`.
+    """List the files of the model at `path` that a node would read, or a rank without a
+    `tokenizer`.
 
     Raises ConfigError, and PrefetchFailed if one is missing or not whole.
     """
@@ -80,11 +86,18 @@ def _check_architecture(folder: Path) -> None:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         names = content["architectures"]
     except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no config.json; pass a folder in Hugging Face layout") from None
+        raise ConfigError(
+            f"{folder} holds no config.json; pass a folder in Hugging Face layout"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as why:
-        raise ConfigError(f"{folder / 'config.json'} does not say which architecture it is of: {why!r}") from why
+        raise ConfigError(
+            f"{folder / 'config.json'} does not say which architecture it is of: {why!r}"
+        ) from why
     if not any(name in ARCHITECTURES for name in names):
-        raise ConfigError(f"{folder}: architecture {', '.join(names)} is not served; {', '.join(ARCHITECTURES)} are")
+        raise ConfigError(
+            f"{folder}: architecture {', '.join(names)} is not served; {', '.join(ARCHITECTURES)} "
+            f"are"
+        )
 
 
 def _check_whole(file: Path, check: Callable[[Path], None]) -> None:

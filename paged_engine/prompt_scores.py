@@ -1,7 +1,8 @@
-"""How likely a prompt's own tokens were: log-probabilities of rows that are not sampled, in slices of bounded memory.
+"""How likely a prompt's own tokens were: log-probabilities of rows that are not sampled, in slices
+of bounded memory.
 
-A step computes the logits of its scored rows (`ScoredRows`) a slice at a time, because those of a whole prompt would be
-gigabytes; what stays of a slice is a few numbers per row.
+A step computes the logits of its scored rows (`ScoredRows`) a slice at a time, because those of a
+whole prompt would be gigabytes; what stays of a slice is a few numbers per row.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ __all__ = ["PromptScores"]
 _SLICE_ROWS = 16
 
 Columns = tuple[torch.Tensor, ...]
-"""Log-probability and rank of each row's token [n], ids and log-probabilities of the likeliest ones [n, most]."""
+"""Log-probability and rank of each row's token [n], ids and log-probabilities of the likeliest ones
+[n, most].
+"""
 
 
 class PromptScores:
     """The scores of one step on their way to the host."""
 
     def __init__(
-        self, rows: ScoredRows, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], at_a_time: int
+        self,
+        rows: ScoredRows,
+        hidden: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        at_a_time: int,
     ) -> None:
         """`hidden` [n, hidden] of the scored rows; `logits` is asked for those of `at_a_time` rows."""
         self._rows = rows
@@ -35,7 +42,9 @@ class PromptScores:
         if hidden.is_cuda:
             targets = targets.pin_memory().to(hidden.device, non_blocking=True)
         parts: list[Columns] = []
-        for some, wanted in zip(torch.split(hidden, at_a_time), torch.split(targets, at_a_time), strict=True):
+        for some, wanted in zip(
+            torch.split(hidden, at_a_time), torch.split(targets, at_a_time), strict=True
+        ):
             parts += _scores(logits(some), wanted, rows.most)
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         """On the device, until whoever launched the step has queued their copy."""
@@ -48,13 +57,17 @@ class PromptScores:
             entries = []
             for _ in range(count):
                 token, logprob, rank, ids, logprobs = next(values)
-                entries.append(TokenLogprobs(token, logprob, tuple(ids[:k]), tuple(logprobs[:k]), rank))
+                entries.append(
+                    TokenLogprobs(token, logprob, tuple(ids[:k]), tuple(logprobs[:k]), rank)
+                )
             yield request, entries
 
 
 @torch.inference_mode()
 def _scores(logits: torch.Tensor, targets: torch.Tensor, most: int) -> Iterator[Columns]:
-    for part, wanted in zip(torch.split(logits, _SLICE_ROWS), torch.split(targets, _SLICE_ROWS), strict=True):
+    for part, wanted in zip(
+        torch.split(logits, _SLICE_ROWS), torch.split(targets, _SLICE_ROWS), strict=True
+    ):
         raw = part.float().log_softmax(-1)
         chosen = raw.gather(1, wanted[:, None])
         top = raw.topk(most)

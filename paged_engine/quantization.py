@@ -1,9 +1,10 @@
-"""fp8 checkpoints: what config.json says of them, how their scales are stored, and the way back to plain weights.
+"""fp8 checkpoints: what config.json says of them, how their scales are stored, and the way back to
+plain weights.
 
-Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM; with blocks: DeepSeek and Qwen). In
-both the real weight is fp8 * scale, also where the scale is called weight_scale_inv. Scales of activations are passed
-over: activations are scaled per token, which is never coarser. So are scales of the KV cache, whose tokens are scaled
-as they are written.
+Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM; with blocks:
+DeepSeek and Qwen). In both the real weight is fp8 * scale, also where the scale is called
+weight_scale_inv. Scales of activations are passed over: activations are scaled per token, which is
+never coarser. So are scales of the KV cache, whose tokens are scaled as they are written.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ def is_passed_over(name: str) -> bool:
     return _PASSED_OVER.search(name) is not None
 
 
-def unpacked(stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def unpacked(
+    stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint's tensors as tensor_shapes(config) has them.
 
-    Where weights are kept in fp8, weight_scale becomes fp32 [out]: one number for a whole tensor is repeated, so that
-    scales of fused projections can be joined. All other fp8 weights get the config's dtype. Raises ConfigError if a
-    weight is not fp8 or its scale has another shape than the config says.
+    Where weights are kept in fp8, weight_scale becomes fp32 [out]: one number for a whole tensor is
+    repeated, so that scales of fused projections can be joined. All other fp8 weights get the
+    config's dtype. Raises ConfigError if a weight is not fp8 or its scale has another shape than
+    the config says.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -62,7 +66,9 @@ def unpacked(stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) ->
             return tensor
         if name == weight:
             if tensor.dtype != FP8:
-                raise ConfigError(f"model {config.name}: tensor {name} is {_dtype(tensor)}, the config says {FP8}")
+                raise ConfigError(
+                    f"model {config.name}: tensor {name} is {_dtype(tensor)}, the config says {FP8}"
+                )
             return tensor
         return _scale(name, tensor, shapes[weight], quantization)
 
@@ -71,11 +77,15 @@ def unpacked(stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) ->
     return _joined(tensors, plain, getattr(torch, config.dtype), quantization.block)
 
 
-def _scale(name: str, scale: torch.Tensor, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+def _scale(
+    name: str, scale: torch.Tensor, shape: tuple[int, ...], quantization: Quantization
+) -> torch.Tensor:
     rows, columns = shape
     scale = scale.float()
     if quantization.scales == "block":
-        wanted = tuple(-(-size // step) for size, step in zip(shape, quantization.block, strict=True))
+        wanted = tuple(
+            -(-size // step) for size, step in zip(shape, quantization.block, strict=True)
+        )
         if tuple(scale.shape) == wanted:
             return scale
     elif scale.numel() == 1:
@@ -83,7 +93,8 @@ def _scale(name: str, scale: torch.Tensor, shape: tuple[int, ...], quantization:
     elif scale.numel() == rows:
         return scale.reshape(rows)
     raise ConfigError(
-        f"tensor {name} is {tuple(scale.shape)}, which is no scale per {quantization.scales} of a weight "
+        f"tensor {name} is {tuple(scale.shape)}, which is no scale per {quantization.scales} of a "
+        f"weight "
         f"[{rows}, {columns}]"
     )
 
@@ -102,9 +113,14 @@ def dequantized(
 
 
 def _joined(
-    tensors: Iterable[tuple[str, torch.Tensor]], fp8: Collection[str], dtype: torch.dtype, block: tuple[int, int]
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    fp8: Collection[str],
+    dtype: torch.dtype,
+    block: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """These fp8 weights and their scales, in any order, made plain weights of `dtype`. All other tensors pass."""
+    """These fp8 weights and their scales, in any order, made plain weights of `dtype`. All other
+    tensors pass.
+    """
     waiting: dict[str, torch.Tensor] = {}  # by the weight's name: it, or its scale
     for name, tensor in tensors:
         weight = name.removesuffix("_scale")
@@ -113,11 +129,17 @@ def _joined(
         elif weight not in waiting:
             waiting[weight] = tensor
         else:
-            pair = (waiting.pop(weight), tensor) if name.endswith("_scale") else (tensor, waiting.pop(weight))
+            pair = (
+                (waiting.pop(weight), tensor)
+                if name.endswith("_scale")
+                else (tensor, waiting.pop(weight))
+            )
             yield weight, _plain(*pair, dtype, block)
 
 
-def _plain(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
+def _plain(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]
+) -> torch.Tensor:
     if not block[0]:
         return dequantize(weight, scale, dtype)
     rows, columns = weight.shape
@@ -125,8 +147,12 @@ def _plain(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block:
     return (weight.float() * scale).to(dtype)
 
 
-def quantized(tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Plain tensors as tensor_shapes(config) has them: fp8 with scales per row where the config keeps that."""
+def quantized(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Plain tensors as tensor_shapes(config) has them: fp8 with scales per row where the config
+    keeps that.
+    """
     fp8, quantization = quantized_weights(config), config.quantization
     for name, tensor in tensors:
         if name in fp8 and quantization is not None and quantization.keeps(name):

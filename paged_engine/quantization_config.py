@@ -1,4 +1,6 @@
-"""What a config.json says of quantized weights. Never imports torch; the weights are quantization.py's."""
+"""What a config.json says of quantized weights. Never imports torch; the weights are
+quantization.py's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def quantization_of(fields: Fields) -> Quantization | None:
     if method == "fp8":
         return _fp8(said)
     raise ConfigError(
-        f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights and fp8 are. "
+        f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights "
+        f"and fp8 are. "
         "Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
     )
 
@@ -38,7 +41,10 @@ def _fp8(said: Fields) -> Quantization:
         raise ConfigError(f"{said.where}: weight_block_size must be two sizes, got {list(blocks)}")
     activations = said.text("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
-        raise ConfigError(f"{said.where}: activation_scheme {activations!r} is not supported; dynamic and static are")
+        raise ConfigError(
+            f"{said.where}: activation_scheme {activations!r} is not supported; dynamic and "
+            f"static are"
+        )
     return Quantization(
         scales="block" if blocks else "tensor",
         activations=activations,
@@ -50,7 +56,10 @@ def _fp8(said: Fields) -> Quantization:
 
 
 def _compressed_tensors(said: Fields) -> Quantization:
-    if said.section("sparsity_config").text("format", "dense") != "dense" or said.section("transform_config").values:
+    if (
+        said.section("sparsity_config").text("format", "dense") != "dense"
+        or said.section("transform_config").values
+    ):
         raise ConfigError(f"{said.where}: sparsity_config and transform_config are not supported")
     groups = said.section("config_groups")
     found = [_group(groups.section(name), said.text("format", "unknown")) for name in groups.values]
@@ -58,7 +67,9 @@ def _compressed_tensors(said: Fields) -> Quantization:
         raise ConfigError(f"{said.where} has no config_groups")
     targets = tuple(target for group in found for target in group.targets)
     if len({replace(group, targets=()) for group in found}) > 1:
-        raise ConfigError(f"{said.where}: config_groups that differ are not supported; one kind of fp8 weights is")
+        raise ConfigError(
+            f"{said.where}: config_groups that differ are not supported; one kind of fp8 weights is"
+        )
     return replace(found[0], targets=targets, ignored=said.texts("ignore"))
 
 
@@ -67,18 +78,27 @@ def _group(group: Fields, form: str) -> Quantization:
     form = group.text("format", form)
     kind = f"{form} {weights.text('type', 'int')}{weights.integer('num_bits', 8)}"
     if kind not in [f"{known} float8" for known in _FORMATS]:
-        raise ConfigError(f"{group.where}: {kind} weights are not supported; {_FORMATS[0]} float8 is")
+        raise ConfigError(
+            f"{group.where}: {kind} weights are not supported; {_FORMATS[0]} float8 is"
+        )
     strategy = weights.text("strategy", "tensor")
     if strategy not in ("tensor", "channel", "block"):
-        raise ConfigError(f"{weights.where}: strategy {strategy!r} is not supported; tensor, channel and block are")
+        raise ConfigError(
+            f"{weights.where}: strategy {strategy!r} is not supported; tensor, channel and block "
+            f"are"
+        )
     if not weights.flag("symmetric", True) or weights.flag("dynamic", False):
-        raise ConfigError(f"{weights.where}: only symmetric, static scales of weights are supported")
+        raise ConfigError(
+            f"{weights.where}: only symmetric, static scales of weights are supported"
+        )
     blocks = weights.integers("block_structure") if strategy == "block" else (0, 0)
     if len(blocks) != 2 or (strategy == "block" and min(blocks) < 1):
         raise ConfigError(f"{weights.where}: block_structure must be two sizes, got {list(blocks)}")
     return Quantization(
         scales=strategy,
-        activations=("dynamic" if inputs.flag("dynamic", False) else "static") if inputs.values else "none",
+        activations=("dynamic" if inputs.flag("dynamic", False) else "static")
+        if inputs.values
+        else "none",
         targets=group.texts("targets"),
         ignored=(),
         block=(blocks[0], blocks[1]),

@@ -1,6 +1,8 @@
-"""The address at which the ranks of a tensor-parallel group meet: what can be wrong with it, and the way there.
+"""The address at which the ranks of a tensor-parallel group meet: what can be wrong with it, and
+the way there.
 
-Asks this host alone and sends nothing; without torch, so that it can be asked before anything else is done.
+Asks this host alone and sends nothing; without torch, so that it can be asked before anything else
+is done.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def check_rank_0(address: str) -> None:
         _bind(host, 0)
     except OSError as why:
         raise ConfigError(
-            f"tensor_parallel_address {address!r} is not of this host, where rank 0 runs ({why.strerror}); give an "
+            f"tensor_parallel_address {address!r} is not of this host, where rank 0 runs "
+            f"({why.strerror}); give an "
             "address of this host that the other ranks can reach, or none if all ranks run here"
         ) from why
     try:
@@ -33,20 +36,25 @@ def check_rank_0(address: str) -> None:
         taken = why.errno == errno.EADDRINUSE
         raise ConfigError(
             f"rank 0 cannot listen at tensor_parallel_address {address!r}: port {port} "
-            f"{'is taken' if taken else f'is refused ({why.strerror})'}; choose another one, the same for all ranks"
+            f"{'is taken' if taken else f'is refused ({why.strerror})'}; choose another one, the "
+            f"same for all ranks"
         ) from why
 
 
 def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a port in TIME_WAIT counts as free
         probe.bind((host, port))
 
 
 def awaiting(address: str) -> socket.socket:
-    """Rank 0: the socket at which the others are awaited, at this address alone, since it asks nobody who he is.
+    """Rank 0: the socket at which the others are awaited, at this address alone, since it asks
+    nobody who he is.
 
-    Raises OSError."""
+    Raises OSError.
+    """
     host, _, port = address.rpartition(":")
     door = socket.socket()
     try:
@@ -83,9 +91,11 @@ def address_towards(address: str) -> str:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface whose address this host uses to reach `host:port`. Raises ConfigError.
+    """Name of the network interface whose address this host uses to reach `host:port`. Raises
+    ConfigError.
 
-    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that others cannot reach.
+    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that
+    others cannot reach.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -102,9 +112,11 @@ def interface_towards(address: str) -> str:
                     return name
     except (OSError, ValueError) as why:
         raise ConfigError(
-            f"tensor_parallel_address {address!r} cannot be reached from this host: {why}; give rank 0's host:port"
+            f"tensor_parallel_address {address!r} cannot be reached from this host: {why}; give "
+            f"rank 0's host:port"
         ) from why
     raise ConfigError(
-        f"no network interface of this host has the address {mine}, from which tensor_parallel_address {address!r} is "
+        f"no network interface of this host has the address {mine}, from which "
+        f"tensor_parallel_address {address!r} is "
         "reached; give one that is reached from an interface's own address"
     )

@@ -1,4 +1,6 @@
-"""What rank 0 of a GPU's tensor-parallel group tells the others of a step, as msgpack. See paged_engine/ranks.py."""
+"""What rank 0 of a GPU's tensor-parallel group tells the others of a step, as msgpack. See
+paged_engine/ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
         return cls([(a.shape, a.tobytes()) for a in arrays], admitted, planned.states, guided)
 
     def values(self) -> StepValues:
-        return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
+        return StepValues(
+            *(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays)
+        )
 
 
 class RankMasks(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +54,12 @@ class RankMasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _submit(request: Request) -> Submit:
-    prompt, generated = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
+    prompt, generated = (
+        request.token_ids[: request.prompt_tokens],
+        request.token_ids[request.prompt_tokens :],
+    )
     # Only rank 0 has guides; the others are told masks.
-    params = msgspec.structs.replace(request.params, constraint=None, allowed_token_ids=None, bad_words=())
+    params = msgspec.structs.replace(
+        request.params, constraint=None, allowed_token_ids=None, bad_words=()
+    )
     return Submit(request.request_id, prompt, params, generated=generated)

@@ -1,13 +1,16 @@
 """The ranks of a tensor-parallel group: who they are, and what they say to each other.
 
-One process per rank. Rank 0 runs the engine and tells the others each step; all of them compute it, and sum up what
-their parts add to the hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
+One process per rank. Rank 0 runs the engine and tells the others each step; all of them compute it,
+and sum up what their parts add to the hidden state. Collectives are torch.distributed's: gloo
+between CPUs, NCCL between GPUs.
 
-What the end of a step means. When rank 0 has seen a step end, all ranks are through with its KV: each writes and reads
-KV before it takes part in the step's last collective (the gathering of the logits, or `Operations.meet` where no row is
-sampled), and rank 0's step cannot end before that collective has had all ranks' parts. On a CPU a rank enters it when
-it has computed what comes before; on a GPU it is a kernel behind the others in the order of the stream. So it is rank
-0 alone that says when blocks can be read by other nodes (their KV is there) or written to (nobody reads them).
+What the end of a step means. When rank 0 has seen a step end, all ranks are through with its KV:
+each writes and reads KV before it takes part in the step's last collective (the gathering of the
+logits, or `Operations.meet` where no row is sampled), and rank 0's step cannot end before that
+collective has had all ranks' parts. On a CPU a rank enters it when it has computed what comes
+before; on a GPU it is a kernel behind the others in the order of the stream. So it is rank 0 alone
+that says when blocks can be read by other nodes (their KV is there) or written to (nobody reads
+them).
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
 
-# How long a step may take on a rank before the others give it up; also how long all ranks have to find each other.
+# How long a step may take on a rank before the others give it up; also how long all ranks have to
+# find each other.
 _DEADLINE = timedelta(seconds=300)
 # Most messages fit into the first frame, so that a step costs one broadcast.
 _FRAME_BYTES = 16 << 10
@@ -87,7 +91,9 @@ class TorchRanks:
     """A group over torch.distributed. Every method must be called by all ranks in the same order."""
 
     def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
-        """Meet the other ranks at rank 0's `host:port`. Raises ConfigError if they do not all come in time."""
+        """Meet the other ranks at rank 0's `host:port`. Raises ConfigError if they do not all come
+        in time.
+        """
         self.rank, self.size = rank, size
         interface = interface_towards(address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -104,12 +110,17 @@ class TorchRanks:
                 timeout=_DEADLINE,
                 device_id=device if on_gpu else None,
             )
-            # A message may be long in coming: nobody may want anything. A rank that dies closes its connections.
-            self._messages = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+            # A message may be long in coming: nobody may want anything. A rank that dies closes its
+            # connections.
+            self._messages = torch.distributed.new_group(
+                backend="gloo", timeout=timedelta(days=365)
+            )
         except (RuntimeError, OSError) as why:
             raise ConfigError(
-                f"rank {rank} of {size} did not meet all others at tensor_parallel_address {address!r}, where they are "
-                f"awaited for {_DEADLINE.total_seconds():g} s: {str(why).splitlines()[0]}; give all ranks rank 0's "
+                f"rank {rank} of {size} did not meet all others at tensor_parallel_address "
+                f"{address!r}, where they are "
+                f"awaited for {_DEADLINE.total_seconds():g} s: {str(why).splitlines()[0]}; give "
+                f"all ranks rank 0's "
                 "address, start each of them once, and let no firewall stand between their hosts"
             ) from why
 
@@ -140,9 +151,13 @@ class TorchRanks:
         if self.least(int(not wrong)):
             return
         what = (
-            f"{wrong[0]} is {facts[wrong[0]]} here and {theirs.get(wrong[0])} on rank 0" if wrong else "see their logs"
+            f"{wrong[0]} is {facts[wrong[0]]} here and {theirs.get(wrong[0])} on rank 0"
+            if wrong
+            else "see their logs"
         )
-        raise ConfigError(f"the ranks differ: {what}; start all of them with the same model and flags")
+        raise ConfigError(
+            f"the ranks differ: {what}; start all of them with the same model and flags"
+        )
 
     def tell(self, message: bytes) -> None:
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
@@ -171,18 +186,24 @@ class TorchRanks:
         try:
             torch.distributed.broadcast(x, src=0, group=self._messages)
         except RuntimeError as why:
-            raise PeerLost(f"a rank of the tensor-parallel engine was lost: {str(why).splitlines()[0]}") from why
+            raise PeerLost(
+                f"a rank of the tensor-parallel engine was lost: {str(why).splitlines()[0]}"
+            ) from why
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
 
 
 def _meeting(address: str, rank: int, size: int) -> TCPStore:
-    """What torch's own rendezvous would make, but awaiting the others at no other address of this host."""
+    """What torch's own rendezvous would make, but awaiting the others at no other address of this
+    host.
+    """
     host, _, port = address.rpartition(":")
     door = awaiting(address).detach() if rank == 0 else None
     return TCPStore(host, int(port), size, rank == 0, _DEADLINE, master_listen_fd=door)
 
 
 # torch 2.13 has renamed it.
-_all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+_all_gather = getattr(
+    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+)

@@ -44,12 +44,17 @@ class Request:
     hold_stopped: bool = False
     fork_of: str | None = None
     priority: int = 0
-    order: int = 0  # of arrival, from 1; this and the next two are set where it waits (paged_engine/waiting.py)
+    # of arrival, from 1; this and the next two are set where it waits (paged_engine/waiting.py)
+    order: int = 0
     rank: int = 0  # its place among requests of equal priority
-    work: int = 0  # tokens to compute that were neither cached nor shared when it last began to wait
+    work: int = (
+        0  # tokens to compute that were neither cached nor shared when it last began to wait
+    )
     shared: int = 0  # its first tokens, that were
     wanted: int = 0  # tokens of KV that it was then expected to take
-    tpot_ms: float = 0.0  # the time per token that it wants; from its arrival on 0, if it does not decode here
+    tpot_ms: float = (
+        0.0  # the time per token that it wants; from its arrival on 0, if it does not decode here
+    )
     expected_output: int = 0
     spill: bool = False  # a prefill node could compute its prompt
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
@@ -58,16 +63,22 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0  # tokens that a launched step samples and the host has not seen yet
-    proposals: tuple[int, ...] = ()  # tokens that a launched step takes for its next ones; not counted as pending
+    proposals: tuple[
+        int, ...
+    ] = ()  # tokens that a launched step takes for its next ones; not counted as pending
     lookup: NgramIndex | None = None
     draft_pace: DraftPace | None = None  # made with it
     draft_tokens: int = 0  # proposals so far, and those of them that were drawn
     accepted_tokens: int = 0
-    num_scored: int = 0  # positions of the prompt whose logits are computed or under way, if they are asked for
+    num_scored: int = (
+        0  # positions of the prompt whose logits are computed or under way, if they are asked for
+    )
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not reported yet
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
-    unfindable: bool = False  # the prefix cache was reset after it came: its blocks are for nobody else
+    unfindable: bool = (
+        False  # the prefix cache was reset after it came: its blocks are for nobody else
+    )
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
     num_counted: int = 0  # tokens of the prompt that are in the engine's counters
     finish: Finish | None = None
@@ -121,7 +132,9 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Who is served first: a lower priority number, then the lower rank. The last is preempted first."""
+        """Who is served first: a lower priority number, then the lower rank. The last is preempted
+        first.
+        """
         return self.priority, self.rank, self.order
 
     @property
@@ -132,14 +145,18 @@ class Request:
     @property
     def expected_tokens(self) -> int:
         """Tokens of KV that it is expected to have in the end; never fewer than are known."""
-        return max(self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending)
+        return max(
+            self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending
+        )
 
     def supposing(self, proposals: Iterable[int]) -> Request:
         """What a sampler would see if these were its next tokens. For reading only."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 
     def to_score(self, start: int, end: int) -> range:
-        """Positions from `start` to `end` at which the log-probability of the prompt's next token is asked for."""
+        """Positions from `start` to `end` at which the log-probability of the prompt's next token
+        is asked for.
+        """
         if self.params.prompt_logprobs is None:
             return range(0)
         return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
@@ -162,7 +179,9 @@ class Request:
             self.first_step, self.first_step_s = start, now
 
     def started(self, launched: float, now: float) -> None:
-        """A step that was launched then, behind another one, begins now: what it waited for that was a queue."""
+        """A step that was launched then, behind another one, begins now: what it waited for that
+        was a queue.
+        """
         if self.first_scheduled_s == launched:
             self.first_scheduled_s = now
         if self.first_step_s == launched:
@@ -172,7 +191,11 @@ class Request:
         """Its newest token is known."""
         if self.first_token_s is None:
             self.first_token_s = now
-        if self.stepped_s is None and self.first_step is not None and len(self.token_ids) >= self.first_step + 2:
+        if (
+            self.stepped_s is None
+            and self.first_step is not None
+            and len(self.token_ids) >= self.first_step + 2
+        ):
             self.stepped_s = now
 
     def timing(self, now: float) -> Timing:
@@ -183,7 +206,10 @@ class Request:
         prefill = computed - scheduled
         if self.fetch_started_s is not None:
             fetched = now if self.fetched_s is None else self.fetched_s
-            transfer, decode_queue = fetched - self.fetch_started_s, self.fetch_started_s - self.arrival_s
+            transfer, decode_queue = (
+                fetched - self.fetch_started_s,
+                self.fetch_started_s - self.arrival_s,
+            )
             prefill -= transfer
             if self.fetch_error is None:
                 # Nothing was computed before it: all that follows is decoding.
@@ -199,7 +225,9 @@ class Request:
             transfer_bytes=self.fetched_bytes,
             exposed_s=self.exposed_s,
             decode_queue_s=decode_queue,
-            first_step_s=0.0 if self.first_step_s is None else (self.stepped_s or now) - self.first_step_s,
+            first_step_s=0.0
+            if self.first_step_s is None
+            else (self.stepped_s or now) - self.first_step_s,
             told_s=told,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,

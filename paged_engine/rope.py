@@ -1,8 +1,10 @@
-"""The frequencies of the rotary embedding, under every context extension that checkpoints name. Pure arithmetic.
+"""The frequencies of the rotary embedding, under every context extension that checkpoints name.
+Pure arithmetic.
 
-All are computed once, for the node's own limit, and hold for every position. transformers changes two of them while a
-context grows (dynamic: with every new longest context; longrope: beyond the original length), which would give keys in
-one KV cache that were turned by different frequencies. vLLM makes the same choice.
+All are computed once, for the node's own limit, and hold for every position. transformers changes
+two of them while a context grows (dynamic: with every new longest context; longrope: beyond the
+original length), which would give keys in one KV cache that were turned by different frequencies.
+vLLM makes the same choice.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ __all__ = ["rope_frequencies", "rope_variant"]
 def rope_frequencies(
     scaling: RopeScaling | None, theta: float, rotary_dim: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotary pair, fp32 [rotary_dim / 2], and what cos and sin are multiplied by.
+    """Angle per position of each rotary pair, fp32 [rotary_dim / 2], and what cos and sin are
+    multiplied by.
 
     Element i is turned with element i + rotary_dim / 2. No context is longer than `max_positions`.
     """
-    powers: torch.Tensor = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    powers: torch.Tensor = theta ** (
+        torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    )
     frequencies = 1.0 / powers
     if scaling is None:
         return frequencies, 1.0
@@ -39,22 +44,32 @@ def rope_frequencies(
             return _yarn(frequencies, scaling, theta), _yarn_attention_factor(scaling)
         case "longrope":
             extended = max_positions > scaling.original_max_position
-            factors = torch.tensor(scaling.long_factors if extended else scaling.short_factors, dtype=torch.float32)
+            factors = torch.tensor(
+                scaling.long_factors if extended else scaling.short_factors, dtype=torch.float32
+            )
             return 1.0 / (factors * powers), _longrope_attention_factor(scaling)
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
 def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:
-    """What of the frequencies depends on a node's own limit. KV moves only between nodes where it is equal."""
+    """What of the frequencies depends on a node's own limit. KV moves only between nodes where it
+    is equal.
+    """
     if scaling is None or max_positions <= scaling.original_max_position:
         return ""
-    return {"dynamic": f"dynamic for {max_positions} tokens", "longrope": "longrope, long"}.get(scaling.kind, "")
+    return {"dynamic": f"dynamic for {max_positions} tokens", "longrope": "longrope, long"}.get(
+        scaling.kind, ""
+    )
 
 
 def _stretched(theta: float, scaling: RopeScaling, rotary_dim: int, max_positions: int) -> float:
-    """A larger base, so that the lowest frequency fits the longer context and the highest hardly changes (NTK)."""
+    """A larger base, so that the lowest frequency fits the longer context and the highest hardly
+    changes (NTK).
+    """
     longer = max(max_positions, scaling.original_max_position) / scaling.original_max_position
-    return float(theta * (scaling.factor * longer - (scaling.factor - 1)) ** (rotary_dim / (rotary_dim - 2)))
+    return float(
+        theta * (scaling.factor * longer - (scaling.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
+    )
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -62,18 +77,26 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
     Source: "The Llama 3 herd of models", 2024, and its published reference configuration.
     """
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # turns over the original context
+    turns = (
+        scaling.original_max_position * frequencies / (2 * math.pi)
+    )  # turns over the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return _blend(frequencies, kept.clamp(0, 1), scaling.factor)
 
 
 def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """As llama3, but the blend is linear in the pair's index. Source: "YaRN", Peng et al. 2023, section 3.2."""
+    """As llama3, but the blend is linear in the pair's index. Source: "YaRN", Peng et al. 2023,
+    section 3.2.
+    """
     pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:
         """The (fractional) index of the pair that makes so many turns over the original context."""
-        return pairs * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+        return (
+            pairs
+            * math.log(scaling.original_max_position / (turns * 2 * math.pi))
+            / math.log(theta)
+        )
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -91,7 +114,9 @@ def _blend(frequencies: torch.Tensor, kept: torch.Tensor, factor: float) -> torc
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Attention over a longer context is sharpened; with both mscales (DeepSeek) by the ratio of two such factors."""
+    """Attention over a longer context is sharpened; with both mscales (DeepSeek) by the ratio of
+    two such factors.
+    """
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

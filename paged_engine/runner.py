@@ -1,4 +1,6 @@
-"""One scheduled step: plan -> tensors -> decoder -> logits of the rows that sample -> tokens. The CPU's runner."""
+"""One scheduled step: plan -> tensors -> decoder -> logits of the rows that sample -> tokens. The
+CPU's runner.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
 from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import KVPool
-from paged_engine.memory_sizes import CPU_POOL_BYTES, blocks_in, default_block_tokens, longest_context
+from paged_engine.memory_sizes import (
+    CPU_POOL_BYTES,
+    blocks_in,
+    default_block_tokens,
+    longest_context,
+)
 from paged_engine.model_config import ModelConfig
 from paged_engine.prompt_scores import PromptScores
 from paged_engine.ranks import Ranks
@@ -33,8 +40,9 @@ from wire.outputs import TokenLogprobs
 __all__ = ["CpuRunner", "Launched", "Runner"]
 
 
-# A chunk is as small as two cores compute at full speed, so that the first of several prompts is not held up by the
-# others: 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585 ms, at equal throughput.
+# A chunk is as small as two cores compute at full speed, so that the first of several prompts is
+# not held up by the others: 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585
+# ms, at equal throughput.
 _STEP_TOKENS = 128
 # Of a prompt whose tokens' log-probabilities are asked for, so many rows of logits exist at a time.
 _SCORED_ROWS = 64
@@ -76,14 +84,20 @@ class Runner(Protocol):
     shapes: tuple[int, ...]
     """Prompt tokens to which a step is padded, in order; none where it is not."""
     runs_ahead: bool
-    """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
+    """Whether `launch` returns before the step is done, so that the next one can be scheduled
+    meanwhile.
+    """
 
     def draws_ahead(self, request: Request) -> bool:
-        """Whether proposals of this request's next tokens can be sampled in one step with the token before them."""
+        """Whether proposals of this request's next tokens can be sampled in one step with the token
+        before them.
+        """
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows, at the latest when the
-        step is told to: a guide has a say only when all earlier tokens are known."""
+        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows, at
+        the latest when the step is told to: a guide has a say only when all earlier tokens are
+        known.
+        """
 
     def follow(self, message: bytes) -> None:
         """A rank other than 0: do the step that rank 0 has launched."""
@@ -108,7 +122,14 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
         """The chunk's tokens, and the blocks of its request."""
         scored = (chunk.scored.start - chunk.start, len(chunk.scored))
         request = chunk.request
-        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, scored, request.blocks, request.adapter_slot)
+        return cls(
+            chunk.token_ids,
+            chunk.start,
+            chunk.sampled_rows,
+            scored,
+            request.blocks,
+            request.adapter_slot,
+        )
 
     @property
     def count(self) -> int:
@@ -136,16 +157,24 @@ class _Done:
 
 
 class CpuRunner:
-    """Owns the decoder and the pool. `min_rows`: fewest rows for which a row's bits do not depend on the others."""
+    """Owns the decoder and the pool. `min_rows`: fewest rows for which a row's bits do not depend
+    on the others.
+    """
 
     runs_ahead = False
     shapes: tuple[int, ...] = ()
 
     @classmethod
     def open(
-        cls, config: EngineConfig, model: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], ranks: Ranks
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        ranks: Ranks,
     ) -> CpuRunner:
-        """Load the weights and take the pool. Raises ConfigError when the configuration cannot work."""
+        """Load the weights and take the pool. Raises ConfigError when the configuration cannot
+        work.
+        """
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
         name = dtype_of(config, model, device.type)
@@ -158,8 +187,12 @@ class CpuRunner:
         )
         adapted = config.adapter_slots > 0
         operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)
-        decoder = Decoder(model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len)
-        pool = KVPool(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        decoder = Decoder(
+            model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len
+        )
+        pool = KVPool(
+            model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
         runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
         if adapted:
             runner.adapters = CpuAdapters(model, decoder.sites(), config.max_lora_rank, dtype)
@@ -183,8 +216,9 @@ class CpuRunner:
         self.adapters: AdapterStore | None = None
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self.max_num_seqs = config.max_num_seqs or 64
-        # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
-        # with MKL 2024.2: errors of 7e-4, in the first call only). Let one thread enter it first.
+        # The first exp() that two OpenMP threads enter at once may return low-accuracy values on
+        # the second one (seen with MKL 2024.2: errors of 7e-4, in the first call only). Let one
+        # thread enter it first.
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
@@ -194,7 +228,11 @@ class CpuRunner:
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Compute the step, all of it."""
-        rows = [(chunk.request, chunk.proposals[:ahead]) for chunk in chunks for ahead in range(chunk.sampled_rows)]
+        rows = [
+            (chunk.request, chunk.proposals[:ahead])
+            for chunk in chunks
+            for ahead in range(chunk.sampled_rows)
+        ]
         states = [request.supposing(ahead) if ahead else request for request, ahead in rows]
         logits, scores = self._run(chunks)
         tokens, logprobs = self._sampler.sample(logits, states)
@@ -242,7 +280,11 @@ class CpuRunner:
         return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
-        config, device, block_size = self._decoder.config, self._decoder.device, self.pool.block_size
+        config, device, block_size = (
+            self._decoder.config,
+            self._decoder.device,
+            self.pool.block_size,
+        )
         total = sum(chunk.count for chunk in chunks)
         rows = computed_rows(max(total, self._min_rows))  # here once, not in each product
         # Rows that nobody owns are written to the null block.

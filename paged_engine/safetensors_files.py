@@ -1,4 +1,6 @@
-"""Weights from a folder with model.safetensors, or with shards and their index. Converts and downloads nothing."""
+"""Weights from a folder with model.safetensors, or with shards and their index. Converts and
+downloads nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ def safetensors_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all wanted names, file by file, each read when it is asked for.
 
-    `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there. With `tied` embeddings
-    a stored lm_head is a copy of the embedding and is skipped. Raises ConfigError naming the file that is missing or
-    broken, or the tensor that is missing or unknown.
+    `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there.
+    With `tied` embeddings a stored lm_head is a copy of the embedding and is skipped. Raises
+    ConfigError naming the file that is missing or broken, or the tensor that is missing or unknown.
     """
     files = _files(folder)
     found = [canonical(name) for names in files.values() for name in names if not passed_over(name)]
@@ -56,7 +58,8 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         return _sharded(index)
     if not single.exists():
         raise ConfigError(
-            f"{folder} holds neither {_SINGLE} nor {_INDEX}; download or convert the weights to safetensors"
+            f"{folder} holds neither {_SINGLE} nor {_INDEX}; download or convert the weights to "
+            f"safetensors"
         )
     try:
         with safe_open(single, framework="pt") as file:
@@ -75,5 +78,7 @@ def _sharded(index: Path) -> dict[Path, list[str]]:
         raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
     for path in files:
         if not path.exists():
-            raise ConfigError(f"shard {path} is missing, though {_INDEX} names it; download the model again")
+            raise ConfigError(
+                f"shard {path} is missing, though {_INDEX} names it; download the model again"
+            )
     return files

@@ -1,4 +1,6 @@
-"""Chooses the next token of every request of a step: features are paid for only by the rows that use them."""
+"""Chooses the next token of every request of a step: features are paid for only by the rows that
+use them.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[Request]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """logits fp32 [rows, vocab], changed in place; row i belongs to requests[i]."""
-        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        wanted = [
+            row for row, request in enumerate(requests) if request.params.logprobs is not None
+        ]
         raw = logits[wanted].log_softmax(-1) if wanted else None
         for row, request in enumerate(requests):
             self._adjust(logits, row, request)
@@ -38,7 +44,9 @@ class Sampler:
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         if raw is not None:
             for place, row in enumerate(wanted):
-                logprobs[row] = _logprobs(raw[place], chosen[row], requests[row].params.logprobs or 0)
+                logprobs[row] = _logprobs(
+                    raw[place], chosen[row], requests[row].params.logprobs or 0
+                )
         return chosen, logprobs
 
     def _adjust(self, logits: torch.Tensor, row: int, request: Request) -> None:
@@ -68,7 +76,9 @@ def _mask(logits: torch.Tensor, requests: Sequence[Request]) -> None:
     """Rule out what the guides of some rows do."""
     masks = masks_of(requests, logits.shape[1])
     if masks is not None:
-        allowed = np.unpackbits(masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        allowed = np.unpackbits(
+            masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
+        )
         for row, flags in zip(masks.rows, torch.from_numpy(allowed).to(logits.device), strict=True):
             logits[row].masked_fill_(flags == 0, -torch.inf)
 
@@ -89,11 +99,15 @@ def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tenso
             column(params[row].min_p for row in cut),
         )
     draws = uniform(
-        column(p.seed for p in params), column(p.choice for p in params), column(r.output_tokens for r in requests)
+        column(p.seed for p in params),
+        column(p.choice for p in params),
+        column(r.output_tokens for r in requests),
     )
     return draw(logits, draws)
 
 
 def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     top = row.topk(count)
-    return TokenLogprobs(token, float(row[token]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
+    return TokenLogprobs(
+        token, float(row[token]), tuple(top.indices.tolist()), tuple(top.values.tolist())
+    )

@@ -1,12 +1,13 @@
 """Continuous batching: which requests run next, how many of their tokens, and in which blocks.
 
-Pure Python: no torch, no sockets; `now` is an argument. Decodes come first, and wire/step_costs.py says what of prompts
-a step has room for beside them. A step may be scheduled while the tokens of the one before are still *pending* on the
-device. A request that finds no block for its next token preempts the last in order; the preempted one is computed again
-later, mostly from the prefix cache. A fork shares the blocks that its prompt fills with its parent
-(paged_engine/waiting.py); what follows each computes in blocks of its own, so that no block has two writers. No block
-that a transfer may touch is given to anybody else. What a step has left goes to tokens that are only proposed
-(paged_engine/speculation.py).
+Pure Python: no torch, no sockets; `now` is an argument. Decodes come first, and wire/step_costs.py
+says what of prompts a step has room for beside them. A step may be scheduled while the tokens of
+the one before are still *pending* on the device. A request that finds no block for its next token
+preempts the last in order; the preempted one is computed again later, mostly from the prefix cache.
+A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
+follows each computes in blocks of its own, so that no block has two writers. No block that a
+transfer may touch is given to anybody else. What a step has left goes to tokens that are only
+proposed (paged_engine/speculation.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owns all requests and the block pool; every block a request took is given back by exactly one of its methods."""
+    """Owns all requests and the block pool; every block a request took is given back by exactly one
+    of its methods.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,9 @@ class Scheduler:
         self.pool = pool
         self._block_size = block_size
         self.budget = StepBudget(max_num_batched_tokens, block_size)
-        """What a step computes of prompts at most; an engine that has measured its steps replaces it."""
+        """What a step computes of prompts at most; an engine that has measured its steps replaces
+        it.
+        """
         self._max_num_seqs = max_num_seqs
         self._endings = Endings(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
@@ -71,7 +76,8 @@ class Scheduler:
         for request in self._requests.values():
             request.unfindable = True
 
-    # --- what comes in -------------------------------------------------------------------------------------------
+    # --- what comes in
+    # -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError on a second one with the same id."""
@@ -93,20 +99,25 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a live request now. The blocks of a running fetch stay untouchable until they are settled."""
+        """End a live request now. The blocks of a running fetch stay untouchable until they are
+        settled.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, Finish.ABORT)
         return request
 
     def fetched(self, request_id: str, generated: Sequence[int] = ()) -> None:
-        """The KV of a fetching request is in its blocks; `generated`: what it has generated where it was computed."""
+        """The KV of a fetching request is in its blocks; `generated`: what it has generated where
+        it was computed.
+        """
         request = self._fetching.pop(request_id)
         assert request.fetch is not None
         if not request.output_tokens:
             request.token_ids += generated
             request.new_tokens += generated
-        # A third party's ticket may come without the first token: then the last prompt token is computed once more.
+        # A third party's ticket may come without the first token: then the last prompt token is
+        # computed once more.
         request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
         request.fetch = None
         request.state = State.RUNNING
@@ -118,7 +129,9 @@ class Scheduler:
     def fetch_failed(self, request_id: str, reason: str, proven: int = 0) -> None:
         """The rest of the KV will not come: compute it here, in other blocks.
 
-        `proven`: of the blocks that were fetched, so many first ones are right, and nothing writes to them any more."""
+        `proven`: of the blocks that were fetched, so many first ones are right, and nothing writes
+        to them any more.
+        """
         request = self._requests[request_id]
         fetch, request.fetch, request.fetch_error = request.fetch, None, reason
         if request_id in self._fetching:
@@ -129,13 +142,17 @@ class Scheduler:
             self._wait(request)
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a fetching request whose KV will not come. Its blocks stay untouchable until they are settled."""
+        """End a fetching request whose KV will not come. Its blocks stay untouchable until they are
+        settled.
+        """
         request = self._requests[request_id]
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
 
     def _keep_proven(self, request: Request, fetched: int, proven: int) -> None:
-        """Compute from the first block on that is missing; at least one token, because its logits are wanted."""
+        """Compute from the first block on that is missing; at least one token, because its logits
+        are wanted.
+        """
         known, cached = len(request.token_ids), request.num_published
         kept = min(cached + proven, min(fetched, known - 1) // self._block_size)
         self._set_aside(request, kept)
@@ -151,18 +168,27 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        cached = [] if request.fetch is not None else self._cached_prefix(request, len(request.token_ids) - 1)
+        cached = (
+            []
+            if request.fetch is not None
+            else self._cached_prefix(request, len(request.token_ids) - 1)
+        )
         self._waiting.join(request, len(cached) * self._block_size)
 
-    # --- probes: blocks of no request ----------------------------------------------------------------------------
+    # --- probes: blocks of no request
+    # ----------------------------------------------------------------------------
 
     @property
     def spare_blocks(self) -> int:
-        """How many blocks a probe may take now: never those that somebody waits for, and half of the others."""
+        """How many blocks a probe may take now: never those that somebody waits for, and half of
+        the others.
+        """
         return 0 if self._waiting else self.pool.free // 2
 
     def lend(self, probe_id: str, count: int) -> list[int] | None:
-        """Fresh blocks: `kept` has them until released, or set aside and settled. None if they cannot be spared."""
+        """Fresh blocks: `kept` has them until released, or set aside and settled. None if they
+        cannot be spared.
+        """
         if count > self.spare_blocks:
             return None
         blocks = self.pool.take(count)
@@ -170,7 +196,8 @@ class Scheduler:
         self.kept.hold(probe_id, blocks)
         return blocks
 
-    # --- one step ------------------------------------------------------------------------------------------------
+    # --- one step
+    # ------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
@@ -178,7 +205,9 @@ class Scheduler:
         preemptions = self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         decodes = [request for request in self._running if request.uncomputed <= 1]
-        prompts = sorted((each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn)
+        prompts = sorted(
+            (each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn
+        )
         for request in decodes:
             self._go_on(request, plan.chunks, None)
         room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
@@ -191,8 +220,13 @@ class Scheduler:
         if self.preemptions != preemptions:
             return plan
         self._admit(plan, room, now)
-        left = min(self.budget.tokens - sum(c.count for c in plan.chunks), self._max_num_seqs - len(plan.chunks))
-        chunks = self.speculation.extended(plan.chunks, max(0, left), self._endings.max_model_len, self._room_for)
+        left = min(
+            self.budget.tokens - sum(c.count for c in plan.chunks),
+            self._max_num_seqs - len(plan.chunks),
+        )
+        chunks = self.speculation.extended(
+            plan.chunks, max(0, left), self._endings.max_model_len, self._room_for
+        )
         return StepPlan(chunks, plan.fetches, plan.offers)
 
     def _go_on(self, request: Request, chunks: list[Chunk], room: StepRoom | None) -> None:
@@ -207,7 +241,8 @@ class Scheduler:
             return
         chunk = Chunk.next_of(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
-            # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
+            # Not one whose last token is on its way: its blocks are free soon, or will be held for
+            # a reader.
             going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
@@ -220,15 +255,24 @@ class Scheduler:
 
     def _room_for(self, request: Request, tokens: int) -> int:
         """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
-        return tokens if self._grow(request, tokens) else min(tokens, len(request.blocks) * self._block_size)
+        return (
+            tokens
+            if self._grow(request, tokens)
+            else min(tokens, len(request.blocks) * self._block_size)
+        )
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
+        """Whether the tokens of the step under way should be awaited before the next step is
+        scheduled.
+        """
         return self.speculation.wants_tokens(self._running, self._max_num_seqs)
 
-    def _admit(self, plan: StepPlan, room: StepRoom, now: float, before: Request | None = None) -> None:
-        """Start waiting requests in the order of their turns, while seats, blocks and the step's room last.
+    def _admit(
+        self, plan: StepPlan, room: StepRoom, now: float, before: Request | None = None
+    ) -> None:
+        """Start waiting requests in the order of their turns, while seats, blocks and the step's
+        room last.
 
         `before`: those alone whose turn comes before this one's.
         """
@@ -247,7 +291,9 @@ class Scheduler:
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
             chunk = Chunk.next_of(request, room.take(request.uncomputed, request.num_computed))
-            grown = self._grow(request, len(request.token_ids) if request.hold else chunk.start + chunk.count)
+            grown = self._grow(
+                request, len(request.token_ids) if request.hold else chunk.start + chunk.count
+            )
             assert grown, "admission checked that the whole request fits"
             if request.hold and not request.offered:
                 request.offered = True
@@ -255,8 +301,9 @@ class Scheduler:
             plan.chunks.append(chunk)
 
     def _start(self, request: Request) -> bool:
-        """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all its tokens are known
-        and would fit now."""
+        """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all
+        its tokens are known and would fit now.
+        """
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
@@ -286,7 +333,8 @@ class Scheduler:
         assert params.remote_block_ids is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
-        # With room for the next token: a request that is preempted as soon as it arrives has moved its KV for nothing.
+        # With room for the next token: a request that is preempted as soon as it arrives has moved
+        # its KV for nothing.
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
@@ -306,10 +354,14 @@ class Scheduler:
             return []
         if request.to_score(0, tokens):  # what is not computed has no logits
             tokens = request.num_scored
-        return self.pool.lookup(request.block_hashes(self._block_size)[: tokens // self._block_size])
+        return self.pool.lookup(
+            request.block_hashes(self._block_size)[: tokens // self._block_size]
+        )
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Make room for the KV of the first `tokens` tokens; False if there are not enough free blocks."""
+        """Make room for the KV of the first `tokens` tokens; False if there are not enough free
+        blocks.
+        """
         fresh = self.pool.take(max(0, self._blocks_for(tokens) - len(request.blocks)))
         if fresh is None:
             return False
@@ -322,10 +374,13 @@ class Scheduler:
         self._wait(request)
         self.preemptions += 1
 
-    # --- after the step ------------------------------------------------------------------------------------------
+    # --- after the step
+    # ------------------------------------------------------------------------------------------
 
     def launched(self, chunk: Chunk) -> None:
-        """The KV of a chunk is written, or will be before any later step reads it: full blocks become findable."""
+        """The KV of a chunk is written, or will be before any later step reads it: full blocks
+        become findable.
+        """
         request = chunk.request
         request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples
@@ -335,12 +390,16 @@ class Scheduler:
         self._publish(request)
 
     def append_drawn(self, request: Request, drawn: Sequence[int], now: float) -> int:
-        """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how many were added."""
+        """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how
+        many were added.
+        """
         known = len(request.token_ids)
         for count, token_id in enumerate(self.speculation.borne_out(request, drawn)):
             if count:
                 request.num_pending += 1
-                if request.state is State.RUNNING:  # not preempted: the KV of the proposal that came true is there
+                if (
+                    request.state is State.RUNNING
+                ):  # not preempted: the KV of the proposal that came true is there
                     request.num_computed += 1
                     self._publish(request)
             if self.append(request, token_id, now) is not None:
@@ -348,8 +407,10 @@ class Scheduler:
         return len(request.token_ids) - known
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
-        """Add a token that was pending; if it ends the request, give back or hold its blocks and say why it ended.
-        A request that has ended meanwhile takes no token: the device had begun one more step for it."""
+        """Add a token that was pending; if it ends the request, give back or hold its blocks and
+        say why it ended. A request that has ended meanwhile takes no token: the device had begun
+        one more step for it.
+        """
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
@@ -377,7 +438,9 @@ class Scheduler:
             self._announced.left(*wanted, request.output_tokens, complete=complete)
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
-        elif request.hold and (why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)):
+        elif request.hold and (
+            why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)
+        ):
             self.kept.hold(request.request_id, request.blocks)
             request.blocks = []
         else:
@@ -385,7 +448,9 @@ class Scheduler:
         request.state = State.DONE
 
     def _set_aside(self, request: Request, kept: int = 0) -> None:
-        """Take the blocks of a fetch that may still write to them away from its request, all but the first `kept`."""
+        """Take the blocks of a fetch that may still write to them away from its request, all but
+        the first `kept`.
+        """
         shared = max(0, request.num_published - kept)
         self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
@@ -401,14 +466,19 @@ class Scheduler:
         if self._prefix_cache and not request.unfindable and full > request.num_published:
             hashes = request.block_hashes(self._block_size)
             for index in range(request.num_published, full):
-                text = request.block_text(index, self._block_size) if self.pool.notes_texts else None
-                self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None, text)
+                text = (
+                    request.block_text(index, self._block_size) if self.pool.notes_texts else None
+                )
+                self.pool.publish(
+                    request.blocks[index], hashes[index], hashes[index - 1] if index else None, text
+                )
         request.num_published = max(request.num_published, full)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    # --- what it looks like --------------------------------------------------------------------------------------
+    # --- what it looks like
+    # --------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -420,7 +490,12 @@ class Scheduler:
 
         `launched` are the chunks of the step under way, which began `for_s` seconds ago.
         """
-        tokens, pairs, promised, context = self._waiting.tokens, self._waiting.pairs, self._waiting.wanted, 0
+        tokens, pairs, promised, context = (
+            self._waiting.tokens,
+            self._waiting.pairs,
+            self._waiting.wanted,
+            0,
+        )
         tokens_now, pairs_now = 0, 0.0
         # After each step, of all that decode: a call for each would take as long as all else here.
         for request in self._running:
@@ -435,7 +510,9 @@ class Scheduler:
                 pairs_now += chunk.count * (chunk.start + chunk.count / 2)
         block_size = self._block_size
         for request in itertools.chain(self._running, self._fetching.values()):
-            lacks = request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
+            lacks = (
+                request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
+            )
             if lacks > 0:
                 promised += lacks
         done_ms = min(for_s * 1e3, self._prompts_ms(tokens_now, pairs_now))
@@ -474,13 +551,23 @@ class Scheduler:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()
         owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
-        assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
+        assert len(set(owned)) == self.pool.total - self.pool.free, (
+            len(set(owned)),
+            self.pool.total,
+            self.pool.free,
+        )
         self._waiting.check()
-        self._announced.check([(each.tpot_ms, each.expected_output) for each in self.live if each.tpot_ms])
+        self._announced.check(
+            [(each.tpot_ms, each.expected_output) for each in self.live if each.tpot_ms]
+        )
         assert all(self._requests[r.request_id].state is State.RUNNING for r in self._running)
         assert len(self._requests) == len(self._waiting) + len(self._running) + len(self._fetching)
         writers: dict[int, str] = {}
         for request in [*self._running, *self._fetching.values()]:
             assert len(request.blocks) >= self._blocks_for(request.num_computed)
-            for block in request.blocks[max(request.num_computed // self._block_size, request.num_published) :]:
-                assert writers.setdefault(block, request.request_id) == request.request_id, f"block {block}"
+            for block in request.blocks[
+                max(request.num_computed // self._block_size, request.num_published) :
+            ]:
+                assert writers.setdefault(block, request.request_id) == request.request_id, (
+                    f"block {block}"
+                )

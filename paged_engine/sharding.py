@@ -1,8 +1,9 @@
 """Tensor parallelism: what each rank holds of a model. Pure functions of names, shapes and ranks.
 Never imports torch.
 
-A rank holds a share of the attention heads and of the MLP's columns, so it is a smaller model of the same hidden size;
-what its two branches add to the hidden state is summed over the ranks. Source: Shoeybi et al., "Megatron-LM", 2019.
+A rank holds a share of the attention heads and of the MLP's columns, so it is a smaller model of
+the same hidden size; what its two branches add to the hidden state is summed over the ranks.
+Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_heads_of", "shard_config", "shard_weights", "vocab_shard"]
 
-# Linear layers whose outputs are cut, and those whose inputs are; the biases of the latter are added once, by rank 0.
+# Linear layers whose outputs are cut, and those whose inputs are; the biases of the latter are
+# added once, by rank 0.
 _KEY_ROWS = (".k_proj", ".v_proj")
 _OTHER_ROWS = (".q_proj", ".gate_proj", ".up_proj")
 _COLUMNS = (".o_proj", ".down_proj")
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The sizes of one of `size` ranks. Raises ConfigError if heads or columns cannot be shared out evenly.
+    """The sizes of one of `size` ranks. Raises ConfigError if heads or columns cannot be shared out
+    evenly.
 
     Fewer KV heads than ranks are held by several ranks each.
     """
@@ -37,24 +40,30 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
         counts.append(("columns of an expert", config.moe.intermediate_size))
     for what, count in counts:
         if count % size:
-            raise ConfigError(f"{count} {what} cannot be shared by {size} ranks; choose a divisor of {count}")
+            raise ConfigError(
+                f"{count} {what} cannot be shared by {size} ranks; choose a divisor of {count}"
+            )
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ConfigError(
-            f"{config.num_kv_heads} KV heads cannot be shared by {size} ranks; choose a divisor or a multiple"
+            f"{config.num_kv_heads} KV heads cannot be shared by {size} ranks; choose a divisor "
+            f"or a multiple"
         )
     return replace(
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=config.intermediate_size // size,
-        moe=config.moe and replace(config.moe, intermediate_size=config.moe.intermediate_size // size),
+        moe=config.moe
+        and replace(config.moe, intermediate_size=config.moe.intermediate_size // size),
     )
 
 
 def shard_weights(
     weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank `rank` of `size` holds of each weight, one per projection, of the whole model `config`."""
+    """What rank `rank` of `size` holds of each weight, one per projection, of the whole model
+    `config`.
+    """
     for name, weight in weights:
         yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
 
@@ -71,7 +80,9 @@ def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
     return slice(rank * rows, min((rank + 1) * rows, vocab_size))
 
 
-def _shard(name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size: int) -> torch.Tensor:
+def _shard(
+    name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size: int
+) -> torch.Tensor:
     layer, _, kind = name.rpartition(".")
     if layer.endswith(_OTHER_ROWS):
         return weight.chunk(size, dim=0)[rank]

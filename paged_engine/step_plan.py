@@ -1,4 +1,6 @@
-"""What one step does: chunks of requests to compute, blocks to fetch, KV to offer. Values, made by the scheduler."""
+"""What one step does: chunks of requests to compute, blocks to fetch, KV to offer. Values, made by
+the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class ScoredRows:
         scored = [chunk for chunk in chunks if chunk.scored]
         if not scored:
             return None
-        targets = [chunk.request.token_ids[position + 1] for chunk in scored for position in chunk.scored]
+        targets = [
+            chunk.request.token_ids[position + 1] for chunk in scored for position in chunk.scored
+        ]
         most = max(chunk.request.params.prompt_logprobs or 0 for chunk in scored)
         return cls(targets, [(chunk.request, len(chunk.scored)) for chunk in scored], most)
 
@@ -81,4 +85,6 @@ class StepPlan:
     chunks: list[Chunk]
     fetches: list[Fetch]
     offers: list[Request]
-    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are known."""
+    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are
+    known.
+    """

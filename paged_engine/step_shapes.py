@@ -1,9 +1,11 @@
-"""The few shapes of steps with prompts for which there are CUDA graphs, and a step brought into one of them.
+"""The few shapes of steps with prompts for which there are CUDA graphs, and a step brought into one
+of them.
 
-Pure numpy. A step that is not decodes alone has any number of decodes, prompts and rows, and a graph has fixed ones:
-the step is padded up to them. What pads it touches the null block alone: decodes without a context and, behind the rows
-of the prompts, one more prompt that lies in the null block. So every row of a padded step is one that the kernels
-compute anyway, and none of them knows of padding.
+Pure numpy. A step that is not decodes alone has any number of decodes, prompts and rows, and a
+graph has fixed ones: the step is padded up to them. What pads it touches the null block alone:
+decodes without a context and, behind the rows of the prompts, one more prompt that lies in the null
+block. So every row of a padded step is one that the kernels compute anyway, and none of them knows
+of padding.
 """
 
 from __future__ import annotations
@@ -47,19 +49,27 @@ class StepShape:
 
 
 def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
-    """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows` rows."""
+    """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows`
+    rows.
+    """
     if max_prompt_rows < 2:
         return []
     decodes = [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
     most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
     prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
-    shapes = [StepShape(rows, n, min(n + _prompts_of(rows), max_num_seqs)) for rows in prompt_rows for n in decodes]
+    shapes = [
+        StepShape(rows, n, min(n + _prompts_of(rows), max_num_seqs))
+        for rows in prompt_rows
+        for n in decodes
+    ]
     # The first parts of a long prompt fill a step each, and sample nothing.
     return sorted([*shapes, StepShape(most_rows, 0, 0)])
 
 
 def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
-    """The smallest of the sorted `shapes` that holds the step; None if none does, or if rows of it are scored."""
+    """The smallest of the sorted `shapes` that holds the step; None if none does, or if rows of it
+    are scored.
+    """
     if len(values.scored_rows):
         return None
     decodes, rows = values.decodes, values.rows.shape[1]
@@ -80,21 +90,34 @@ def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | Non
 
 
 def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: int) -> StepValues:
-    """The step in this shape, whose sampled rows and slots stay as many as they were. `null_slot` has a block table of
-    null blocks."""
+    """The step in this shape, whose sampled rows and slots stay as many as they were. `null_slot`
+    has a block table of null blocks.
+    """
     decodes, prompts = values.decodes, len(values.counts) - values.decodes
     spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
     rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)
     end = shape.decodes + shape.prompt_rows - spare
-    rows[:, :decodes], rows[:, shape.decodes : end] = values.rows[:, :decodes], values.rows[:, decodes:]
+    rows[:, :decodes], rows[:, shape.decodes : end] = (
+        values.rows[:, :decodes],
+        values.rows[:, decodes:],
+    )
     rows[2, end:] = np.arange(spare)
     rows[4, end:] = rows[2, end:] % block_size
     sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + shape.prompts, axis=1)
     counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(shape.prompts, np.int32)))
     behind = shape.decodes + prompts
     for whole, part in ((sequences, values.sequences), (counts, values.counts)):
-        whole[..., :decodes], whole[..., shape.decodes : behind] = part[..., :decodes], part[..., decodes:]
+        whole[..., :decodes], whole[..., shape.decodes : behind] = (
+            part[..., :decodes],
+            part[..., decodes:],
+        )
     if spare:
         sequences[:, behind], counts[behind] = (null_slot, spare, NULL_BLOCK), spare
     moved = np.where(values.sampled_rows < decodes, 0, shape.decodes - decodes).astype(np.int32)
-    return replace(values, rows=rows, sequences=sequences, counts=counts, sampled_rows=values.sampled_rows + moved)
+    return replace(
+        values,
+        rows=rows,
+        sequences=sequences,
+        counts=counts,
+        sampled_rows=values.sampled_rows + moved,
+    )

@@ -1,9 +1,11 @@
-"""A scheduled step as plain arrays: what a GPU is told of it, and what every rank of a tensor-parallel group is told.
+"""A scheduled step as plain arrays: what a GPU is told of it, and what every rank of a
+tensor-parallel group is told.
 
-Pure numpy. A *slot* is a running request's row in tables that live on the device from step to step: its block table
-and its sampling state. So a step carries only what is new: one token, one position and one block per decode. A chunk
-with proposed tokens (paged_engine/speculation.py) is sampled in *spare* slots, one for each row, behind the requests'
-own: the host tells each the state that the request would have there.
+Pure numpy. A *slot* is a running request's row in tables that live on the device from step to step:
+its block table and its sampling state. So a step carries only what is new: one token, one position
+and one block per decode. A chunk with proposed tokens (paged_engine/speculation.py) is sampled in
+*spare* slots, one for each row, behind the requests' own: the host tells each the state that the
+request would have there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from paged_engine.blocks import NULL_BLOCK
 from paged_engine.request import Request, State
 from paged_engine.step_plan import Chunk, ScoredRows
 
-__all__ = ["PADDING_ROW", "PADDING_SEQUENCE", "PlannedStep", "SlotState", "Slots", "StepValues", "null_step"]
+__all__ = [
+    "PADDING_ROW",
+    "PADDING_SEQUENCE",
+    "PlannedStep",
+    "SlotState",
+    "Slots",
+    "StepValues",
+    "null_step",
+]
 
 # What fills up a step of fixed size: it touches nothing but the null block.
 PADDING_ROW = np.array([0, -1, 0, NULL_BLOCK, 0, -1], np.int32)
@@ -29,11 +39,14 @@ PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 class StepValues:
     """T rows (tokens) of S sequences; sequences of one token come first. All arrays are int32.
 
-    Several sequences of one token may have the same slot: a request's newest token and what is proposed behind it."""
+    Several sequences of one token may have the same slot: a request's newest token and what is
+    proposed behind it.
+    """
 
     rows: np.ndarray
-    """[6, T]: token id, source slot, position, block, offset, slot of the adapter or -1. A source slot >= 0 says: the
-    row's token is the newest one sampled for that slot."""
+    """[6, T]: token id, source slot, position, block, offset, slot of the adapter or -1. A source
+    slot >= 0 says: the row's token is the newest one sampled for that slot.
+    """
     sequences: np.ndarray
     """[3, S]: slot, context length, block of the newest token."""
     counts: np.ndarray  # [S] rows of each sequence
@@ -60,7 +73,9 @@ class StepValues:
 
 
 class SlotState(NamedTuple):
-    """Slot `slot` samples next as the request in slot `seat` does at its token number `token_index`."""
+    """Slot `slot` samples next as the request in slot `seat` does at its token number
+    `token_index`.
+    """
 
     slot: int
     seat: int
@@ -77,7 +92,9 @@ class PlannedStep:
     admitted: list[tuple[int, Request]]
     """Slots that were given to requests just now."""
     states: list[SlotState]
-    """What slots must be told before they sample, beside those that were given to requests just now."""
+    """What slots must be told before they sample, beside those that were given to requests just
+    now.
+    """
     sampling: list[Request]
     """The requests of `values.sampled_rows`."""
     scored: ScoredRows | None
@@ -95,8 +112,8 @@ class _Seat:
 class Slots:
     """Gives running requests their slots and remembers what the device knows of them.
 
-    A slot may go to another request while a step that used it is still running: whatever overwrites its tables is
-    queued behind that step.
+    A slot may go to another request while a step that used it is still running: whatever overwrites
+    its tables is queued behind that step.
     """
 
     def __init__(self, count: int, *, max_blocks: int, block_size: int) -> None:
@@ -108,7 +125,9 @@ class Slots:
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
         """Seat the requests of a step and write its arrays."""
         # Those of an adapter side by side: kernels/grouped_lora.py.
-        chunks = sorted(chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot))
+        chunks = sorted(
+            chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot)
+        )
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((len(PADDING_ROW), sum(chunk.count for chunk in chunks)), np.int32)
         sequences, counts, new_blocks, end = [], [], [], 0
@@ -121,10 +140,16 @@ class Slots:
             self._fill(rows[:, start:end], chunk, seat.slot)
             newest = (chunk.start + chunk.count - 1) // self._block_size
             first = seat.slot * self._max_blocks
-            new_blocks += [(first + index, seat.blocks[index]) for index in range(seat.known, newest)]
+            new_blocks += [
+                (first + index, seat.blocks[index]) for index in range(seat.known, newest)
+            ]
             seat.known = newest + 1
-            for context_len in range(chunk.start + chunk.count + 1 - _by_rows(chunk), chunk.start + chunk.count + 1):
-                sequences.append((seat.slot, context_len, seat.blocks[(context_len - 1) // self._block_size]))
+            for context_len in range(
+                chunk.start + chunk.count + 1 - _by_rows(chunk), chunk.start + chunk.count + 1
+            ):
+                sequences.append(
+                    (seat.slot, context_len, seat.blocks[(context_len - 1) // self._block_size])
+                )
                 counts.append(chunk.count // _by_rows(chunk))
             sampled_rows += range(end - chunk.sampled_rows, end)
             scored_rows += [start + position - chunk.start for position in chunk.scored]
@@ -143,21 +168,31 @@ class Slots:
         )
         return PlannedStep(
             values,
-            admitted=[(seat.slot, c.request) for c, (seat, new) in zip(chunks, seated, strict=True) if new],
+            admitted=[
+                (seat.slot, c.request) for c, (seat, new) in zip(chunks, seated, strict=True) if new
+            ],
             states=states,
             sampling=[request for _, request in sampled],
             scored=ScoredRows.of(chunks),
         )
 
     def _sampled(self, chunk: Chunk, seat: _Seat, row: int) -> tuple[list[int], list[SlotState]]:
-        """The slots in which a chunk's rows are sampled, the first of which is the step's number `row`."""
+        """The slots in which a chunk's rows are sampled, the first of which is the step's number
+        `row`.
+        """
         request, behind = chunk.request, seat.behind
         seat.behind = bool(chunk.proposals)
         if not (chunk.proposals or behind):
             return [seat.slot], []
-        slots = [self._count + row + ahead for ahead in range(chunk.sampled_rows)] if chunk.proposals else [seat.slot]
+        slots = (
+            [self._count + row + ahead for ahead in range(chunk.sampled_rows)]
+            if chunk.proposals
+            else [seat.slot]
+        )
         index, newest = request.output_tokens, [request.token_ids[-1], *chunk.proposals]
-        return slots, [SlotState(slot, seat.slot, index + i, newest[i]) for i, slot in enumerate(slots)]
+        return slots, [
+            SlotState(slot, seat.slot, index + i, newest[i]) for i, slot in enumerate(slots)
+        ]
 
     def _fill(self, rows: np.ndarray, chunk: Chunk, slot: int) -> None:
         request, block_size = chunk.request, self._block_size
@@ -200,13 +235,17 @@ class Slots:
 
 
 def _by_rows(chunk: Chunk) -> int:
-    """How many sequences a chunk is for the device. Proposals are computed as so many decodes, each of whose contexts
-    ends one token later: their keys are written before any row of the layer looks, and such a step can be a graph."""
+    """How many sequences a chunk is for the device. Proposals are computed as so many decodes, each
+    of whose contexts ends one token later: their keys are written before any row of the layer
+    looks, and such a step can be a graph.
+    """
     return chunk.count if chunk.proposals else 1
 
 
 def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValues:
-    """A step that touches the null block alone: sequences of these lengths, from their beginning, all sampled."""
+    """A step that touches the null block alone: sequences of these lengths, from their beginning,
+    all sampled.
+    """
     counts = sorted(counts, key=lambda count: count > 1)
     rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1
@@ -215,7 +254,9 @@ def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValue
     slots = np.arange(len(counts))
     return StepValues(
         rows=rows,
-        sequences=np.stack((slots, np.array(counts), np.full(len(counts), NULL_BLOCK))).astype(np.int32),
+        sequences=np.stack((slots, np.array(counts), np.full(len(counts), NULL_BLOCK))).astype(
+            np.int32
+        ),
         counts=_int32(counts),
         new_blocks=np.zeros((2, 0), np.int32),
         sampled_rows=_int32(np.cumsum(counts) - 1),

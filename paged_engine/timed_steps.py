@@ -1,9 +1,11 @@
-"""An engine whose single steps are timed, with contexts that were never computed: their KV is dummy content.
+"""An engine whose single steps are timed, with contexts that were never computed: their KV is dummy
+content.
 
-A request takes its context as if another node had sent it, so 128 contexts of 16k tokens are there in a second. Steps
-are those of serving: launched ahead on a GPU, decodes as CUDA graphs; a time is that between the tokens of two steps.
-Owns requests and times; refuses to know which sizes are worth measuring. Milliseconds. Of several ranks, rank 0 alone
-has random numbers in its pool; the others' are zeros.
+A request takes its context as if another node had sent it, so 128 contexts of 16k tokens are there
+in a second. Steps are those of serving: launched ahead on a GPU, decodes as CUDA graphs; a time is
+that between the tokens of two steps. Owns requests and times; refuses to know which sizes are worth
+measuring. Milliseconds. Of several ranks, rank 0 alone has random numbers in its pool; the others'
+are zeros.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ from wire.transfer import KvTransferParams
 __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps"]
 
 PREFILLS_AT_ONCE = 3
-"""Prompts that have blocks at a time while prefills are timed: one computed, one launched, one filled."""
+"""Prompts that have blocks at a time while prefills are timed: one computed, one launched, one
+filled.
+"""
 STEPS = 24
-"""A decode point takes so many steps at most, warm-up included: its contexts grow by as many tokens."""
+"""A decode point takes so many steps at most, warm-up included: its contexts grow by as many
+tokens.
+"""
 _WARM_UPS = 3
 _FEWEST = 3
-# Times the seconds that a point should take: then even fewer runs are enough, because its steps are that slow.
+# Times the seconds that a point should take: then even fewer runs are enough, because its steps are
+# that slow.
 _ENOUGH = 4.0
 _PIECE_BLOCKS = 16  # 128 MiB of an 8B model: a GPU has little to spare now
 
@@ -56,9 +63,16 @@ class TimedSteps:
     """An engine that nobody else uses."""
 
     def __init__(
-        self, engine: Engine, seed: int = 0, clock: Callable[[], float] = time.perf_counter, *, fill: bool = True
+        self,
+        engine: Engine,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        fill: bool = True,
     ) -> None:
-        """`fill`: put random numbers into the pool; zeros would be read as fast, but cost a GPU less power."""
+        """`fill`: put random numbers into the pool; zeros would be read as fast, but cost a GPU
+        less power.
+        """
         self.engine = engine
         self._clock = clock
         self._rng = random.Random(seed)
@@ -69,18 +83,29 @@ class TimedSteps:
             _fill(engine, seed)
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
-        """A greedy request of random tokens, not queued yet; the KV of its first `filled` tokens counts as computed."""
+        """A greedy request of random tokens, not queued yet; the KV of its first `filled` tokens
+        counts as computed.
+        """
         self._made += 1
         at = self._rng.randrange(len(self._words) - prompt_tokens + 1)
         # Its own first token, so that no two have a prefix in common.
-        tokens = [self._made % self.engine.model.vocab_size, *self._words[at + 1 : at + prompt_tokens]]
+        tokens = [
+            self._made % self.engine.model.vocab_size,
+            *self._words[at + 1 : at + prompt_tokens],
+        ]
         fetch = None
         if filled:
             blocks = [0] * -(-filled // self.engine.pool.block_size)
-            fetch = KvTransferParams(do_remote_prefill=True, remote_block_ids=[blocks], num_tokens=filled)
+            fetch = KvTransferParams(
+                do_remote_prefill=True, remote_block_ids=[blocks], num_tokens=filled
+            )
         params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
-        request = Request.of(Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic())
-        request.block_hashes(self.engine.pool.block_size)  # serving has made them long before, step by step
+        request = Request.of(
+            Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic()
+        )
+        request.block_hashes(
+            self.engine.pool.block_size
+        )  # serving has made them long before, step by step
         return request
 
     def submit(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
@@ -108,24 +133,30 @@ class TimedSteps:
             self.engine.scheduler.abort(request.request_id)
         self.drain()
 
-    def decode(self, requests: int, context: int, *, steps: int = STEPS, seconds: float = 1.0) -> list[float]:
+    def decode(
+        self, requests: int, context: int, *, steps: int = STEPS, seconds: float = 1.0
+    ) -> list[float]:
         """Steps in which so many requests decode, each with about so many tokens of context.
 
-        No more than `steps` with the warm-up, and none after `seconds`, unless there are less than 3 that are not very
-        slow. Raises ValueError if the pool or the batch has no room for that."""
+        No more than `steps` with the warm-up, and none after `seconds`, unless there are less than
+        3 that are not very slow. Raises ValueError if the pool or the batch has no room for that.
+        """
         with self.decoding(requests, context, steps):
             return self._decode_times(requests, steps - _WARM_UPS, seconds)
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
-        """So many requests decode in each step of the block, which takes at most `steps`, warm-up included.
+        """So many requests decode in each step of the block, which takes at most `steps`, warm-up
+        included.
 
-        Raises ValueError if the pool has no room for that."""
+        Raises ValueError if the pool has no room for that.
+        """
         first = max(1, context - steps // 2)
         blocks = -(-(first + steps + 1) // self.engine.pool.block_size) * requests
         if blocks > self.engine.scheduler.pool.free or first + steps >= self.engine.max_model_len:
             raise ValueError(
-                f"{requests} requests of {context} tokens and {steps} steps do not fit into {self._room()}"
+                f"{requests} requests of {context} tokens and {steps} steps do not fit into "
+                f"{self._room()}"
             )
         for _ in range(requests):
             self.submit(first + 1, steps + 2, filled=first)
@@ -143,32 +174,47 @@ class TimedSteps:
             updated = self.step()
             now = self._clock()
             if len(updated) != requests:
-                raise ValueError(f"{len(updated)} of {requests} requests decode in one step; {self._room()}")
+                raise ValueError(
+                    f"{len(updated)} of {requests} requests decode in one step; {self._room()}"
+                )
             times.append((now - last) * 1e3)
             last = now
         return times
 
-    def prefill(self, tokens: int, context: int = 0, *, most: int = 12, seconds: float = 1.0) -> list[float]:
-        """Steps that compute so many tokens of one prompt behind so many that are there already, each with the next
-        one behind it.
+    def prefill(
+        self, tokens: int, context: int = 0, *, most: int = 12, seconds: float = 1.0
+    ) -> list[float]:
+        """Steps that compute so many tokens of one prompt behind so many that are there already,
+        each with the next one behind it.
 
-        At most `most`, and none after `seconds`, unless there are less than 3 that are not very slow. Raises ValueError
-        if a step or the pool has no room for that."""
+        At most `most`, and none after `seconds`, unless there are less than 3 that are not very
+        slow. Raises ValueError if a step or the pool has no room for that.
+        """
         self._check_step(tokens)
         blocks = -(-(context + tokens + 1) // self.engine.pool.block_size) * PREFILLS_AT_ONCE
-        if blocks > self.engine.scheduler.pool.free or context + tokens >= self.engine.max_model_len:
-            raise ValueError(f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into {self._room()}")
+        if (
+            blocks > self.engine.scheduler.pool.free
+            or context + tokens >= self.engine.max_model_len
+        ):
+            raise ValueError(
+                f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into "
+                f"{self._room()}"
+            )
         times: list[float] = []
         last, taken = 0.0, 0
         # All made before: a prompt of 100k tokens takes longer to make than a short step.
-        prepared = [self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)]
+        prepared = [
+            self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)
+        ]
         try:
             for request in prepared:
                 self.engine.scheduler.add(request)
                 updated = self.step()
                 now = self._clock()
                 if taken and len(updated) != 1:
-                    raise ValueError(f"{tokens} tokens behind {context} are not one step of this engine")
+                    raise ValueError(
+                        f"{tokens} tokens behind {context} are not one step of this engine"
+                    )
                 taken += len(updated)
                 if taken > 1:
                     times.append((now - last) * 1e3)
@@ -179,11 +225,15 @@ class TimedSteps:
             self.clear()
         return times
 
-    def mixed(self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0) -> list[float]:
-        """Steps in which so many requests decode, each with about so many tokens of context, and a prompt of so many
-        tokens is computed beside them.
+    def mixed(
+        self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0
+    ) -> list[float]:
+        """Steps in which so many requests decode, each with about so many tokens of context, and a
+        prompt of so many tokens is computed beside them.
 
-        At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the pool has no room."""
+        At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the
+        pool has no room.
+        """
         self._check_step(tokens)
         times: list[float] = []
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
@@ -194,7 +244,10 @@ class TimedSteps:
                 updated = self.step()
                 now = self._clock()
                 if len(updated) < requests:
-                    raise ValueError(f"{len(updated)} of {requests} requests decode beside a prompt; {self._room()}")
+                    raise ValueError(
+                        f"{len(updated)} of {requests} requests decode beside a prompt; "
+                        f"{self._room()}"
+                    )
                 if number >= _WARM_UPS:
                     times.append((now - last) * 1e3)
                 last = now
@@ -204,24 +257,36 @@ class TimedSteps:
 
     def _check_step(self, tokens: int) -> None:
         if tokens > self.engine.max_num_batched_tokens:
-            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_num_batched_tokens}")
+            raise ValueError(
+                f"{tokens} tokens are more than a step of {self.engine.max_num_batched_tokens}"
+            )
 
     def _room(self) -> str:
         pool = self.engine.pool
-        return f"a pool of {(pool.num_blocks - 1) * pool.block_size} tokens, contexts of {self.engine.max_model_len}"
+        return (
+            f"a pool of {(pool.num_blocks - 1) * pool.block_size} tokens, contexts of "
+            f"{self.engine.max_model_len}"
+        )
 
 
 def _enough(times: list[float], seconds: float) -> bool:
     took_s = sum(times) / 1e3
-    return (len(times) >= _FEWEST and took_s >= seconds) or bool(times and took_s >= _ENOUGH * max(seconds, 0.1))
+    return (len(times) >= _FEWEST and took_s >= seconds) or bool(
+        times and took_s >= _ENOUGH * max(seconds, 0.1)
+    )
 
 
 def _fill(engine: Engine, seed: int) -> None:
-    """The same random piece everywhere: making numbers for all of a large pool takes a while on a CPU."""
+    """The same random piece everywhere: making numbers for all of a large pool takes a while on a
+    CPU.
+    """
     view = engine.pool.view
     generator = torch.Generator(device=view.device).manual_seed(seed)
     piece = torch.randn(
-        (min(_PIECE_BLOCKS, len(view)), *view.shape[1:]), generator=generator, device=view.device, dtype=torch.bfloat16
+        (min(_PIECE_BLOCKS, len(view)), *view.shape[1:]),
+        generator=generator,
+        device=view.device,
+        dtype=torch.bfloat16,
     ).to(view.dtype)
     for blocks in torch.split(view, len(piece)):
         blocks.copy_(piece[: len(blocks)])

@@ -1,11 +1,13 @@
-"""Requests that wait for a seat, blocks or another request: in which order, and who cannot begin yet. Pure.
+"""Requests that wait for a seat, blocks or another request: in which order, and who cannot begin
+yet. Pure.
 
-The shortest prompt goes first, with ageing, among requests of equal priority. Age is counted in tokens of work that has
-arrived since, so the order needs no clock and no speed, and never changes: a request is overtaken by later ones of
-together less than OVERTAKEN times its own tokens. What must be fetched keeps the order of arrival.
+The shortest prompt goes first, with ageing, among requests of equal priority. Age is counted in
+tokens of work that has arrived since, so the order needs no clock and no speed, and never changes:
+a request is overtaken by later ones of together less than OVERTAKEN times its own tokens. What must
+be fetched keeps the order of arrival.
 
-A *fork* has the prompt of another request, its parent, and waits until that prompt is computed or fetched. A fork whose
-parent is gone starts by itself.
+A *fork* has the prompt of another request, its parent, and waits until that prompt is computed or
+fetched. A fork whose parent is gone starts by itself.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from paged_engine.request import Request, State
 
 __all__ = ["OVERTAKEN", "WaitingLine"]
 
-# With 2, a request waits for at most thrice its own tokens more than if it had come alone behind those that were there.
+# With 2, a request waits for at most thrice its own tokens more than if it had come alone behind
+# those that were there.
 OVERTAKEN = 2
 
 
 class WaitingLine:
-    """Waiting requests in the order of their turns. `live` are all requests that have not ended, by id."""
+    """Waiting requests in the order of their turns. `live` are all requests that have not ended, by
+    id.
+    """
 
     def __init__(self, live: Mapping[str, Request], block_size: int) -> None:
         self._live = live
@@ -44,7 +49,9 @@ class WaitingLine:
         return bool(self._line)
 
     def join(self, request: Request, cached: int = 0) -> None:
-        """It waits, before all whose turn comes later. So many of its first tokens need not be computed."""
+        """It waits, before all whose turn comes later. So many of its first tokens need not be
+        computed.
+        """
         request.state = State.WAITING
         request.shared = max(cached, self._forked(request) * self._block_size)
         request.work = 0 if request.fetch is not None else request.uncomputed - request.shared
@@ -60,7 +67,9 @@ class WaitingLine:
         self._count(request, -1)
 
     def candidates(self, before: Request | None = None) -> list[Request]:
-        """Those that may begin now, in order, and before another's turn; the line may change meanwhile."""
+        """Those that may begin now, in order, and before another's turn; the line may change
+        meanwhile.
+        """
         end = len(self._line)
         if before is not None:
             end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
@@ -98,7 +107,9 @@ class WaitingLine:
         return None if request.fork_of is None else self._live.get(request.fork_of)
 
     def _forked(self, request: Request) -> int:
-        """Blocks that a fork shares: those that its prompt fills, without its newest token, whose logits it wants."""
+        """Blocks that a fork shares: those that its prompt fills, without its newest token, whose
+        logits it wants.
+        """
         if self._parent(request) is None:
             return 0
         return min(request.prompt_tokens, len(request.token_ids) - 1) // self._block_size
@@ -107,4 +118,7 @@ class WaitingLine:
         parent = self._parent(request)
         if parent is None:
             return False
-        return parent.fetch is not None or parent.num_computed < self._forked(request) * self._block_size
+        return (
+            parent.fetch is not None
+            or parent.num_computed < self._forked(request) * self._block_size
+        )

@@ -1,4 +1,6 @@
-"""Whether files of weights are whole, as far as their headers say. Reads a few pages of each, and needs no torch."""
+"""Whether files of weights are whole, as far as their headers say. Reads a few pages of each, and
+needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def check_gguf(file: Path) -> None:
 
 def _check(file: Path, end_of: Callable[[mmap.mmap], int]) -> None:
     try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             end, size = end_of(content), len(content)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as why:
         raise ValueError(f"is damaged ({why})") from why

@@ -1,3 +1,3 @@
-"""How many nodes of which role: rate cards of nodes, and what follows from them for a workload. Pure: no sockets, no
-clock, no torch.
+"""How many nodes of which role: rate cards of nodes, and what follows from them for a workload.
+Pure: no sockets, no clock, no torch.
 """

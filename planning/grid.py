@@ -1,7 +1,9 @@
-"""Which sizes of steps to measure for a rate card, coarse ones first, so that one may stop anywhere. Pure.
+"""Which sizes of steps to measure for a rate card, coarse ones first, so that one may stop
+anywhere. Pure.
 
-Points lie on lines, as a rate card reads them: prefill by context, decode by requests. Both ends of a line are measured
-together, because a line of one point would say that size does not matter. Along a line sizes double.
+Points lie on lines, as a rate card reads them: prefill by context, decode by requests. Both ends of
+a line are measured together, because a line of one point would say that size does not matter. Along
+a line sizes double.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ _FEWEST_CONTEXT = 32
 # Time grows linearly with what is there already, so few contexts say it all.
 _CONTEXTS = [4**power for power in range(4, 12)]
 _TILES = 64
-"""From so many requests on a step takes longer by leaps, behind each power of two: a row more is a tile more. On an
-H200 steps of 64, 72 and 128 requests of 640 tokens take 5.5, 6.4 and 7.5 ms."""
+"""From so many requests on a step takes longer by leaps, behind each power of two: a row more is a
+tile more. On an H200 steps of 64, 72 and 128 requests of 640 tokens take 5.5, 6.4 and 7.5 ms.
+"""
 _LEAP = 8
 _MIXED_CONTEXT = 1_024
 _MIXED_PARTS = (128, 16, 4)  # of a step's tokens; and all of them
@@ -74,7 +77,9 @@ def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[
 
 
 def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
-    """(requests, context of each, tokens of a prompt beside them): what chunks of prompts cost those who decode."""
+    """(requests, context of each, tokens of a prompt beside them): what chunks of prompts cost
+    those who decode.
+    """
     found = []
     for requests in sorted({max(1, limits.max_num_seqs // 16), max(1, limits.max_num_seqs // 2)}):
         most = min(limits.step_tokens, limits.max_model_len - 1, limits.kv_tokens // 4)
@@ -84,7 +89,8 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
         if requests < limits.max_num_seqs and context >= _FEWEST_CONTEXT and most >= _FEWEST_TOKENS:
             tokens = {max(_FEWEST_TOKENS, limits.step_tokens // part) for part in _MIXED_PARTS}
             found += [
-                (requests, _power(context), count) for count in sorted({min(most, each) for each in tokens} | {most})
+                (requests, _power(context), count)
+                for count in sorted({min(most, each) for each in tokens} | {most})
             ]
     return found
 
@@ -96,7 +102,10 @@ def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
     top = room - min(limits.step_tokens, room // 2)
     top -= top % limits.block_size
     contexts = sorted({0, top, *(each for each in _CONTEXTS if each < top)})
-    return {context: _doubling(_FEWEST_TOKENS, min(limits.step_tokens, room - context)) for context in contexts}
+    return {
+        context: _doubling(_FEWEST_TOKENS, min(limits.step_tokens, room - context))
+        for context in contexts
+    }
 
 
 def _decode_lines(limits: Limits) -> dict[int, list[int]]:
@@ -104,9 +113,15 @@ def _decode_lines(limits: Limits) -> dict[int, list[int]]:
     lines: dict[int, list[int]] = {}
     blocks = limits.kv_tokens // limits.block_size
     sizes = _doubling(1, limits.max_num_seqs)
-    behind_leaps = [size + _LEAP for size in sizes if size >= _TILES and size + _LEAP < limits.max_num_seqs]
+    behind_leaps = [
+        size + _LEAP for size in sizes if size >= _TILES and size + _LEAP < limits.max_num_seqs
+    ]
     for requests in sorted({*sizes, *behind_leaps}):
-        longest = min(blocks // requests * limits.block_size, limits.max_model_len) - limits.decode_steps - 1
+        longest = (
+            min(blocks // requests * limits.block_size, limits.max_model_len)
+            - limits.decode_steps
+            - 1
+        )
         contexts = [size for size in _doubling(_FEWEST_CONTEXT, longest) if size == _power(size)]
         if len(contexts) > 1 or not lines:
             lines[requests] = contexts or [max(1, longest)]
@@ -136,7 +151,9 @@ def _refined(lines: dict[int, list[int]]) -> Iterator[tuple[int, int, tuple[int,
 
 
 def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Both ends at level 0, what is in the middle of them at 1, the middles of the halves at 2, and so on."""
+    """Both ends at level 0, what is in the middle of them at 1, the middles of the halves at 2, and
+    so on.
+    """
     spans = [(0, len(values) - 1)]
     for at in sorted({0, len(values) - 1}):
         yield values[at], 0

@@ -1,9 +1,11 @@
-"""How many nodes of which role keep the promises for a workload, on so many GPUs: a guess by queueing theory. Pure.
+"""How many nodes of which role keep the promises for a workload, on so many GPUs: a guess by
+queueing theory. Pure.
 
-A prefill node is a queue: Erlang's C with Allen and Cunneen's correction says how long a prompt waits. A decode node is
-a batch whose steps take the longer, the larger it is: Little's law says how large it gets. A colocated server is both,
-and its steps wait for chunks of prompts. Guesses are some ten percent off, more where prompts share beginnings;
-simulator/goodput.py says what comes of one. Rates are requests a second, of the whole cluster unless they are per GPU.
+A prefill node is a queue: Erlang's C with Allen and Cunneen's correction says how long a prompt
+waits. A decode node is a batch whose steps take the longer, the larger it is: Little's law says how
+large it gets. A colocated server is both, and its steps wait for chunks of prompts. Guesses are
+some ten percent off, more where prompts share beginnings; simulator/goodput.py says what comes of
+one. Rates are requests a second, of the whole cluster unless they are per GPU.
 """
 
 from __future__ import annotations
@@ -50,13 +52,19 @@ class Goal(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "tpot_ms"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be above 0 milliseconds, got {getattr(self, name):g}")
+                raise ConfigError(
+                    f"{name} must be above 0 milliseconds, got {getattr(self, name):g}"
+                )
         if not 0 < self.attainment < 1:
-            raise ConfigError(f"attainment must be a share between 0 and 1, got {self.attainment:g}")
+            raise ConfigError(
+                f"attainment must be a share between 0 and 1, got {self.attainment:g}"
+            )
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Some requests that stand for all: (tokens of the prompt, of these cached, tokens of the answer)."""
+    """Some requests that stand for all: (tokens of the prompt, of these cached, tokens of the
+    answer).
+    """
 
     lengths: list[tuple[int, int, int]]
 
@@ -73,7 +81,9 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 def demand_of(asks: Sequence[Asked], block_size: int) -> Demand:
-    """What these come to, if all that was asked before were cached. `block_size`: of their named blocks."""
+    """What these come to, if all that was asked before were cached. `block_size`: of their named
+    blocks.
+    """
     seen: set[int] = set()
     lengths = []
     for each in asks:
@@ -117,7 +127,9 @@ def _tp(card: RateCard) -> str:
 
 
 def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
-    """All that leave no GPU idle that could be a node; colocated ones first. Raises ConfigError if there is none."""
+    """All that leave no GPU idle that could be a node; colocated ones first. Raises ConfigError if
+    there is none.
+    """
     if gpus < 1:
         raise ConfigError(f"--gpus must be at least 1, got {gpus}")
     if len({card.gpus for card in cards}) < len(cards):
@@ -132,7 +144,10 @@ def splits(gpus: int, cards: Sequence[RateCard]) -> list[Split]:
                 if decode and left < least:
                     found.append(Split(prefill, decode, prefill_card, decode_card))
     if not found:
-        raise ConfigError(f"a node takes {least} GPUs and there are {gpus}; give more, or a card of a smaller node")
+        raise ConfigError(
+            f"a node takes {least} GPUs and there are {gpus}; give more, or a card of a smaller "
+            f"node"
+        )
     return found
 
 
@@ -179,9 +194,14 @@ def _at_most(split: Split, demand: Demand, goal: Goal) -> Estimate:
         else:
             high = middle
     kept, beyond = estimate(split, demand, goal, low), estimate(split, demand, goal, high * 1.02)
-    lost = {"prefill": kept.ttft_kept - beyond.ttft_kept, "decode": kept.tpot_kept - beyond.tpot_kept}
+    lost = {
+        "prefill": kept.ttft_kept - beyond.ttft_kept,
+        "decode": kept.tpot_kept - beyond.tpot_kept,
+    }
     short = beyond.short or max(lost, key=lambda role: lost[role])
-    return Estimate(split, low, kept.ttft_kept, kept.tpot_kept, kept.prefill_use, kept.running, short)
+    return Estimate(
+        split, low, kept.ttft_kept, kept.tpot_kept, kept.prefill_use, kept.running, short
+    )
 
 
 def estimate(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
@@ -193,8 +213,12 @@ def estimate(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
     moved = max(1, round(sum(prompt for prompt, _, _ in demand.lengths) / len(demand.lengths)))
     step_tokens = split.prefill_card.step_tokens
     exposed = split.decode_card.fetch_ms(min(moved, step_tokens)) / max(1.0, demand.output - 1)
-    running, tpot_kept, short = _batch(split.decode_card, demand, rate / split.decode, goal.tpot_ms - exposed, 0.0, 0.0)
-    return Estimate(split, rate, ttft_kept, tpot_kept, use, running, "prefill" if use >= 1 else short)
+    running, tpot_kept, short = _batch(
+        split.decode_card, demand, rate / split.decode, goal.tpot_ms - exposed, 0.0, 0.0
+    )
+    return Estimate(
+        split, rate, ttft_kept, tpot_kept, use, running, "prefill" if use >= 1 else short
+    )
 
 
 def _colocated(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
@@ -216,13 +240,18 @@ def _colocated(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimat
 
 
 def token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
-    """A token's share of a step of the largest batch, of requests with so much context each, whose steps keep a target:
-    what a node spends for a token when it is full."""
+    """A token's share of a step of the largest batch, of requests with so much context each, whose
+    steps keep a target: what a node spends for a token when it is full.
+    """
     most = min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context)))
     low, high = 1, max(1, most)
     while low < high:  # steps never get shorter as batches get larger
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if card.step_ms(middle, middle * context) <= tpot_ms else (low, middle - 1)
+        low, high = (
+            (middle, high)
+            if card.step_ms(middle, middle * context) <= tpot_ms
+            else (low, middle - 1)
+        )
     return card.step_ms(low, low * context) / low
 
 
@@ -233,7 +262,9 @@ def _prompts(card: RateCard, demand: Demand) -> list[float]:
 def _first_tokens(
     prompts: Sequence[float], beside: Sequence[float], nodes: int, rate: float, goal: Goal
 ) -> tuple[float, float]:
-    """How busy the nodes are, and the share of first tokens in time; `beside` adds to each prompt's own time."""
+    """How busy the nodes are, and the share of first tokens in time; `beside` adds to each prompt's
+    own time.
+    """
     mean = sum(prompts) / len(prompts)
     use = rate * mean / 1e3 / nodes
     if use >= 1:
@@ -260,9 +291,12 @@ def _erlang_c(servers: int, offered: float) -> float:
 def _batch(
     card: RateCard, demand: Demand, rate: float, tpot_ms: float, use: float, spread: float
 ) -> tuple[float, float, str]:
-    """Of one node that generates: requests that run on average, the share of answers in time, and what is short.
+    """Of one node that generates: requests that run on average, the share of answers in time, and
+    what is short.
 
-    `use` of its time goes to prompts, whose work has a variance of `spread` square milliseconds a millisecond."""
+    `use` of its time goes to prompts, whose work has a variance of `spread` square milliseconds a
+    millisecond.
+    """
     output, context = demand.output, demand.context
     room = min(float(card.max_num_seqs), card.kv_tokens / (context * 1.05))
     if card.step_ms(1, context) > tpot_ms:
@@ -275,7 +309,11 @@ def _batch(
         return rate * output * step_ms(running) / 1e3
 
     if asked(room) > room:
-        return room, 0.0, "KV memory" if room < card.max_num_seqs and step_ms(room) <= tpot_ms else "decode"
+        return (
+            room,
+            0.0,
+            "KV memory" if room < card.max_num_seqs and step_ms(room) <= tpot_ms else "decode",
+        )
     low, high = 0.0, room
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

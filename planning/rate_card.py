@@ -1,7 +1,9 @@
-"""A rate card: how fast a node of one kind is, as `kvrelay profile` has measured it, and what lies between. Pure.
+"""A rate card: how fast a node of one kind is, as `kvrelay profile` has measured it, and what lies
+between. Pure.
 
-Planner and simulator read it. Between two measured points times are linear, beyond the last one they go on
-as between the last two; so a card answers for every length, and is exact where something was measured.
+Planner and simulator read it. Between two measured points times are linear, beyond the last one
+they go on as between the last two; so a card answers for every length, and is exact where something
+was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from wire.errors import ConfigError
 from wire.frames import MALFORMED
 from wire.step_costs import StepCosts, fitted_costs
 
-__all__ = ["DecodePoint", "MixedPoint", "PrefillPoint", "RateCard", "TransferPoint", "read_card", "write_card"]
+__all__ = [
+    "DecodePoint",
+    "MixedPoint",
+    "PrefillPoint",
+    "RateCard",
+    "TransferPoint",
+    "read_card",
+    "write_card",
+]
 
 _VERSION = 1
 _LEAST_CHUNK = 256
@@ -41,7 +51,9 @@ class DecodePoint(msgspec.Struct, frozen=True):
 
 
 class MixedPoint(msgspec.Struct, frozen=True):
-    """A step of `requests` that decode, each with `context` tokens of KV, and of `tokens` of a prompt beside them."""
+    """A step of `requests` that decode, each with `context` tokens of KV, and of `tokens` of a
+    prompt beside them.
+    """
 
     requests: int
     context: int
@@ -71,7 +83,9 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     block_size: int
     max_num_seqs: int
     step_tokens: int
-    """What a step computes of prompts at most, beside decodes: a longer prompt is computed in chunks."""
+    """What a step computes of prompts at most, beside decodes: a longer prompt is computed in
+    chunks.
+    """
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     transfer: dict[str, list[TransferPoint]] = {}
@@ -81,23 +95,31 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     max_gap_ms: float = 50.0
     """What a step takes at most where somebody decodes."""
     ahead: bool = False
-    """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the device or its launch
-    takes, whichever is longer, and who comes while one runs is in the second one behind it."""
+    """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the
+    device or its launch takes, whichever is longer, and who comes while one runs is in the second
+    one behind it.
+    """
     version: int = _VERSION
 
     @cached_property
     def costs(self) -> StepCosts:
         """What the node's steps cost, as a sum fitted to the points.
 
-        Few tokens behind many wait for the memory that they read, which the sum has no term for: they are left out.
+        Few tokens behind many wait for the memory that they read, which the sum has no term for:
+        they are left out.
         """
-        decodes = [(each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode]
+        decodes = [
+            (each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode
+        ]
         prompts = [
             (0, 0, each.tokens, each.context, each.ms)
             for each in self.prefill
             if not each.context or each.tokens >= _LEAST_CHUNK
         ]
-        mixed = [(each.requests, each.requests * each.context, each.tokens, 0, each.ms) for each in self.mixed]
+        mixed = [
+            (each.requests, each.requests * each.context, each.tokens, 0, each.ms)
+            for each in self.mixed
+        ]
         return fitted_costs([*decodes, *prompts, *mixed])
 
     @property
@@ -123,14 +145,23 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
         return _plane(self._decode_lines, requests, context / requests) if requests else 0.0
 
     def fetch_ms(self, tokens: int, connector: str = "") -> float:
-        """The KV of so many tokens, by this connector or the fastest of which most is known; 0 if none was measured."""
-        measured = [points for name, points in self.transfer.items() if points and connector in ("", name)]
+        """The KV of so many tokens, by this connector or the fastest of which most is known; 0 if
+        none was measured.
+        """
+        measured = [
+            points for name, points in self.transfer.items() if points and connector in ("", name)
+        ]
         lines = [points for points in measured if len(points) > 1]
         if lines:
-            return min(_line([(point.tokens, point.ms) for point in points], tokens) for points in lines)
-        # Of one size nobody knows what a longer transfer takes: no less than in proportion, as far as anybody can tell.
+            return min(
+                _line([(point.tokens, point.ms) for point in points], tokens) for points in lines
+            )
+        # Of one size nobody knows what a longer transfer takes: no less than in proportion, as far
+        # as anybody can tell.
         alone = [points[0] for points in measured]
-        return min((each.ms * max(1.0, tokens / max(1, each.tokens)) for each in alone), default=0.0)
+        return min(
+            (each.ms * max(1.0, tokens / max(1, each.tokens)) for each in alone), default=0.0
+        )
 
     @cached_property
     def _prefill_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
@@ -150,15 +181,20 @@ def read_card(path: Path) -> RateCard:
             raw = file.read(_BYTES + 1)
         card = msgspec.json.decode(raw, type=RateCard)
     except OSError as why:
-        raise ConfigError(f"the rate card {path} cannot be read: {why}; make one with kvrelay profile") from why
+        raise ConfigError(
+            f"the rate card {path} cannot be read: {why}; make one with kvrelay profile"
+        ) from why
     except MALFORMED as why:
         raise ConfigError(f"{path} is no rate card: {why}; make one with kvrelay profile") from why
     if card.version != _VERSION:
         raise ConfigError(
-            f"the rate card {path} has version {card.version}, and this release reads {_VERSION}; profile again"
+            f"the rate card {path} has version {card.version}, and this release reads {_VERSION}; "
+            f"profile again"
         )
     if not card.prefill or not card.decode:
-        raise ConfigError(f"the rate card {path} has no points for prefill or for decode; profile again")
+        raise ConfigError(
+            f"the rate card {path} has no points for prefill or for decode; profile again"
+        )
     return card
 
 
@@ -167,7 +203,9 @@ def write_card(card: RateCard, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
 
 
-def _lines(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, list[tuple[float, float]]]]:
+def _lines(
+    points: Sequence[tuple[float, float, float]],
+) -> list[tuple[float, list[tuple[float, float]]]]:
     """Points (line, place, ms) as lines in order, each in order."""
     lines: dict[float, dict[float, float]] = {}
     for line, place, ms in points:
@@ -176,7 +214,9 @@ def _lines(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, li
 
 
 def _line(points: Sequence[tuple[float, float]], at: float) -> float:
-    """On straight lines through points in order; never less than 0. Below the first point it is that point's."""
+    """On straight lines through points in order; never less than 0. Below the first point it is
+    that point's.
+    """
     if len(points) == 1 or at <= points[0][0]:
         return points[0][1]
     right = min(max(1, bisect_right(points, (at, float("inf")))), len(points) - 1)
@@ -184,6 +224,8 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
     return max(0.0, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
 
 
-def _plane(lines: Sequence[tuple[float, Sequence[tuple[float, float]]]], line: float, at: float) -> float:
+def _plane(
+    lines: Sequence[tuple[float, Sequence[tuple[float, float]]]], line: float, at: float
+) -> float:
     """Between lines as between points."""
     return _line([(place, _line(points, at)) for place, points in lines], line)

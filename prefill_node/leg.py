@@ -1,8 +1,9 @@
-"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the request.
+"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the
+request.
 
-To a router that asks for it the ticket goes out before the prompt is computed, so that a decode node makes room and
-reads what is there while the rest is computed. Not of a request that asks for log-probabilities of its prompt: they
-are handed over with the first token.
+To a router that asks for it the ticket goes out before the prompt is computed, so that a decode
+node makes room and reads what is there while the rest is computed. Not of a request that asks for
+log-probabilities of its prompt: they are handed over with the first token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = ["PrefillLeg"]
 
 
 class PrefillLeg(Leg):
-    """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole request.
+    """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole
+    request.
 
     The first choice alone: the others draw their first tokens where they go on.
     """
@@ -37,7 +39,10 @@ class PrefillLeg(Leg):
         params = submit.params
         params = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
         several = len(writer.choices) > 1
-        super().__init__([msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)], writer)
+        super().__init__(
+            [msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)],
+            writer,
+        )
         self._several = several
         self._asked = asked
         self._prompt_told = False
@@ -57,7 +62,9 @@ class PrefillLeg(Leg):
     def last_frames(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
     ) -> Iterator[Frame]:
-        """The request goes on at a decode node, unless its first token has ended it and it has no other choice."""
+        """The request goes on at a decode node, unless its first token has ended it and it has no
+        other choice.
+        """
         over = finish is not Finish.LENGTH
         if over and not self._several:
             yield from super().last_frames(choice, payload, update, finish, load)
@@ -77,9 +84,12 @@ class PrefillLeg(Leg):
         )
 
     def _params(self, update: RequestUpdate, finish: Finish | None) -> KvTransferParams:
-        """The engine's ticket, and beside it all that the decode node would otherwise compute again.
+        """The engine's ticket, and beside it all that the decode node would otherwise compute
+        again.
 
-        Without a ticket (its lease was ended while the prompt was computed) the decode node computes the prompt."""
+        Without a ticket (its lease was ended while the prompt was computed) the decode node
+        computes the prompt.
+        """
         scored = self.writer.scored_prompt
         return msgspec.structs.replace(
             update.held or KvTransferParams(do_remote_prefill=True),

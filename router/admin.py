@@ -1,8 +1,9 @@
-"""The admin routes: which nodes there are; they are added, removed, drained and given other roles. For operators.
+"""The admin routes: which nodes there are; they are added, removed, drained and given other roles.
+For operators.
 
-Who may ask is checked before any of them (router/guard.py). They may be repeated; what is changed is logged with
-who has asked. Nothing is kept on disk: a router that is started again knows the nodes of its flags and those that
-announce themselves.
+Who may ask is checked before any of them (router/guard.py). They may be repeated; what is changed
+is logged with who has asked. Nothing is kept on disk: a router that is started again knows the
+nodes of its flags and those that announce themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from router.roles import BEGUN, ask_role
 from router.router import Router
 from router.state import node_of
 from wire.config import Role
-from wire.errors import ConfigError, Conflict, Forbidden, KvrelayError, NotFound, RequestError, Unavailable
+from wire.errors import (
+    ConfigError,
+    Conflict,
+    Forbidden,
+    KvrelayError,
+    NotFound,
+    RequestError,
+    Unavailable,
+)
 from wire.frames import MALFORMED
 
 __all__ = ["add_admin_routes"]
@@ -85,25 +94,40 @@ class _Desk:
         asked, peer = await _decoded(request, _Add), peer_of(request)
         spec = NodeSpec(asked.url, asked.role, asked.model)
         if not self._router.config.may_be_node(spec.url):
-            _log.warning("admin: %s may not add %s node %s: node_allow does not name it", peer, spec.role, spec.url)
+            _log.warning(
+                "admin: %s may not add %s node %s: node_allow does not name it",
+                peer,
+                spec.role,
+                spec.url,
+            )
             raise Forbidden(
-                f"{spec.url} would get the nodes' key and prompts, and its host is neither that of a --prefill or "
-                "--decode node nor named by --node-allow; start the router with --node-allow HOST, or have the node "
+                f"{spec.url} would get the nodes' key and prompts, and its host is neither that "
+                f"of a --prefill or "
+                "--decode node nor named by --node-allow; start the router with --node-allow "
+                "HOST, or have the node "
                 "announce itself (--router)",
                 param="url",
             )
         known = self._pool.find(spec.url)
         if known is not None and known.role is not spec.role:
-            raise RequestError(f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role")
+            raise RequestError(
+                f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role"
+            )
         self._pool.add(spec, Source.ADMIN, time.monotonic())
-        _log.info("admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new")
+        _log.info(
+            "admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new"
+        )
         node = self._pool.find(spec.url)
-        return json_response({"added": known is None, "node": None if node is None else self._row(node)})
+        return json_response(
+            {"added": known is None, "node": None if node is None else self._row(node)}
+        )
 
     async def remove(self, request: Request) -> Response:
         url = request.query_params.get("url", "").rstrip("/")
         if not url:
-            raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
+            raise RequestError(
+                "name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url"
+            )
         node = self._pool.find(url)
         self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
         left = self._pool.members.sources(url)
@@ -111,7 +135,9 @@ class _Desk:
         _log.info("admin: %s removes node %s (%s)", peer_of(request), url, named)
         answer: dict[str, object] = {"removed": node is not None and not left, "sources": left}
         if left:
-            answer["message"] = f"the node is still named by {', '.join(left)}; drain it, or stop it"
+            answer["message"] = (
+                f"the node is still named by {', '.join(left)}; drain it, or stop it"
+            )
         return json_response(answer)
 
     async def drain(self, request: Request) -> Response:
@@ -120,11 +146,20 @@ class _Desk:
         begin = path == "/drain"
         node = self._known((await _decoded(request, _Name)).url)
         (self._pool.drain if begin else self._pool.undrain)(node, time.monotonic())
-        # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
+        # Other routers see it by its health; one that is not ours does not know the route, and is
+        # drained by us alone.
         status, _ = await self._router.legs.tell(node, path, b"{}", _TELL_DEADLINE_S)
-        if begin and status == 200:  # it says so itself from now on, and whoever asks it to end that is heard by all
+        if (
+            begin and status == 200
+        ):  # it says so itself from now on, and whoever asks it to end that is heard by all
             self._pool.undrain(node, time.monotonic())
-        _log.info("admin: %s asks to %s node %s, which answers %d", peer_of(request), path[1:], node.url, status)
+        _log.info(
+            "admin: %s asks to %s node %s, which answers %d",
+            peer_of(request),
+            path[1:],
+            node.url,
+            status,
+        )
         return json_response({"node_told": status == 200, "node": self._row(node)})
 
     async def flip(self, request: Request) -> Response:
@@ -132,11 +167,20 @@ class _Desk:
         asked = await _decoded(request, _Flip)
         node = self._known(asked.url)
         if node.kind is not NodeKind.KVRELAY:
-            raise RequestError(f"{node.url} is a {node.kind} node, whose role is given at its start", param="url")
+            raise RequestError(
+                f"{node.url} is a {node.kind} node, whose role is given at its start", param="url"
+            )
         if asked.role is not node.role and not asked.force:
             self._check_not_last(node)
         status, message = await ask_role(self._pool, self._router.legs, node, asked.role)
-        _log.info("admin: %s asks %s node %s to be %s: %d", peer_of(request), node.role, node.url, asked.role, status)
+        _log.info(
+            "admin: %s asks %s node %s to be %s: %d",
+            peer_of(request),
+            node.role,
+            node.url,
+            asked.role,
+            status,
+        )
         if status not in (BEGUN, 200):
             raise _not_flipped(node, status, message)
         # Other routers and workers see it by its health, and all when it is over.
@@ -147,9 +191,17 @@ class _Desk:
         try:
             changed = self._router.reload()
         except (ConfigError, RequestError) as why:
-            _log.error("admin: %s asks for a reload; the configuration is not reloaded: %s", peer, why.message)
+            _log.error(
+                "admin: %s asks for a reload; the configuration is not reloaded: %s",
+                peer,
+                why.message,
+            )
             raise RequestError(why.message) from why
-        _log.info("admin: %s has the configuration reloaded, new: %s", peer, ", ".join(changed) or "nothing")
+        _log.info(
+            "admin: %s has the configuration reloaded, new: %s",
+            peer,
+            ", ".join(changed) or "nothing",
+        )
         return json_response({"changed": changed})
 
     def _row(self, node: Node) -> NodeSeen:
@@ -163,9 +215,14 @@ class _Desk:
 
     def _check_not_last(self, node: Node) -> None:
         if not self._pool.up(node.role, [node], node.model, NodeKind.KVRELAY):
-            effect = "nothing can be answered" if node.role is Role.DECODE else "decode nodes compute all prompts"
+            effect = (
+                "nothing can be answered"
+                if node.role is Role.DECODE
+                else "decode nodes compute all prompts"
+            )
             raise Conflict(
-                f"{node.url} is the last {node.role} node that is up: without it {effect}; add another one first, or "
+                f"{node.url} is the last {node.role} node that is up: without it {effect}; add "
+                f"another one first, or "
                 "send force: true (kvrelay role --force)",
                 param="force",
                 code="last_of_role",
@@ -185,7 +242,9 @@ def _not_flipped(node: Node, status: int, message: str) -> KvrelayError:
     if status == Conflict.status:
         return Conflict(f"{node.url}: {message}")
     if status in _NO_SUCH_ROUTE:
-        return RequestError(f"{node.url} is of a release whose nodes keep their role; upgrade it, or restart it")
+        return RequestError(
+            f"{node.url} is of a release whose nodes keep their role; upgrade it, or restart it"
+        )
     if status == RequestError.status:
         return RequestError(f"{node.url}: {message}", param="role")
     return Unavailable(f"{node.url} answers {status}: {message}")

@@ -1,4 +1,6 @@
-"""The router as an ASGI application: its routes, and what stands before them. Decides nothing about requests."""
+"""The router as an ASGI application: its routes, and what stands before them. Decides nothing about
+requests.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _READ_S = 10.0
 
 
 class _App(FastAPI):
-    """A FastAPI of all routes. Keys are checked before, and completions need nothing that it puts around a route."""
+    """A FastAPI of all routes. Keys are checked before, and completions need nothing that it puts
+    around a route.
+    """
 
     def __init__(self, served: Router) -> None:
         super().__init__(
@@ -54,14 +58,22 @@ class _App(FastAPI):
                 return
             send = entered
         answer = await self._answered(scope, receive) if scope["type"] == "http" else None
-        await (super().__call__(scope, receive, send) if answer is None else answer(scope, receive, send))
+        await (
+            super().__call__(scope, receive, send)
+            if answer is None
+            else answer(scope, receive, send)
+        )
 
     async def _answered(self, scope: Scope, receive: Receive) -> Response | None:
         """Answer a completion, and whoever has no key."""
         served = self._served
         try:
             check_key(scope, served.keyring, served.metrics, served.config.admin_key)
-            if served.shared.serves and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST":
+            if (
+                served.shared.serves
+                and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH)
+                and scope["method"] == "POST"
+            ):
                 return await served.complete(Request(scope, receive), as_it_is)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(Request(scope, receive), why)
@@ -101,7 +113,11 @@ def _add_clients_routes(app: FastAPI, router: Router) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
-        return json_response(ModelList.of([card for card in router.models.cards() if caller_of(request).may(card.id)]))
+        return json_response(
+            ModelList.of(
+                [card for card in router.models.cards() if caller_of(request).may(card.id)]
+            )
+        )
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
@@ -122,7 +138,9 @@ def _add_operators_routes(app: FastAPI, router: Router) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(router.shared.exposition(router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            router.shared.exposition(router.metrics.registry), media_type=CONTENT_TYPE_LATEST
+        )
 
     if router.shared.serves:
         return
@@ -149,7 +167,9 @@ def _forward_operators(
             body = await read_body(request, router.config.max_body_bytes, _READ_S)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
-        return await forward(request, body, router.config.request_deadline_s + _READ_S if loads else 0.0)
+        return await forward(
+            request, body, router.config.request_deadline_s + _READ_S if loads else 0.0
+        )
 
     app.add_route("/metrics", ask, methods=["GET"])
     for path in (*OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):

@@ -1,4 +1,6 @@
-"""Tasks beside others: small work that outlives its request (releases, draining a connection), and work of a block."""
+"""Tasks beside others: small work that outlives its request (releases, draining a connection), and
+work of a block.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["Chores", "ended", "meanwhile"]
 
 
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs of these, and wait for it. What they raise was raised before, or nobody wants to know."""
+    """Cancel what still runs of these, and wait for it. What they raise was raised before, or
+    nobody wants to know.
+    """
     late = [task for task in tasks if not task.done()]
     for task in late:
         task.cancel()

@@ -1,8 +1,8 @@
 """A client while its request is answered: a way beside ASGI to write to it without waiting.
 
-ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. A `Client`
-writes straight to the connection instead, and tells who has to wait (`flow`). What the connection may do is
-openai_api/connections.py's and uvicorn's.
+ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us
+for each. A `Client` writes straight to the connection instead, and tells who has to wait (`flow`).
+What the connection may do is openai_api/connections.py's and uvicorn's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class ClientConnection(Guarded):
     on_gone: Callable[[], None] | None = None
     """Of the request that is being answered."""
     streaming = False
-    """What a client does not read holds an answer up that is not over, for as long as its walk may take."""
+    """What a client does not read holds an answer up that is not over, for as long as its walk may
+    take.
+    """
 
     def on_headers_complete(self) -> None:
         """The request's task has been made and has not begun."""
@@ -86,8 +88,9 @@ class ClientConnection(Guarded):
 
 
 class Client:
-    """The connection while one request is answered: `begin`, any number of `write`, `end`. Nothing is written to a
-    client that is gone."""
+    """The connection while one request is answered: `begin`, any number of `write`, `end`. Nothing
+    is written to a client that is gone.
+    """
 
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
@@ -109,7 +112,8 @@ class Client:
         """Whom to tell if it goes away; None: nobody any more."""
         self._connection.on_gone = on_gone
         if on_gone is not None:
-            self.cycle.flow.resume_reading()  # a further request behind this one has paused it; else nobody would see
+            # a further request behind this one has paused it; else nobody would see
+            self.cycle.flow.resume_reading()
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Status and headers of an answer in chunks."""
@@ -119,14 +123,18 @@ class Client:
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         self._connection.streaming = True
         self._connection.flush_at_leisure()
-        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)]
+        lines = [
+            b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)
+        ]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
         _outbox.add(self, self._connection.loop)
         self._unsent.append(head)
 
     def write(self, payload: bytes) -> None:
-        """A piece of the body. Pieces wait for each other until `send_written`, or the next turn of the event loop."""
+        """A piece of the body. Pieces wait for each other until `send_written`, or the next turn of
+        the event loop.
+        """
         if payload and not self.cycle.disconnected:
             self.pieces += 1
             if not self._unsent:
@@ -167,11 +175,15 @@ class Client:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """A request's headers by their names in lower case; of several of one name the first. Read once per request."""
+    """A request's headers by their names in lower case; of several of one name the first. Read once
+    per request.
+    """
     known: dict[str, str] | None = scope.get(_HEADERS)
     if known is None:
         pairs = reversed(scope["headers"])
-        known = scope[_HEADERS] = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+        known = scope[_HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in pairs
+        }
     return known
 
 

@@ -1,7 +1,8 @@
-"""Where a request leaves what was measured of it when it has ended: metrics, console, log line, span of its trace.
+"""Where a request leaves what was measured of it when it has ended: metrics, console, log line,
+span of its trace.
 
-Measures nothing itself: a timeline and a walk have it all. Tokens are counted before that, by router/flow.py.
-Without tracing a request costs nothing for it.
+Measures nothing itself: a timeline and a walk have it all. Tokens are counted before that, by
+router/flow.py. Without tracing a request costs nothing for it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Traced:
-    """The trace that a request is part of: the client's, or a new one if there is tracing here, or none."""
+    """The trace that a request is part of: the client's, or a new one if there is tracing here, or
+    none.
+    """
 
-    def __init__(self, tracing: Tracing | None, path: str, header: Callable[[str], str | None], arrived: float) -> None:
+    def __init__(
+        self,
+        tracing: Tracing | None,
+        path: str,
+        header: Callable[[str], str | None],
+        arrived: float,
+    ) -> None:
         """`arrived`: monotonic seconds."""
         self.headers = sane_trace(header)
         """What nodes are told of it."""
@@ -52,7 +61,13 @@ class Endings:
         self.flow = Flow(metrics, lookout.recent.flowed)
 
     def refused(
-        self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None
+        self,
+        job_id: str,
+        path: str,
+        key: str,
+        why: KvrelayError,
+        traced: Traced | None,
+        job: Job | None,
     ) -> None:
         """Note a request that was refused before it began; `job`: what was understood of it."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)
@@ -60,7 +75,9 @@ class Endings:
         more["error"] = shown_error(why)
         _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
         if traced is not None and traced.span is not None:
-            traced.span.end((), _attributes(job_id, path, why.status), time.monotonic(), shown_error(why))
+            traced.span.end(
+                (), _attributes(job_id, path, why.status), time.monotonic(), shown_error(why)
+            )
 
     def finished(
         self,
@@ -86,7 +103,8 @@ class Endings:
             more["error"] = failed
         more["placed"] = repr(request.placed)
         _log.info(
-            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s",
+            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s "
+            "decode=%s %s",
             request.id,
             path,
             status,
@@ -103,20 +121,33 @@ class Endings:
 
 
 def shown_error(why: KvrelayError) -> str:
-    """Return an error for a log line. Of a client's mistake, whose words it may repeat, its kind alone is told."""
+    """Return an error for a log line. Of a client's mistake, whose words it may repeat, its kind
+    alone is told.
+    """
     if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
         told = why.body()
-        return f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+        return (
+            f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} "
+            f"code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+        )
     return repr(why.message[:_SHOWN_CHARS])
 
 
-def _stage_times(timeline: Timeline, stages_s: Mapping[str, float], ended: float) -> list[StageTime]:
+def _stage_times(
+    timeline: Timeline, stages_s: Mapping[str, float], ended: float
+) -> list[StageTime]:
     """Return what is seen from here; the nodes' spans have the rest."""
-    times = [StageTime("queue", timeline.arrived, ended if timeline.sent is None else timeline.sent)]
+    times = [
+        StageTime("queue", timeline.arrived, ended if timeline.sent is None else timeline.sent)
+    ]
     if timeline.prefilled is not None and "announce" in stages_s:
-        times.append(StageTime("announce", timeline.prefilled, timeline.prefilled + stages_s["announce"]))
+        times.append(
+            StageTime("announce", timeline.prefilled, timeline.prefilled + stages_s["announce"])
+        )
     if timeline.first_token is not None:
-        times.append(StageTime("answer", timeline.first_token, timeline.last_token or timeline.first_token))
+        times.append(
+            StageTime("answer", timeline.first_token, timeline.last_token or timeline.first_token)
+        )
     return times
 
 
@@ -141,5 +172,7 @@ def _about(request: Ended, max_tokens: int | None) -> dict[str, Attribute]:
         "kvrelay.prefill_node": request.prefill,
         "kvrelay.decode_node": request.decode,
     }
-    stages = {f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in request.stages_s.items()}
+    stages = {
+        f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in request.stages_s.items()
+    }
     return stages | {name: value for name, value in told.items() if value is not None}

@@ -1,4 +1,5 @@
-"""Output tokens are counted while they flow: once a second, by what each answer under way has more than before.
+"""Output tokens are counted while they flow: once a second, by what each answer under way has more
+than before.
 
 Nothing is counted per token, which would cost as much as all else that the router does for one.
 """

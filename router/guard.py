@@ -1,11 +1,13 @@
-"""The guard of the routes: who may pass, how much of a body is read, and OpenAI-shaped answers to all that may not.
+"""The guard of the routes: who may pass, how much of a body is read, and OpenAI-shaped answers to
+all that may not.
 
-The operators' paths always want the admin key; a router that has none is closed. Where a request comes from says
-nothing: a proxy on this machine sends strangers' requests from loopback, and Host and Origin are what the sender
-writes. A page of another site does not know the key and no browser adds it: it is no cookie, and no password that HTTP
-asks for, but a header, which a page may send to another origin only with that origin's leave (CORS), and this router
-gives none but to --allowed-origins. A page whose name was led to this machine (DNS rebinding) has an origin of its own,
-and so not what the console has stored in the browser.
+The operators' paths always want the admin key; a router that has none is closed. Where a request
+comes from says nothing: a proxy on this machine sends strangers' requests from loopback, and Host
+and Origin are what the sender writes. A page of another site does not know the key and no browser
+adds it: it is no cookie, and no password that HTTP asks for, but a header, which a page may send to
+another origin only with that origin's leave (CORS), and this router gives none but to
+--allowed-origins. A page whose name was led to this machine (DNS rebinding) has an origin of its
+own, and so not what the console has stored in the browser.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from router.client import arrived, headers_of
 from router.metrics import Metrics
 from router.relay import error_response, id_headers
 from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
-from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
+from wire.errors import (
+    BodyTooLarge,
+    KvrelayError,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    Unauthorized,
+)
 
 __all__ = [
     "OPERATED",
@@ -75,13 +84,16 @@ def check_operator(key: str, given: str) -> None:
     """Raise Unauthorized unless the given key is the admin key; always, if there is none."""
     if not key:
         raise Unauthorized(
-            "this router has no admin key, so its admin routes and its console are closed; start it with "
+            "this router has no admin key, so its admin routes and its console are closed; start "
+            "it with "
             "KVRELAY_ADMIN_KEY, or see in its log why it could not write a key of its own"
         )
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise Unauthorized(
-            "the admin key is missing or wrong; send it as `Authorization: Bearer <key>` (a router that was given none "
-            "draws one and logs the name of its file; `kvrelay top`, `drain` and `role` find it by themselves)"
+            "the admin key is missing or wrong; send it as `Authorization: Bearer <key>` (a "
+            "router that was given none "
+            "draws one and logs the name of its file; `kvrelay top`, `drain` and `role` find it "
+            "by themselves)"
         )
 
 
@@ -93,12 +105,19 @@ def caller_of(request: Request) -> Caller:
 
 def peer_of(request: Request) -> str:
     """Return the address that the request came from."""
-    # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says for whom.
-    return request.client.host if request.client is not None else request.headers.get(PEER_HEADER, "unknown")
+    # Only on a Unix socket nobody is known who asks: then a worker of this router does, and says
+    # for whom.
+    return (
+        request.client.host
+        if request.client is not None
+        else request.headers.get(PEER_HEADER, "unknown")
+    )
 
 
 async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """Return the request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
+    """Return the request body. Raises BodyTooLarge as soon as it is known to be, before it is held
+    in memory.
+    """
 
     def too_large() -> BodyTooLarge:
         return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
@@ -119,7 +138,9 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
                 if len(body) > limit_bytes:
                     raise too_large()
     except TimeoutError as why:
-        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s; send it faster") from why
+        raise RequestTimeout(
+            f"the request body did not arrive within {deadline_s:g} s; send it faster"
+        ) from why
     return bytes(body)
 
 

@@ -37,8 +37,8 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 class Metrics:
     """A router's metrics. All times are taken by its one clock.
 
-    The label `model_name` is the model that a request was for, also where it has named an adapter or an alias; empty if
-    it named none that is served.
+    The label `model_name` is the model that a request was for, also where it has named an adapter
+    or an alias; empty if it named none that is served.
     """
 
     def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
@@ -56,12 +56,21 @@ class Metrics:
             [_MODEL, "path", "status"],
         )
         self.running = Level(
-            "kvrelay_router_requests_running", "Requests being answered now.", registry, _MODEL, pool.models
+            "kvrelay_router_requests_running",
+            "Requests being answered now.",
+            registry,
+            _MODEL,
+            pool.models,
         )
         self.ttft = Spread(
-            "kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S, *by_model
+            "kvrelay_router_time_to_first_token_seconds",
+            "Arrival to first token.",
+            _LATENCY_S,
+            *by_model,
         )
-        self.e2e = Spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, *by_model)
+        self.e2e = Spread(
+            "kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, *by_model
+        )
         self.inter_token = Spread(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
@@ -77,7 +86,9 @@ class Metrics:
             lambda: product(pool.models(), [name for name in STAGES if name != "total"]),
         )
         self.output_tokens = Tally(
-            "kvrelay_router_output_tokens", "Tokens seen from the nodes, counted every second.", *by_model
+            "kvrelay_router_output_tokens",
+            "Tokens seen from the nodes, counted every second.",
+            *by_model,
         )
         self.failovers = self._counter(
             "kvrelay_failovers", "Legs continued on another node after theirs broke.", "leg", *_LEGS
@@ -87,10 +98,16 @@ class Metrics:
             "Answers that lost their decode node, and whose KV a prefill node was asked for again.",
         )
         self.releases = self._counter(
-            "kvrelay_router_releases", "KV given back because no decode leg would take it.", "told", "yes", "no"
+            "kvrelay_router_releases",
+            "KV given back because no decode leg would take it.",
+            "told",
+            "yes",
+            "no",
         )
         self.disaggregated = Tally(
-            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", *by_model
+            "kvrelay_router_disaggregated",
+            "Requests handed from a prefill node to a decode node.",
+            *by_model,
         )
         self.local_prefills = Tally(
             "kvrelay_router_local_prefills",
@@ -100,17 +117,24 @@ class Metrics:
             lambda: product(pool.models(), _LOCAL_REASONS),
         )
         self.kv_failures = self._counter(
-            "kvrelay_router_kv_failures", "KV that did not come, as decode nodes say, by cause.", "cause", *KV_CAUSES
+            "kvrelay_router_kv_failures",
+            "KV that did not come, as decode nodes say, by cause.",
+            "cause",
+            *KV_CAUSES,
         )
         self.full = self._counter(
-            "kvrelay_router_full_nodes", "Legs that a node had no room for, and that another got.", "leg", *_LEGS
+            "kvrelay_router_full_nodes",
+            "Legs that a node had no room for, and that another got.",
+            "leg",
+            *_LEGS,
         )
         self.retries_refused = self._counter(
             "kvrelay_router_retries_refused", "Legs not tried again because too many are."
         )
         self.poison = self._counter(
             "kvrelay_router_poison_requests",
-            "Requests that were not tried on a third node because two were lost with them, and those refused for that.",
+            "Requests that were not tried on a third node because two were lost with them, and "
+            "those refused for that.",
             "outcome",
             *("stopped", "refused"),
         )
@@ -123,13 +147,16 @@ class Metrics:
         )
         self.meetings = self._counter(
             "kvrelay_router_meetings",
-            "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
+            "Pairs of nodes asked to hand a block over before a request needs them to, by how it "
+            "went.",
             "outcome",
             *("met", "failed", "busy", "never"),
         )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
         self.undivided = self._counter(
-            "kvrelay_router_undivided", "Requests that a vLLM decode node did alone, its prompt too, by why.", "why"
+            "kvrelay_router_undivided",
+            "Requests that a vLLM decode node did alone, its prompt too, by why.",
+            "why",
         )
         self.role_changes = Counter(
             "kvrelay_router_role_changes",
@@ -147,9 +174,11 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def _counter(self, name: str, about: str, label: str = "", *known: str) -> Counter:
-        """Make a counter by at most one label. Its `known` values show that nothing of them has happened yet.
+        """Make a counter by at most one label. Its `known` values show that nothing of them has
+        happened yet.
 
-        So a rate can be taken of the first time: a cluster that quietly stopped disaggregating is to be seen.
+        So a rate can be taken of the first time: a cluster that quietly stopped disaggregating is
+        to be seen.
         """
         counter = Counter(name, about, [label] if label else [], registry=self.registry)
         for value in known:
@@ -157,15 +186,21 @@ class Metrics:
         return counter
 
     def model_of(self, asked: str) -> str:
-        """Return the label of requests that ask for this model or adapter; empty if no node has reported it."""
+        """Return the label of requests that ask for this model or adapter; empty if no node has
+        reported it.
+        """
         return self._pool.base_of(asked)
 
     def refused(self, path: str, status: int, asked: str = "") -> None:
-        """Count a request that was refused at the door. `asked`: the model, adapter or alias that it named."""
+        """Count a request that was refused at the door. `asked`: the model, adapter or alias that
+        it named.
+        """
         self.requests.add(1, self.model_of(asked), path, str(status))
 
     def handed_over(self, asked: str, prefill: str, decode: str) -> None:
-        """Count a request whose KV goes from one node to the other, which are named by their addresses."""
+        """Count a request whose KV goes from one node to the other, which are named by their
+        addresses.
+        """
         self.disaggregated.add(1, self.model_of(asked))
         self.on_handover(prefill, decode)
 
@@ -202,7 +237,8 @@ class _Nodes(Collector):
         )
         breakers = GaugeMetricFamily(
             "kvrelay_router_breaker_state",
-            "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none (open).",
+            "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none "
+            "(open).",
             labels=["node", "leg"],
         )
         up = GaugeMetricFamily(
@@ -210,7 +246,9 @@ class _Nodes(Collector):
             "1 if the node takes legs. No model: it has not told yet.",
             labels=["node", "role", _MODEL],
         )
-        depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"])
+        depth = GaugeMetricFamily(
+            "kvrelay_router_queue_depth", "Depth that the choice sees.", labels=["node", "role"]
+        )
         pool, now = self._pool, time.monotonic()
         for (role, some), count in pool.choices.items():
             choices.add_metric([role, "some" if some else "none"], count)

@@ -1,7 +1,8 @@
-"""One node as placement sees it: what it has announced, and what was placed on it since. Pure; times are milliseconds.
+"""One node as placement sees it: what it has announced, and what was placed on it since. Pure;
+times are milliseconds.
 
-All routers and workers see the same of a node: it numbers the legs that it takes, and says up to which number an
-announcement has them. A router adds what it has placed since, and nothing else.
+All routers and workers see the same of a node: it numbers the legs that it takes, and says up to
+which number an announcement has them. A router adds what it has placed since, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _TTFT_TPOTS, _TTFT_PROMPTS = 6.25, 2.2
 def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
     """Return a time to first token and a time per token that users of such nodes expect.
 
-    On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and 15 ms.
+    On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and
+    15 ms.
     """
     tpot_ms = costs.usual_tpot_ms
     return _TTFT_TPOTS * tpot_ms + _TTFT_PROMPTS * costs.chunk_ms(tokens), tpot_ms
@@ -59,7 +61,8 @@ class Share:
 class NodeLoad:
     """A node as placement sees it: what it has announced, and what was placed on it since.
 
-    The prices of requests are made of what `_settle` keeps, so that a look at a hundred nodes costs little.
+    The prices of requests are made of what `_settle` keeps, so that a look at a hundred nodes costs
+    little.
     """
 
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
@@ -81,13 +84,17 @@ class NodeLoad:
         self.announced(Load())
 
     def announced(self, load: Load) -> None:
-        """Take over what the node says. All legs are in it that the node has numbered up to `load.legs`.
+        """Take over what the node says. All legs are in it that the node has numbered up to
+        `load.legs`.
 
-        A node that numbers none (another project's) is believed as far as it says more than was placed there.
+        A node that numbers none (another project's) is believed as far as it says more than was
+        placed there.
         """
         self._load = load
         if load.legs:
-            self._pending = {share: None for share in self._pending if not 0 < share.number <= load.legs}
+            self._pending = {
+                share: None for share in self._pending if not 0 < share.number <= load.legs
+            }
         rows = load.running + load.waiting
         self.rows = float(rows if load.legs else max(0, rows - len(self._pending)))
         self.context, self._row_weight = float(load.context_tokens), load.row_weight
@@ -99,7 +106,9 @@ class NodeLoad:
             self.backlog_ms = max(0.0, tokens * self.costs.prompt_token - placed_ms)
         self.prompt_share, self.token_rate = load.prompt_share, load.token_rate
         counts = load.legs and load.block_size
-        self.kv_free = float(load.free_blocks * load.block_size - load.promised_tokens) if counts else math.inf
+        self.kv_free = (
+            float(load.free_blocks * load.block_size - load.promised_tokens) if counts else math.inf
+        )
         self.kv_most = MOST_KV * load.total_blocks * load.block_size if counts else math.inf
         for share in self._pending:
             self._add(share, 1)
@@ -116,7 +125,8 @@ class NodeLoad:
     def first_token(self, share: Share) -> None:
         """Note that a leg's prompt is computed; twice is as once.
 
-        What the node has announced of a leg it changes itself: with its first token, and with its end.
+        What the node has announced of a leg it changes itself: with its first token, and with its
+        end.
         """
         if share in self._pending and share.prompt_ms:
             self.backlog_ms = max(0.0, self.backlog_ms - share.prompt_ms)
@@ -155,7 +165,9 @@ class NodeLoad:
         self.behind = stretched = 1 / (1 - share)
         self.context_ms = pace * costs.row_context * stretched
         self.row_ms = pace * costs.decode_ms(self.rows + 1, self.context) * stretched
-        self.stretch = 1 + (pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0)
+        self.stretch = 1 + (
+            pace * costs.decode_ms(self.rows, self.context) / self.gap_ms if self.rows else 0.0
+        )
         left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
         self.lost = LOST * self._row_weight / left
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
@@ -180,7 +192,9 @@ class NodeLoad:
 
     @property
     def limit_left(self) -> float:
-        """The share of its time left for prompts until tokens take longer than users expect; may be negative."""
+        """The share of its time left for prompts until tokens take longer than users expect; may be
+        negative.
+        """
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
     @property

@@ -1,7 +1,9 @@
-"""What operators ask of all nodes at once: vLLM's routes, and LoRA adapters. Each answer tells what each node has said.
+"""What operators ask of all nodes at once: vLLM's routes, and LoRA adapters. Each answer tells what
+each node has said.
 
-A node of vLLM is asked, too; it has some of them in its development mode only. Decides nothing about adapters: a node
-checks whether it may, and reads its own files. Who may ask is checked before (router/guard.py).
+A node of vLLM is asked, too; it has some of them in its development mode only. Decides nothing
+about adapters: a node checks whether it may, and reads its own files. Who may ask is checked before
+(router/guard.py).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class _Done(msgspec.Struct):
 
 
 class _Adapter(UnloadAdapterRequest, frozen=True):
-    """What both requests have in common; which model an adapter is for must be said where several are served."""
+    """What both requests have in common; which model an adapter is for must be said where several
+    are served.
+    """
 
     base_model_name: str = ""
 
@@ -66,7 +70,12 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
         asked = f"{path}?{query}" if query else path
         said = await _tell(router.legs, pool.nodes, asked, b"", _ORDERS[path], done)
         failed = ", ".join(each.url for each in said if each.status != 200)
-        _log.info("admin: %s asks all nodes for %s, not done: %s", peer_of(request), path, failed or "none")
+        _log.info(
+            "admin: %s asks all nodes for %s, not done: %s",
+            peer_of(request),
+            path,
+            failed or "none",
+        )
         if failed:
             raise _failure_of(said)
         return json_response({"success": True, "nodes": said})
@@ -80,7 +89,9 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
         try:
             asked = msgspec.json.decode(body, type=_Adapter)
         except MALFORMED as why:
-            raise RequestError(f"the body must be a JSON object with lora_name: {why}", param="lora_name") from why
+            raise RequestError(
+                f"the body must be a JSON object with lora_name: {why}", param="lora_name"
+            ) from why
 
         def done(node: Node) -> None:  # so that nobody waits for the next health check
             pool.note_adapter(node, asked.lora_name, loaded=path == _LOAD, now=time.monotonic())
@@ -118,14 +129,23 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
 
 async def _tell(
-    legs: Legs, nodes: Sequence[Node], path: str, body: bytes, deadline_s: float, done: Callable[[Node], None]
+    legs: Legs,
+    nodes: Sequence[Node],
+    path: str,
+    body: bytes,
+    deadline_s: float,
+    done: Callable[[Node], None],
 ) -> list[NodeSaid]:
-    """Post `body` to all nodes, and return what each says. `done` is called with each that has done it, at once."""
+    """Post `body` to all nodes, and return what each says. `done` is called with each that has done
+    it, at once.
+    """
 
     async def one(node: Node) -> NodeSaid:
         status, said = await legs.call("POST", node, path, body, deadline_s)
         if status != 200 or isinstance(said, str):
-            return NodeSaid(node.url, node.role, status, said if isinstance(said, str) else message_of(said))
+            return NodeSaid(
+                node.url, node.role, status, said if isinstance(said, str) else message_of(said)
+            )
         answer = _Done()
         with contextlib.suppress(*MALFORMED):
             answer = msgspec.json.decode(said, type=_Done)
@@ -144,17 +164,25 @@ def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
     base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
     if not base and len(models) > 1 and loads:
         names = ", ".join(map(repr, sorted(models)))
-        raise RequestError(f"base_model_name is missing: name one of {names}", param="base_model_name")
+        raise RequestError(
+            f"base_model_name is missing: name one of {names}", param="base_model_name"
+        )
     if base and base not in models:
-        raise NotFound(f"model {base!r} is not served here", param="base_model_name", code="model_not_found")
+        raise NotFound(
+            f"model {base!r} is not served here", param="base_model_name", code="model_not_found"
+        )
     return [node for node in pool.nodes if not base or node.model == base]
 
 
 def _failure_of(said: Sequence[NodeSaid], param: str | None = None) -> KvrelayError:
-    """Return one error of all: their own status if they agree, else that of a cluster whose nodes differ now."""
+    """Return one error of all: their own status if they agree, else that of a cluster whose nodes
+    differ now.
+    """
     statuses = {each.status for each in said}
     done = sum(each.status == 200 for each in said)
-    words = "; ".join(f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said)
+    words = "; ".join(
+        f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said
+    )
     if len(statuses) == 1 and 400 <= min(statuses) < 500:
         failure = RequestError(words, param=param)
         failure.status = min(statuses)

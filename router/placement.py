@@ -1,14 +1,17 @@
 """Where a prompt is computed and where its answer is generated: one price for every way. Pure.
 
-Decodes stay together on decode nodes, because a step has a fixed cost whatever its rows. A prompt goes to a prefill
-node, or to a decode node where that is cheaper for all: for the request, which waits, and for those whose tokens are
-delayed. A millisecond of waiting and one of decoding are made comparable by the targets of those who lose it.
+Decodes stay together on decode nodes, because a step has a fixed cost whatever its rows. A prompt
+goes to a prefill node, or to a decode node where that is cheaper for all: for the request, which
+waits, and for those whose tokens are delayed. A millisecond of waiting and one of decoding are made
+comparable by the targets of those who lose it.
 
-A decode node with `r` tokens per millisecond, of which each costs `b` of its steps, and with a share `u` of its time
-given to prompts settles at a time per token of `step / (1 - u - r * b)`. So what it can give to prompts has a limit
-that is known in advance (the node keeps it: Load.spill_ms), and near that limit each millisecond counts many times.
+A decode node with `r` tokens per millisecond, of which each costs `b` of its steps, and with a
+share `u` of its time given to prompts settles at a time per token of `step / (1 - u - r * b)`. So
+what it can give to prompts has a limit that is known in advance (the node keeps it: Load.spill_ms),
+and near that limit each millisecond counts many times.
 
-`place` changes nothing. `NodeLoad.take`, `first_token` and `end` do (router/node_load.py). All times are milliseconds.
+`place` changes nothing. `NodeLoad.take`, `first_token` and `end` do (router/node_load.py). All
+times are milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ __all__ = [
 LINK_MS = 2.0
 """A hand-over between two nodes of which nothing else is known."""
 DEEP_MS = 1_000.0
-"""A node with so much before it needs no more for now: who comes then waits in the router, in fair order."""
+"""A node with so much before it needs no more for now: who comes then waits in the router, in fair
+order.
+"""
 _LOOKED_AT = 4
 """Where links differ, pairs are made of so many of the cheapest nodes of each role."""
 
@@ -68,7 +73,9 @@ class PlacementRequest:
 
     @property
     def kv_tokens(self) -> float:
-        """The tokens of KV that it will have where it decodes; what is cached there is among the free blocks."""
+        """The tokens of KV that it will have where it decodes; what is cached there is among the
+        free blocks.
+        """
         return self.tokens + min(self.output, self.most_output)
 
     def prompt_ms(self, node: NodeLoad) -> float:
@@ -78,7 +85,9 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A prefill node and a decode node; the same, if the prompt is computed where the answer is generated."""
+    """A prefill node and a decode node; the same, if the prompt is computed where the answer is
+    generated.
+    """
 
     prefill: str
     decode: str
@@ -156,7 +165,11 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
     sources = [p for p in cluster.prefill if tokens <= p.room or request.roomless]
     remote = _remote(request, sources, targets, cluster) if sources else None
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
-    local = None if remote is not None and _is_free(remote, cluster) else _local(request, targets, cluster)
+    local = (
+        None
+        if remote is not None and _is_free(remote, cluster)
+        else _local(request, targets, cluster)
+    )
     ways = sorted(filter(None, (remote, local)), key=lambda way: way[0])
     if not ways:
         return Wait("no prefill node has room for its KV")
@@ -178,13 +191,20 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
 
 
 def _is_free(remote: _Way, cluster: Cluster) -> bool:
-    """Say whether a prompt would be computed at once, and go where its node is no worse linked than others."""
+    """Say whether a prompt would be computed at once, and go where its node is no worse linked than
+    others.
+    """
     _, _, source, target = remote
-    return not source.backlog_ms and (cluster.link_ms is None or cluster.link_ms(source.name, target.name) < DEEP_MS)
+    return not source.backlog_ms and (
+        cluster.link_ms is None or cluster.link_ms(source.name, target.name) < DEEP_MS
+    )
 
 
 def place_decode(
-    request: PlacementRequest, nodes: Sequence[NodeLoad], peer: str, link_ms: Callable[[str, str], float] | None = None
+    request: PlacementRequest,
+    nodes: Sequence[NodeLoad],
+    peer: str,
+    link_ms: Callable[[str, str], float] | None = None,
 ) -> Placement | Wait:
     """Choose the decode node for a prompt whose KV a prefill node, `peer`, has or will have."""
     targets = _targets(request, nodes)
@@ -204,7 +224,8 @@ def place_prefill(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> NodeL
 def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
     """Return the prefill nodes, each with the price of waiting there and behind it.
 
-    The shortest prompt is computed first: of those that are there none counts as longer than this one.
+    The shortest prompt is computed first: of those that are there none counts as longer than this
+    one.
     """
     per_ttft, priced = 1 / request.ttft_ms, []
     for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True):
@@ -217,7 +238,9 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
     """Return what the prompt takes on each node, less what is cached there."""
     tokens, cached, square = request.tokens, request.cached, request.tokens**2
     return [
-        n.prompt_ms(tokens, cached[n.name]) if n.name in cached else tokens * n.linear_ms + square * n.square_ms
+        n.prompt_ms(tokens, cached[n.name])
+        if n.name in cached
+        else tokens * n.linear_ms + square * n.square_ms
         for n in nodes
     ]
 
@@ -225,13 +248,22 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
     """Return the decode nodes that have room, each with the price of its tokens."""
     kv, per_tpot, tokens = request.kv_tokens, 1 / request.tpot_ms, request.tokens
-    return [((d.row_ms + d.context_ms * tokens) * per_tpot, d) for d in nodes if kv <= d.room or request.roomless]
+    return [
+        ((d.row_ms + d.context_ms * tokens) * per_tpot, d)
+        for d in nodes
+        if kv <= d.room or request.roomless
+    ]
 
 
 def _remote(
-    request: PlacementRequest, sources: list[NodeLoad], targets: list[tuple[float, NodeLoad]], cluster: Cluster
+    request: PlacementRequest,
+    sources: list[NodeLoad],
+    targets: list[tuple[float, NodeLoad]],
+    cluster: Cluster,
 ) -> _Way:
-    """Return the cheapest pair: its own wait, what it adds to that of those who come behind it, and its decoding."""
+    """Return the cheapest pair: its own wait, what it adds to that of those who come behind it, and
+    its decoding.
+    """
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
     if cluster.link_ms is None:
         price, source = _cheapest(priced, request.tie)
@@ -251,15 +283,21 @@ def _remote(
     return price + decoding + link * per_ttft, first, source, target
 
 
-def _local(request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster) -> _Way | None:
-    """Return the cheapest node alone: its own wait, stretched by the steps of those who decode, and what they lose."""
+def _local(
+    request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster
+) -> _Way | None:
+    """Return the cheapest node alone: its own wait, stretched by the steps of those who decode, and
+    what they lose.
+    """
     must = not cluster.prefill
     if not (must or cluster.spills):
         return None
     computes, per_ttft = cluster.computes, 1 / request.ttft_ms
     priced = [
         ((d.wait_ms + own) * d.stretch * per_ttft + own * d.lost + decoding, d)
-        for (decoding, d), own in zip(targets, _prompts_ms(request, [d for _, d in targets]), strict=True)
+        for (decoding, d), own in zip(
+            targets, _prompts_ms(request, [d for _, d in targets]), strict=True
+        )
         if must or own <= d.spill_ms
     ]
     if computes is not None:
@@ -275,14 +313,20 @@ def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, No
     if len(priced) > _LOOKED_AT:
         most = sorted([price for price, _ in priced])[_LOOKED_AT - 1]
         priced = [each for each in priced if each[0] <= most]
-    return sorted(priced, key=lambda each: (each[0], crc32(each[1].name.encode(), tie)))[:_LOOKED_AT]
+    return sorted(priced, key=lambda each: (each[0], crc32(each[1].name.encode(), tie)))[
+        :_LOOKED_AT
+    ]
 
 
 def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:
     """Return the cheapest; the request's hash chooses among equals, the same for all routers."""
     least = min([price for price, _ in priced])
     equal = [each for each in priced if each[0] == least]
-    return equal[0] if len(equal) == 1 else min(equal, key=lambda each: crc32(each[1].name.encode(), tie))
+    return (
+        equal[0]
+        if len(equal) == 1
+        else min(equal, key=lambda each: crc32(each[1].name.encode(), tie))
+    )
 
 
 def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -> Refuse:
@@ -294,7 +338,9 @@ def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -
 def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
-    """Return what a placement takes of its prefill node, if that is another one, and of its decode node."""
+    """Return what a placement takes of its prefill node, if that is another one, and of its decode
+    node.
+    """
     own = request.prompt_ms(source)
     output = max(1.0, min(request.output, request.most_output))
     row = Share(

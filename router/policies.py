@@ -1,12 +1,14 @@
 """Simple rules by which an operator may have the nodes of a role chosen. Pure.
 
-The price (router/placement.py) is no policy: it chooses both nodes of a request at once. A policy chooses the node of
-one role by one rule, for those who want to predict by hand.
+The price (router/placement.py) is no policy: it chooses both nodes of a request at once. A policy
+chooses the node of one role by one rule, for those who want to predict by hand.
 
-Affinity ends at a bound, which is each node's own: a node that is overloaded sends its requests elsewhere, and all
-others keep theirs. (Peers compare the deepest and the shallowest queue and turn affinity off for the whole fleet.)
+Affinity ends at a bound, which is each node's own: a node that is overloaded sends its requests
+elsewhere, and all others keep theirs. (Peers compare the deepest and the shallowest queue and turn
+affinity off for the whole fleet.)
 
-Refuses to own: which nodes may be chosen at all (router/nodes/pool.py), and any socket, clock or random source.
+Refuses to own: which nodes may be chosen at all (router/nodes/pool.py), and any socket, clock or
+random source.
 """
 
 from __future__ import annotations
@@ -21,9 +23,20 @@ import msgspec
 
 from wire.config import Role
 
-__all__ = ["POLICIES", "Ask", "NodeView", "Policy", "least_queue", "most_depth", "prefix", "round_robin", "session"]
+__all__ = [
+    "POLICIES",
+    "Ask",
+    "NodeView",
+    "Policy",
+    "least_queue",
+    "most_depth",
+    "prefix",
+    "round_robin",
+    "session",
+]
 
-_MOST_OVER_MEAN = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2016: moves little, evens out much
+# consistent hashing with bounded loads, Mirrokni et al. 2016: moves little, evens out much
+_MOST_OVER_MEAN = 1.25
 _SLACK = 2.0  # requests: with short queues chance alone makes larger differences than the factor
 _ALL_BITS = (1 << 64) - 1
 
@@ -36,7 +49,9 @@ class Ask(msgspec.Struct, frozen=True):
     session: str = ""
     """What requests of one conversation or user have in common; empty if nothing is known."""
     cached: Mapping[str, int] = {}
-    """By URL of a node, how many tokens of this prompt it is believed to have. Nodes that are not named have none."""
+    """By URL of a node, how many tokens of this prompt it is believed to have. Nodes that are not
+    named have none.
+    """
 
 
 class NodeView(Protocol):
@@ -56,7 +71,9 @@ N = TypeVar("N", bound=NodeView)
 
 
 class Policy(Protocol):
-    """A choice of one of `nodes`, of which there is at least one, that changes none. All randomness is of `rng`."""
+    """A choice of one of `nodes`, of which there is at least one, that changes none. All randomness
+    is of `rng`.
+    """
 
     def __call__(self, ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
         """Return the chosen one."""
@@ -76,17 +93,23 @@ def round_robin(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
 
 
 def prefix(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
-    """Return the shortest queue of those with the longest cached prefix whose queue is within the bound."""
+    """Return the shortest queue of those with the longest cached prefix whose queue is within the
+    bound.
+    """
     within = _within_bound(nodes)
     longest = max(ask.cached.get(node.url, 0) for node in within)
-    return least_queue(ask, [node for node in within if ask.cached.get(node.url, 0) == longest], rng)
+    return least_queue(
+        ask, [node for node in within if ask.cached.get(node.url, 0) == longest], rng
+    )
 
 
 def session(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
-    """Return the session's first node whose queue is within the bound; without a session the shortest queue.
+    """Return the session's first node whose queue is within the bound; without a session the
+    shortest queue.
 
-    By rendezvous hashing (Thaler and Ravishankar 1998): the choice needs no memory, is the same in every router, and
-    changes for a session only if its own node leaves, a node joins that comes before it, or its queue is too deep.
+    By rendezvous hashing (Thaler and Ravishankar 1998): the choice needs no memory, is the same in
+    every router, and changes for a session only if its own node leaves, a node joins that comes
+    before it, or its queue is too deep.
     """
     if not ask.session:
         return least_queue(ask, nodes, rng)
@@ -104,7 +127,9 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def most_depth(nodes: Iterable[NodeView]) -> float:
-    """Return the depth up to which a node is chosen for what it has, whatever the others do. Some node is below."""
+    """Return the depth up to which a node is chosen for what it has, whatever the others do. Some
+    node is below.
+    """
     depths = [node.depth for node in nodes]
     return _MOST_OVER_MEAN * sum(depths) / len(depths) + _SLACK
 
@@ -116,4 +141,6 @@ def _within_bound(nodes: Sequence[N]) -> list[N]:
 
 @lru_cache(maxsize=1 << 16)
 def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little"
+    )

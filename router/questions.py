@@ -1,4 +1,6 @@
-"""Short questions that any node of a model can answer, such as which tokens a text has: no walk, no lease."""
+"""Short questions that any node of a model can answer, such as which tokens a text has: no walk, no
+lease.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,20 @@ class _Asked(msgspec.Struct):
     model: str | None = None
 
 
-async def ask_any(pool: Pool, models: Models, legs: Legs, path: str, body: bytes, attempts: int) -> bytes:
-    """The answer of the first node that gives one: prefill nodes first, because they tokenize anyway.
+async def ask_any(
+    pool: Pool, models: Models, legs: Legs, path: str, body: bytes, attempts: int
+) -> bytes:
+    """The answer of the first node that gives one: prefill nodes first, because they tokenize
+    anyway.
 
-    Raises Refused with a node's 4xx, NotFound for a model that is not served, NoNode if no node of it is up, LegFailed
-    if `attempts` nodes broke, DeadlineExceeded. No node is blamed: that would take it from all others for the sake of
-    one large text.
+    Raises Refused with a node's 4xx, NotFound for a model that is not served, NoNode if no node of
+    it is up, LegFailed if `attempts` nodes broke, DeadlineExceeded. No node is blamed: that would
+    take it from all others for the sake of one large text.
     """
     model, body = _for_model(body, models)
-    nodes: list[Node] = [*pool.up(Role.PREFILL, model=model), *pool.up(Role.DECODE, model=model)][:attempts]
+    nodes: list[Node] = [*pool.up(Role.PREFILL, model=model), *pool.up(Role.DECODE, model=model)][
+        :attempts
+    ]
     if not nodes:
         pool.require_ready(model)
     failure: LegFailed | None = None
@@ -58,5 +65,7 @@ def _for_model(body: bytes, models: Models) -> tuple[str, bytes]:
             body = msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
         return model, body
     if len(served := list(models.ready())) > 1:
-        raise RequestError(f"model is missing; served: {', '.join(map(repr, served))}", param="model")
+        raise RequestError(
+            f"model is missing; served: {', '.join(map(repr, served))}", param="model"
+        )
     return "", body

@@ -1,6 +1,7 @@
 """What the client sees of a walk: headers as late as is honest, then bytes, and never a silent end.
 
-Owns an answer's side of the client and ends the walk if the client goes away. Knows nothing of nodes.
+Owns an answer's side of the client and ends the walk if the client goes away. Knows nothing of
+nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_f
 __all__ = ["CLIENT_GONE", "AnyWalk", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
-"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for as long, at most
-for twice as long."""
+"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for
+as long, at most for twice as long.
+"""
 CLIENT_GONE = 499
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,7 +61,9 @@ def id_headers(job_id: str) -> dict[str, str]:
 
 
 class Relay(Response):
-    """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
+    """An answer that runs its own walk, in the client's dialect. `finished` is called once, however
+    it ended.
+    """
 
     def __init__(self, walk: AnyWalk, turn: Turn, finished: Finished, dialect: Dialect) -> None:
         super().__init__()
@@ -76,7 +80,9 @@ class Relay(Response):
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, in the task of its own that every request has; no other is left when it ends."""
+        """Answer one request, in the task of its own that every request has; no other is left when
+        it ends.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._task, self._client = task, client_of(scope)
@@ -94,7 +100,9 @@ class Relay(Response):
                 failure = await self._end(failure, scope, receive, send)
         finally:
             self._client.watch(None)
-            status = CLIENT_GONE if not self._complete else 200 if failure is None else failure.status
+            status = (
+                CLIENT_GONE if not self._complete else 200 if failure is None else failure.status
+            )
             self._finished(status, failure)
             # A long body is given back now, and not when the collector comes to it.
             self._walk.reply.pass_on_no_more()
@@ -119,10 +127,15 @@ class Relay(Response):
         except asyncio.CancelledError:
             self._task.uncancel()
             if not self._left and self._broken is None:  # by the server, whose time to end is over
-                return Draining("the router ends, and has waited for this request as long as it may; send it again")
+                return Draining(
+                    "the router ends, and has waited for this request as long as it may; send it "
+                    "again"
+                )
             return self._broken
         except Exception:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
-            _log.exception("id=%s: the walk broke on an error of the router itself", self._walk.job.id)
+            _log.exception(
+                "id=%s: the walk broke on an error of the router itself", self._walk.job.id
+            )
             return KvrelayError("the router broke on this request; its log says how")
         finally:
             self._walking = False
@@ -141,10 +154,15 @@ class Relay(Response):
         """Send events, with the headers if they were not sent yet."""
         if not self._begun:
             self._begun = True
-            extra = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._extra.items()]
+            extra = [
+                (name.encode("latin-1"), value.encode("latin-1"))
+                for name, value in self._extra.items()
+            ]
             self._client.begin(200, (*_STREAM_HEADERS, *extra))
             if self._dialect is AS_IS:  # from now on there is nothing to do
-                self._walk.reply.pass_on(self._client.write, self._client.flow, self._client.write_last)
+                self._walk.reply.pass_on(
+                    self._client.write, self._client.flow, self._client.write_last
+                )
         self._client.write(events)
 
     def _hold(self) -> None:
@@ -157,7 +175,9 @@ class Relay(Response):
     async def _end(
         self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send
     ) -> KvrelayError | None:
-        """Send the rest, or an error: as an event behind others, or with its honest status. Return what went wrong."""
+        """Send the rest, or an error: as an event behind others, or with its honest status. Return
+        what went wrong.
+        """
         if self._walk.job.stream and (failure is None or self._begun):
             self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
             self._client.end()

@@ -1,7 +1,8 @@
 """Which settings of a running router a new configuration may change, and which not; and the signal.
 
-All or nothing: what cannot be read, is wrong, or changes a fixed setting leaves everything as it was. What takes a new
-configuration over does so in one turn of its event loop; requests that have begun go on with the one before.
+All or nothing: what cannot be read, is wrong, or changes a fixed setting leaves everything as it
+was. What takes a new configuration over does so in one turn of its event loop; requests that have
+begun go on with the one before.
 """
 
 from __future__ import annotations
@@ -18,26 +19,36 @@ from wire.router_config import LIVE, RouterConfig
 __all__ = ["Reread", "changes", "reload_on_hangup"]
 
 Reread = Callable[[], RouterConfig]
-"""Reads the configuration again, as the process was started: flags over file over defaults. Raises ConfigError."""
+"""Reads the configuration again, as the process was started: flags over file over defaults. Raises
+ConfigError.
+"""
 
 _log = logging.getLogger("kvrelay.router")
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """Return the names of settings that differ. Raises ConfigError, naming them, if some are fixed at the start.
+    """Return the names of settings that differ. Raises ConfigError, naming them, if some are fixed
+    at the start.
 
-    Also if no API key were left: a file that is half written, or its section of keys lost, must not open the router.
+    Also if no API key were left: a file that is half written, or its section of keys lost, must not
+    open the router.
     """
-    differ = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
+    differ = [
+        field.name
+        for field in dataclasses.fields(old)
+        if getattr(old, field.name) != getattr(new, field.name)
+    ]
     fixed = [name for name in differ if name not in LIVE]
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; restart it for that, or "
+            f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; "
+            f"restart it for that, or "
             f"set {'them' if len(fixed) > 1 else 'it'} back"
         )
     if (old.api_key or old.keys) and not (new.api_key or new.keys):
         raise ConfigError(
-            "the new configuration has no API keys, and without any the router would answer everybody, so nothing was "
+            "the new configuration has no API keys, and without any the router would answer "
+            "everybody, so nothing was "
             "changed and the old keys stay; restart it to serve without keys"
         )
     return differ
@@ -52,6 +63,9 @@ def reload_on_hangup(reload: Callable[[], list[str]]) -> None:
         except KvrelayError as why:
             _log.error("the configuration is not reloaded: %s", why.message)
         else:
-            _log.info("the configuration is reloaded: %s", f"new {', '.join(changed)}" if changed else "nothing is new")
+            _log.info(
+                "the configuration is reloaded: %s",
+                f"new {', '.join(changed)}" if changed else "nothing is new",
+            )
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)

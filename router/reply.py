@@ -1,7 +1,9 @@
-"""The bytes between the walk and one client: kept until somebody takes them, or passed on as they come.
+"""The bytes between the walk and one client: kept until somebody takes them, or passed on as they
+come.
 
-The walk puts payloads without waiting, so that a payload is either counted and put, or neither, whenever the walk is
-cut off; and it waits for room before it reads on, so that a slow client slows its nodes instead of filling memory.
+The walk puts payloads without waiting, so that a payload is either counted and put, or neither,
+whenever the walk is cut off; and it waits for room before it reads on, so that a slow client slows
+its nodes instead of filling memory.
 """
 
 from __future__ import annotations
@@ -35,9 +37,14 @@ class Reply:
         """Whether the client reads, if bytes are passed on to it."""
 
     def pass_on(
-        self, put: Callable[[bytes], None], flow: Flow, put_last: Callable[[bytes], None] | None = None
+        self,
+        put: Callable[[bytes], None],
+        flow: Flow,
+        put_last: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Give each payload to `put` from now on, the last one to `put_last`; who asks for room is told of `flow`."""
+        """Give each payload to `put` from now on, the last one to `put_last`; who asks for room is
+        told of `flow`.
+        """
         self.put, self.put_last, self.flow = put, put_last or put, flow
 
     def pass_on_no_more(self) -> None:
@@ -51,7 +58,9 @@ class Reply:
 
     @property
     def full(self) -> bool:
-        """Say whether there is something to wait for before more is put. Never for what is kept until it is whole."""
+        """Say whether there is something to wait for before more is put. Never for what is kept
+        until it is whole.
+        """
         return self.flow is not None and self.flow.write_paused
 
     def room(self) -> Awaitable[None] | None:

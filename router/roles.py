@@ -1,8 +1,10 @@
-"""Roles follow the load: where one role of a model is short of nodes, a node of the other one takes it.
+"""Roles follow the load: where one role of a model is short of nodes, a node of the other one takes
+it.
 
-Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time, and tokens
-`1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py); requests may take all of its seats.
-Owns that decision, and who is asked: all routers see the same and ask the same node, which changes once (node/role.py).
+Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
+and tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py);
+requests may take all of its seats. Owns that decision, and who is asked: all routers see the same
+and ask the same node, which changes once (node/role.py).
 """
 
 from __future__ import annotations
@@ -38,17 +40,28 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> dict[Role, float]:
-    """Return how many nodes the work of each role takes; without a target for TPOT (0) by the default one."""
-    prompts = fsum(load.prompt_share for of in loads.values() for load in of)  # decode nodes spare prefill nodes some
+    """Return how many nodes the work of each role takes; without a target for TPOT (0) by the
+    default one.
+    """
+    prompts = fsum(
+        load.prompt_share for of in loads.values() for load in of
+    )  # decode nodes spare prefill nodes some
     decode = loads[Role.DECODE]
     tokens = fsum(load.token_rate * load.per_token_ms for load in decode)
-    left = fsum(1 - load.step_ms / (tpot_ms or default_targets(load.costs, 0)[1]) for load in decode)
+    left = fsum(
+        1 - load.step_ms / (tpot_ms or default_targets(load.costs, 0)[1]) for load in decode
+    )
     seats = fsum(load.rows / load.max_num_seqs for load in decode if load.max_num_seqs)
-    return {Role.PREFILL: prompts, Role.DECODE: max(seats, tokens / max(LEAST_LEFT, left / max(1, len(decode))))}
+    return {
+        Role.PREFILL: prompts,
+        Role.DECODE: max(seats, tokens / max(LEAST_LEFT, left / max(1, len(decode)))),
+    }
 
 
 class Roles:
-    """A decision about the nodes of one model, from look to look. Times are seconds of any one clock."""
+    """A decision about the nodes of one model, from look to look. Times are seconds of any one
+    clock.
+    """
 
     def __init__(self, least_prefill: int = 1, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
@@ -62,15 +75,22 @@ class Roles:
         """Note that a node has taken a role, whoever had it do so."""
         self._changed, self._last, self._times = now, role, 0
 
-    def look(self, up: Mapping[Role, int], work: Mapping[Role, float], now: float, hindered: str = "") -> Role | None:
+    def look(
+        self, up: Mapping[Role, int], work: Mapping[Role, float], now: float, hindered: str = ""
+    ) -> Role | None:
         """Return the role that one of the nodes should take; `hindered` says why none can now."""
-        rests = now - self._changed < COOL_DOWN_S  # until then what had piled up says nothing of what is needed now
+        rests = (
+            now - self._changed < COOL_DOWN_S
+        )  # until then what had piled up says nothing of what is needed now
         kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
-        self._work = {role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()}
+        self._work = {
+            role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()
+        }
         self.use = use = {role: of / max(1, up[role]) for role, of in self._work.items()}
         busy = max(use, key=lambda role: use[role])
         idle = OTHER[busy]
-        # To a role of many nodes one more is less than any margin: what counts is the role that gives it away.
+        # To a role of many nodes one more is less than any margin: what counts is the role that
+        # gives it away.
         after = self._work[idle] / max(1, up[idle] - 1)
         margin = MARGIN * (2 if self._last is idle and now - self._changed < REMEMBERS_S else 1)
         against = (
@@ -80,16 +100,27 @@ class Roles:
             (rests, "the last change was just now"),
         )
         why = hindered or next((reason for holds, reason in against if holds), "")
-        self._busy, self._times = busy, 0 if why else self._times % LOOKS + 1 if busy is self._busy else 1
+        self._busy, self._times = (
+            busy,
+            0 if why else self._times % LOOKS + 1 if busy is self._busy else 1,
+        )
         decided = self._times == LOOKS
-        why = why or (f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes")
-        self.why = f"{why}: " + ", ".join(f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use)
+        why = why or (
+            f"one {idle} node becomes a {busy} node" if decided else f"{busy} is short of nodes"
+        )
+        self.why = f"{why}: " + ", ".join(
+            f"{up[role]} {role} nodes with {use[role]:.0%} to do" for role in use
+        )
         return busy if decided else None
 
 
 async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int, str]:
-    """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of the old one."""
-    status, message = await legs.tell(node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S)
+    """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of
+    the old one.
+    """
+    status, message = await legs.tell(
+        node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
+    )
     if status == BEGUN:
         pool.flips(node, role, time.monotonic())
     return status, message
@@ -97,7 +128,9 @@ async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int,
 
 @dataclass(slots=True)
 class RoleChanges:
-    """A process's looks at the roles of all models. Once `ending` says so no node is asked any more."""
+    """A process's looks at the roles of all models. Once `ending` says so no node is asked any
+    more.
+    """
 
     config: Callable[[], RouterConfig]
     pool: Pool
@@ -122,10 +155,14 @@ class RoleChanges:
         config, known = self.config(), self._known
         ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
         least = config.least_prefill, config.least_decode
-        self.models = {of: self.models.get(of) or Roles(*least) for of in {node.model for node in ours}}
+        self.models = {
+            of: self.models.get(of) or Roles(*least) for of in {node.model for node in ours}
+        }
         self._known = {node.url: (node.role, node.generation) for node in ours}
         self._rests = {url: until for url, until in self._rests.items() if until > now}
-        for node in ours:  # a process that was started again has its first role: nobody has decided that
+        for (
+            node
+        ) in ours:  # a process that was started again has its first role: nobody has decided that
             if known.get(node.url) == (OTHER.get(node.role), node.generation):
                 self.models[node.model].changed(node.role, now)
                 self._rests.pop(node.url, None)
@@ -137,7 +174,11 @@ class RoleChanges:
             hindered = self._hindered(config, [node for node in ours if node.model == model])
             up = {role: len(of) for role, of in loads.items()}
             wanted = roles.look(up, work_of(loads, config.tpot_target_ms), now, hindered)
-            willing = [node for node in nodes[OTHER[wanted]] if node.url not in self._rests] if wanted else []
+            willing = (
+                [node for node in nodes[OTHER[wanted]] if node.url not in self._rests]
+                if wanted
+                else []
+            )
             if wanted and willing:
                 asked.append((roles, max(willing, key=lambda node: node.url), wanted))
             for role, use in roles.use.items():
@@ -147,7 +188,10 @@ class RoleChanges:
             if status not in (200, Conflict.status):  # else another router has asked it, too
                 self._rests[node.url] = now + RESTS_S
             outcome = "begun" if status == BEGUN else f"refused: {status} {said}"
-            roles.changes = [RoleChange(time.time(), role, node.url, roles.why, outcome), *roles.changes[:9]]
+            roles.changes = [
+                RoleChange(time.time(), role, node.url, roles.why, outcome),
+                *roles.changes[:9],
+            ]
             self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
             _log.info("roles: %s; %s: %s", roles.why, node.url, outcome)
 

@@ -1,6 +1,7 @@
 """One router process: what it is made of, and how a request is checked and begins its walk.
 
-Owns nothing that outlives the process's event loop except through `running`. The walk itself is in walk/handoff.py.
+Owns nothing that outlives the process's event loop except through `running`. The walk itself is in
+walk/handoff.py.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ class Router:
     _means: Means | None = None
 
     def __init__(
-        self, config: RouterConfig, rng: random.Random, shared: Shared | None = None, reread: Reread | None = None
+        self,
+        config: RouterConfig,
+        rng: random.Random,
+        shared: Shared | None = None,
+        reread: Reread | None = None,
     ) -> None:
         self.config, self._reread = config, reread
         self.shared = shared or Shared()
@@ -125,7 +130,9 @@ class Router:
         config, leads = self.config, self.shared.leads
         self.legs = legs = Legs(config, self.chores)
         self._vllm_legs = VllmLegs(self.legs)
-        self._means = Means(self.pool, self.doors, self.placer, legs, self.chores, self.metrics, config)
+        self._means = Means(
+            self.pool, self.doors, self.placer, legs, self.chores, self.metrics, config
+        )
         events = None
         if self.shared.serves:
             events = KvEvents(self.pool.prefixes, self.metrics.prefix, config.vllm_event_ports)
@@ -135,10 +142,22 @@ class Router:
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
-                discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                meanwhile(meet_for_ever(self.pool, self.pairs, legs, self._met)) if leads else nullcontext(),
+                discovering(
+                    self.pool,
+                    config.kubernetes_selector,
+                    config.kubernetes_namespace,
+                    self.metrics.registry,
+                ),
+                meanwhile(meet_for_ever(self.pool, self.pairs, legs, self._met))
+                if leads
+                else nullcontext(),
                 meanwhile(self.endings.flow.look_for_ever()),
-                hearing_pings(self.pool, config.host, config.p2p_nccl_port, lambda url: self.config.may_be_node(url)),
+                hearing_pings(
+                    self.pool,
+                    config.host,
+                    config.p2p_nccl_port,
+                    lambda url: self.config.may_be_node(url),
+                ),
                 meanwhile(roles.look_for_ever()) if leads else nullcontext(),
             ):
                 yield
@@ -152,7 +171,9 @@ class Router:
                 await asyncio.to_thread(self.tracing.close)
 
     def take_over(self, config: RouterConfig) -> None:
-        """Go by this configuration for requests that come from now on. Nodes are told to the pool by others."""
+        """Go by this configuration for requests that come from now on. Nodes are told to the pool
+        by others.
+        """
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
         self.models.aliases = config.aliases
@@ -162,27 +183,42 @@ class Router:
             self._means = replace(self._means, config=config)
 
     def reload(self) -> list[str]:
-        """Take over the configuration that is read now, and return the names of settings that are new.
+        """Take over the configuration that is read now, and return the names of settings that are
+        new.
 
         Raises RequestError, ConfigError; then everything is as before.
         """
         if self._reread is None:
-            raise RequestError("this router was started without --config, so there is nothing to be read again")
+            raise RequestError(
+                "this router was started without --config, so there is nothing to be read again"
+            )
         config = self._reread()
         changed = changes(self.config, config)
-        if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
-            self.pool.tell(Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic())
+        if {"prefill", "decode"} & set(
+            changed
+        ):  # else a node that an operator has removed would come back
+            self.pool.tell(
+                Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic()
+            )
         self.take_over(config)
         return changed
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
         if how in ("met", "failed"):
-            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
+            self.doors.met(
+                meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic()
+            )
 
-    async def complete(self, request: Request, speak: Speak, learn: Learn | None = None) -> Response:
+    async def complete(
+        self, request: Request, speak: Speak, learn: Learn | None = None
+    ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), caller_of(request)
+        path, timeline, caller = (
+            request.scope["path"],
+            Timeline(time.monotonic()),
+            caller_of(request),
+        )
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
         traced: Traced | None = None
@@ -194,11 +230,19 @@ class Router:
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
-            request.state.job_id = self._new_id(request.state.job_id)  # it may be in use since the body was waited for
+            request.state.job_id = self._new_id(
+                request.state.job_id
+            )  # it may be in use since the body was waited for
             session = header(SESSION_HEADER, "")
             targets = self.gate.targets(*targets_of(header))
             job = parse_job(
-                body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session, targets
+                body,
+                leg_path,
+                request.state.job_id,
+                int(time.time()),
+                _ids.getrandbits(53),
+                session,
+                targets,
             )
             if job.asked_id and header("x-request-id") is None:
                 request.state.job_id = self._new_id(job.asked_id)
@@ -211,7 +255,9 @@ class Router:
             if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
-            walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths)
+            walk = self._walk(
+                job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths
+            )
             turn = await self.gate.enter(caller, job, walk.wanted(), timeline.arrived)
         except KvrelayError as why:
             job_of = None if walk is None else walk.job
@@ -227,7 +273,9 @@ class Router:
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
-            self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
+            self.gate.leave(
+                turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens
+            )
             self.live.discard(job.id)
             if status == 200 and why is None:
                 deaths.answered()
@@ -235,7 +283,9 @@ class Router:
 
         return Relay(walk, turn, finished, dialect)
 
-    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths) -> AnyWalk:
+    def _walk(
+        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
+    ) -> AnyWalk:
         """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means = self._means
         assert means is not None
@@ -251,15 +301,19 @@ class Router:
             return walk_of(job, timeline)
         return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
 
-    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes | None:
-        """Return what a node's /tokenize or /detokenize says to a body; None if the client has gone.
+    async def tokenized(
+        self, request: Request, path: str, translate: Callable[[bytes], bytes]
+    ) -> bytes | None:
+        """Return what a node's /tokenize or /detokenize says to a body; None if the client has
+        gone.
 
         Raises KvrelayError.
         """
         body = await self.body(request)
         body = await beside(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
-            # What ends one node ends the next: no more of them than a request may have that is answered by tokens.
+            # What ends one node ends the next: no more of them than a request may have that is
+            # answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
             asked = ask_any(self.pool, self.models, self.legs, path, body, attempts)
             return await unless_gone(request, asked)
@@ -272,7 +326,9 @@ class Router:
         return caller_of(request).sha256
 
     def health(self) -> tuple[int, bytes]:
-        """Return 200 while requests for any model can be served, else 503; and the state of every model and node."""
+        """Return 200 while requests for any model can be served, else 503; and the state of every
+        model and node.
+        """
         met = self.pairs.met() if self.shared.leads else self.shared.met
         ready, body = health_of(self.pool, self.models, met, len(self.live), time.monotonic())
         workers = self.shared.workers()
@@ -293,20 +349,29 @@ class Router:
         return True
 
     def _new_id(self, wanted: str) -> str:
-        """Return the client's own id if it is sane and not in use, else a fresh one; nodes go by it."""
-        return wanted if sane_id(wanted) and wanted not in self.live else f"{_ids.getrandbits(128):032x}"
+        """Return the client's own id if it is sane and not in use, else a fresh one; nodes go by
+        it.
+        """
+        return (
+            wanted
+            if sane_id(wanted) and wanted not in self.live
+            else f"{_ids.getrandbits(128):032x}"
+        )
 
     async def body(self, request: Request) -> bytes:
         """Read a request's body, and check its size and shape. Raises KvrelayError."""
         body = await read_body(
-            request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
+            request,
+            self.config.max_body_bytes,
+            min(_BODY_DEADLINE_S, self.config.request_deadline_s),
         )
         await beside(len(body), check_shape, body)
         return body
 
 
 def targets_of(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
-    """Return the targets in a request's headers: for its first token and for each further one, in seconds.
+    """Return the targets in a request's headers: for its first token and for each further one, in
+    seconds.
 
     Raises RequestError.
     """
@@ -322,5 +387,7 @@ def _target_s(name: str, value: str | None) -> float | None:
     except ValueError:
         target = math.nan
     if not 0 < target <= _MAX_TARGET_MS:  # also if it is no number
-        raise RequestError(f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name)
+        raise RequestError(
+            f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name
+        )
     return target / 1e3

@@ -29,15 +29,16 @@ from wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
 
-# Above the idle time after which OpenAI clients close a kept connection themselves, so that we never do it first.
+# Above the idle time after which OpenAI clients close a kept connection themselves, so that we
+# never do it first.
 _KEEP_CONNECTION_S = 75
 
 
 def settle() -> None:
     """For a process that does nothing but route: have the interpreter do less beside it.
 
-    The cyclic collector took 9 % of the time and found next to nothing: what is there at start stays, and requests free
-    themselves by their counts.
+    The cyclic collector took 9 % of the time and found next to nothing: what is there at start
+    stays, and requests free themselves by their counts.
     """
     gc.collect()
     gc.freeze()
@@ -49,7 +50,9 @@ def settle() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal after all."""
+    """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal
+    after all.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -78,7 +81,8 @@ def make_server(
     reread: Reread | None = None,
     unix_socket: Path | None = None,
 ) -> uvicorn.Server:
-    """Return a server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError.
+    """Return a server that is not yet started; its `started` and `should_exit` are uvicorn's.
+    Raises ConfigError.
 
     On a Unix socket it speaks plain HTTP and leaves signals to others.
     """
@@ -105,11 +109,15 @@ def make_server(
 
 
 async def serve(
-    config: RouterConfig, listening: Sequence[socket.socket] | None = None, reread: Reread | None = None
+    config: RouterConfig,
+    listening: Sequence[socket.socket] | None = None,
+    reread: Reread | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
 
-    SIGHUP reloads the configuration, if there is something to be read again; else it ends the router, too."""
+    SIGHUP reloads the configuration, if there is something to be read again; else it ends the
+    router, too.
+    """
     server = make_server(config, reread=reread)
     if reread is not None:
         reload_on_hangup(server.config.app.state.router.reload)  # type: ignore[union-attr]

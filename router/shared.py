@@ -1,7 +1,8 @@
-"""What a router process has in common with others that serve the same port; a router by itself is alone.
+"""What a router process has in common with others that serve the same port; a router by itself is
+alone.
 
-Owns the case without any others. With several processes it is router/workers/worker.py's in those that answer
-requests, and router/workers/parent.py's in the one that looks after them.
+Owns the case without any others. With several processes it is router/workers/worker.py's in those
+that answer requests, and router/workers/parent.py's in the one that looks after them.
 """
 
 from __future__ import annotations

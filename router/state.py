@@ -1,4 +1,6 @@
-"""What the router tells of its nodes and models, as plain values: the bodies of GET /health and GET /admin/nodes."""
+"""What the router tells of its nodes and models, as plain values: the bodies of GET /health and GET
+/admin/nodes.
+"""
 
 from __future__ import annotations
 
@@ -69,15 +71,24 @@ def failed_pairs(met: Met) -> list[FailedPair]:
 def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
     """Say whether requests for any model can be served now, and for which."""
     by_model = models.ready()
-    return Health.OK if any(by_model.values()) else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+    return Health.OK if any(
+        by_model.values()
+    ) else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
 
 
-def health_of(pool: Pool, models: Models, met: Met, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
+def health_of(
+    pool: Pool, models: Models, met: Met, requests: int, now: float
+) -> tuple[bool, dict[str, Any]]:
     """Say whether requests for any model can be served now; and the state of every model and node.
 
-    `status` is "degraded" if no model has both a prefill and a decode node, and a decode node answers alone."""
+    `status` is "degraded" if no model has both a prefill and a decode node, and a decode node
+    answers alone.
+    """
     counts = {
-        role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
+        role.value: {
+            "up": len(pool.up(role)),
+            "listed": sum(node.role == role for node in pool.nodes),
+        }
         for role in (Role.PREFILL, Role.DECODE)
     }
     status, by_model = of_models(models)

@@ -1,7 +1,8 @@
-"""When each stage of a request happened, for its log line, the histograms and the answer. Times are monotonic seconds.
+"""When each stage of a request happened, for its log line, the histograms and the answer. Times are
+monotonic seconds.
 
-The stages are those of openai_api/stages.py. The nodes tell of what happened inside them, each by its own clock; what
-lies between is seen from here, by one clock.
+The stages are those of openai_api/stages.py. The nodes tell of what happened inside them, each by
+its own clock; what lies between is seen from here, by one clock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class LegSeen:
 
 @dataclass(slots=True)
 class Timeline:
-    """One request. A point that was not reached stays None; `first_token` and `last_token` are for any leg."""
+    """One request. A point that was not reached stays None; `first_token` and `last_token` are for
+    any leg.
+    """
 
     arrived: float
     sent: float | None = None
@@ -74,7 +77,9 @@ class Timeline:
         return LegSeen(now, decoding, fetches)
 
     def told(self, leg: LegSeen, place: int, now: float) -> None:
-        """A leg whose `tokens` is None is `place` tokens into the answer, whoever was the first to tell of them."""
+        """A leg whose `tokens` is None is `place` tokens into the answer, whoever was the first to
+        tell of them.
+        """
         if not leg.decoding:
             leg.tokens = self.prefilled = now
         elif place > 1 or not leg.fetches:
@@ -87,7 +92,9 @@ class Timeline:
             self.decode_ms = timing_ms
         else:
             known = self.prefill_ms
-            self.prefill_ms = timing_ms | {name: took + timing_ms.get(name, 0.0) for name, took in known.items()}
+            self.prefill_ms = timing_ms | {
+                name: took + timing_ms.get(name, 0.0) for name, took in known.items()
+            }
 
     def seen(self, leg: LegSeen, now: float) -> None:
         """A leg is over; if it has told nothing, its time is counted as it was seen from here."""
@@ -97,7 +104,9 @@ class Timeline:
         came = now if leg.tokens is None else leg.tokens
         if not leg.decoding:
             # Token 1 may have come through the decode leg.
-            computed = came if self.first_token is None else min(came, max(leg.began, self.first_token))
+            computed = (
+                came if self.first_token is None else min(came, max(leg.began, self.first_token))
+            )
             self._spend("prefill", computed - leg.began)
             self._computed = computed
             return
@@ -130,10 +139,14 @@ class Timeline:
             stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
         if self.prefill_ms:
             stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
-            stages["prefill"] = stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3
+            stages["prefill"] = (
+                stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3
+            )
         if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
             # Both ways lead through a node's HTTP process and one connection: they cancel out.
-            stages["announce"] = max(0.0, self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3)
+            stages["announce"] = max(
+                0.0, self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3
+            )
         for name, took in self.spent_s.items():
             stages[name] = stages.get(name, 0.0) + took
         if self.idle is not None:
@@ -146,7 +159,8 @@ class Timeline:
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
     def inter_token_s(self, tokens: int, answers: int) -> float | None:
-        """Return the mean time between tokens of one of so many answers, which have so many tokens in all.
+        """Return the mean time between tokens of one of so many answers, which have so many tokens
+        in all.
 
         None if each has fewer than two.
         """

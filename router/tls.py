@@ -11,7 +11,9 @@ __all__ = ["trusted"]
 
 
 def trusted(config: RouterConfig) -> ssl.SSLContext | bool:
-    """Make the context for connections to nodes; True for the system's authorities alone. Raises ConfigError."""
+    """Make the context for connections to nodes; True for the system's authorities alone. Raises
+    ConfigError.
+    """
     if not (config.ssl_ca_certs or config.node_ssl_certfile):
         return True
 

@@ -1,7 +1,9 @@
-"""KV memory of a simulated node: blocks that requests use, private tokens, and a prefix cache of what nobody uses.
+"""KV memory of a simulated node: blocks that requests use, private tokens, and a prefix cache of
+what nobody uses.
 
-As paged_engine/blocks.py, without block numbers: a block is findable as soon as its KV is there, and when it is unused
-until its room is wanted, the one that was used longest ago first, and of one prompt its end before its beginning.
+As paged_engine/blocks.py, without block numbers: a block is findable as soon as its KV is there,
+and when it is unused until its room is wanted, the one that was used longest ago first, and of one
+prompt its end before its beginning.
 """
 
 from __future__ import annotations
@@ -50,11 +52,17 @@ class BlockCache:
         return (len(blocks) - shared) * self.block_size + private <= self.free
 
     def take(self, blocks: Sequence[int], private: int) -> tuple[int, ...]:
-        """Use these blocks and so many tokens that have no name. The blocks that have one from now on: what is not
-        cached and has a name already is computed a second time, and counts as private, too."""
+        """Use these blocks and so many tokens that have no name. The blocks that have one from now
+        on: what is not cached and has a name already is computed a second time, and counts as
+        private, too.
+        """
         used, unused = self._used, self._unused
         found = self._found(blocks)
-        fresh = [*dict.fromkeys(block for block in blocks[found:] if block not in used and block not in unused)]
+        fresh = [
+            *dict.fromkeys(
+                block for block in blocks[found:] if block not in used and block not in unused
+            )
+        ]
         for block in blocks[:found]:
             unused.pop(block, None)
             used[block] = used.get(block, 0) + 1

@@ -1,8 +1,10 @@
-"""The nodes and routers of a simulation on one clock: what routers are told of nodes, and what happens to nodes.
+"""The nodes and routers of a simulation on one clock: what routers are told of nodes, and what
+happens to nodes.
 
-Reports of load reach routers as they do in reality, as each leg is taken, with its ticket, at its end and with a poll
-twice a second, but `stale_ms` later, and KV events 5 ms later still. What a node says of a leg itself (that it has
-begun, that it has ended) is known at once, and that its process has ended, by its connections.
+Reports of load reach routers as they do in reality, as each leg is taken, with its ticket, at its
+end and with a poll twice a second, but `stale_ms` later, and KV events 5 ms later still. What a
+node says of a leg itself (that it has begun, that it has ended) is known at once, and that its
+process has ended, by its connections.
 """
 
 from __future__ import annotations
@@ -64,12 +66,17 @@ class Cluster:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
-                setting.speeds_of(role), setting.block_size, clock.later, hears, shortest_first=setting.shortest_first
+                setting.speeds_of(role),
+                setting.block_size,
+                clock.later,
+                hears,
+                shortest_first=setting.shortest_first,
             )
             for role in self.roles
         ]
         self.routers = [
-            Router(setting, self.roles, self.nodes, f"router {at} {setting.seed}") for at in range(setting.routers)
+            Router(setting, self.roles, self.nodes, f"router {at} {setting.seed}")
+            for at in range(setting.routers)
         ]
         self._setting, self._clock, self._lost = setting, clock, lost
         self._alive = [True] * len(self.nodes)
@@ -83,7 +90,8 @@ class Cluster:
         for event in setting.events:
             clock.later(event.at, self._happening(event))
 
-    # --- what routers are told -----------------------------------------------------------------------------------
+    # --- what routers are told
+    # -----------------------------------------------------------------------------------
 
     def tell_news(self, now: float) -> None:
         """Hand out what is due."""
@@ -137,7 +145,8 @@ class Cluster:
 
         return tells
 
-    # --- what happens to nodes -----------------------------------------------------------------------------------
+    # --- what happens to nodes
+    # -----------------------------------------------------------------------------------
 
     def _happening(self, event: NodeEvent) -> Call:
         def happens(now: float) -> None:
@@ -199,7 +208,9 @@ class Cluster:
         """A leg has left a node: one that drains may have had its last."""
         if at in self._becoming and self.nodes[at].idle:
             starts = self._starts[at]
-            self._clock.later(now + self._setting.switch_ms, lambda then: self._switched(at, starts, then))
+            self._clock.later(
+                now + self._setting.switch_ms, lambda then: self._switched(at, starts, then)
+            )
 
     def _switched(self, at: int, starts: int, now: float) -> None:
         if starts == self._starts[at] and at in self._becoming:

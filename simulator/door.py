@@ -1,6 +1,7 @@
 """The admission of one simulated router: the real queue and its rules, on the simulation's clock.
 
-As router/admission/gate.py, without keys: each request is one of a nobody's. Owns no decision. Milliseconds.
+As router/admission/gate.py, without keys: each request is one of a nobody's. Owns no decision.
+Milliseconds.
 """
 
 from __future__ import annotations

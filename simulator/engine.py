@@ -1,12 +1,15 @@
-"""One simulated node, of any role: steps of decodes and chunks of prompts, KV that grows with each, and who waits.
+"""One simulated node, of any role: steps of decodes and chunks of prompts, KV that grows with each,
+and who waits.
 
-As paged_engine/scheduler.py, which tests hold beside it: decodes first, then chunks within one token budget, the
-shortest prompt first with ageing; a request begins at the end of a step when its KV finds room; one that finds no block
-for its next token preempts the last in turn, whose KV is computed again. Between two changes of a batch without chunks
-all steps are alike but for the KV that grows, so their times have a closed form: an event is a change, not a step.
+As paged_engine/scheduler.py, which tests hold beside it: decodes first, then chunks within one
+token budget, the shortest prompt first with ageing; a request begins at the end of a step when its
+KV finds room; one that finds no block for its next token preempts the last in turn, whose KV is
+computed again. Between two changes of a batch without chunks all steps are alike but for the KV
+that grows, so their times have a closed form: an event is a change, not a step.
 
-Steps that are launched ahead (planning/rate_card.py) are made up when the step before them begins, or when the launch
-of that one has ended: who comes later is in the next one. If there was nobody then, the first who comes is launched.
+Steps that are launched ahead (planning/rate_card.py) are made up when the step before them begins,
+or when the launch of that one has ended: who comes later is in the next one. If there was nobody
+then, the first who comes is launched.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ class Engine:
         self._computing: list[Seat] = []
         """Whose last chunk is in the step that runs."""
         self._joined: list[tuple[Seat, float]] = []
-        """Whose first step is the next one that ends, and how long they have waited for it to begin."""
+        """Whose first step is the next one that ends, and how long they have waited for it to
+        begin.
+        """
         self._steps = self._context = self._plan = 0
         self._planned = Planned()
         self._ahead = speeds.ahead
@@ -88,7 +93,8 @@ class Engine:
         self._changing = self._again = False
         self._slow = SlowSteps()
 
-    # --- what others see -----------------------------------------------------------------------------------------
+    # --- what others see
+    # -----------------------------------------------------------------------------------------
 
     @property
     def _costs(self) -> StepCosts:
@@ -151,14 +157,22 @@ class Engine:
             max_num_seqs=self.speeds.max_num_seqs,
         )
 
-    # --- what comes ----------------------------------------------------------------------------------------------
+    # --- what comes
+    # ----------------------------------------------------------------------------------------------
 
-    def submit(self, stream: Stream, leg: Leg, now: float, generated: int = 0, told: Told = _NOTHING) -> bool:
-        """A leg comes; `generated` as of a decode leg's beginning. False: there is no time for its prompt."""
+    def submit(
+        self, stream: Stream, leg: Leg, now: float, generated: int = 0, told: Told = _NOTHING
+    ) -> bool:
+        """A leg comes; `generated` as of a decode leg's beginning. False: there is no time for its
+        prompt.
+        """
         tokens = told.spill_tokens
         if tokens:
             start = stream.prompt + generated - tokens
-            if self._costs.prompts_ms(tokens, tokens * (start + tokens / 2)) > self.load(now).spill_ms:
+            if (
+                self._costs.prompts_ms(tokens, tokens * (start + tokens / 2))
+                > self.load(now).spill_ms
+            ):
                 return False
         self.legs += 1
         seat = self._seats[stream] = Seat(stream, leg, generated, came=now)
@@ -223,7 +237,14 @@ class Engine:
                 self._stopped(seat)
             lost.append((seat.stream, seat.leg, generated))
         self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_size)
-        for emptied in (self._seats, self._line, self._ready, self._batch, self._computing, self._joined):
+        for emptied in (
+            self._seats,
+            self._line,
+            self._ready,
+            self._batch,
+            self._computing,
+            self._joined,
+        ):
             emptied.clear()
         self.tokens = self.running = self.waiting = self._context = 0
         self.legs, self._pairs, self._announced = 1, 0.0, Announced()
@@ -258,14 +279,17 @@ class Engine:
         else:
             self._cut_short(self._planned.done_by(now) + 1 + self._ahead)
 
-    # --- who begins ----------------------------------------------------------------------------------------------
+    # --- who begins
+    # ----------------------------------------------------------------------------------------------
 
     def _begin(self, seat: Seat, now: float, taken: int) -> bool:
         """Give it a seat and room for its KV, if there are any; `taken` tokens are spoken for."""
         stream, cache = seat.stream, self.cache
         holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
         private = holds - len(stream.blocks) * cache.block_size
-        if self.running >= self.speeds.max_num_seqs or not cache.room_for(stream.blocks, private + taken):
+        if self.running >= self.speeds.max_num_seqs or not cache.room_for(
+            stream.blocks, private + taken
+        ):
             return False
         found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self._cached(seat)
         seat.blocks = cache.take(stream.blocks, private)
@@ -314,7 +338,8 @@ class Engine:
         self._ready.append(seat)
         self._wake(now)
 
-    # --- steps ---------------------------------------------------------------------------------------------------
+    # --- steps
+    # ---------------------------------------------------------------------------------------------------
 
     def _cut_short(self, steps: int) -> None:
         """Plan no more than these."""
@@ -332,7 +357,9 @@ class Engine:
             self._change(now)
 
     def _change(self, now: float) -> None:
-        """The end of a step, or the beginning of the first: who leaves, who comes, and how many steps follow."""
+        """The end of a step, or the beginning of the first: who leaves, who comes, and how many
+        steps follow.
+        """
         self._changing, self._again = True, True
         self._launching = now
         if self._planned.count:
@@ -358,9 +385,16 @@ class Engine:
         if pieces:
             before = now - self._launching
             self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
-            ms = speeds.mixed_ms(running, self._context, pieces, before) if running else speeds.chunk_ms(pieces, before)
+            ms = (
+                speeds.mixed_ms(running, self._context, pieces, before)
+                if running
+                else speeds.chunk_ms(pieces, before)
+            )
             self._planned = Planned(1, now, ms * self.pace)
-            self._computed = sum(count for count, _ in pieces), sum(count * (at + count / 2) for count, at in pieces)
+            self._computed = (
+                sum(count for count, _ in pieces),
+                sum(count * (at + count / 2) for count, at in pieces),
+            )
         else:
             steps = self._batch[0][0] - self._steps
             if self._hides_some():
@@ -368,7 +402,9 @@ class Engine:
             steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
             first = speeds.step_ms(running, self._context)
             last = speeds.step_ms(running, self._context + running * steps)
-            self._planned = Planned(steps, now, first * self.pace, (last - first) / steps * self.pace)
+            self._planned = Planned(
+                steps, now, first * self.pace, (last - first) / steps * self.pace
+            )
         self._schedule()
 
     def _made_up(self, now: float) -> list[tuple[int, int]]:
@@ -419,7 +455,9 @@ class Engine:
     def _keep_pace(self, steps: int, took_ms: float) -> None:
         """Reckon with the costs that steps have now, as paged_engine/engine.py does."""
         costs, rows = self.speeds.card.costs, len(self._batch)
-        decoding_ms = costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
+        decoding_ms = (
+            costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
+        )
         for _ in range(min(steps, _PACE_STEPS)):
             self._pace.saw(took_ms, decoding_ms + costs.prompts_ms(*self._computed))
         self._computed, pace = (0, 0.0), self._pace.factor
@@ -470,7 +508,9 @@ class Engine:
             seat.longest = max(seat.longest, ms)
 
     def _chunks(self, now: float) -> list[tuple[int, int]]:
-        """What the next step computes of prompts, in the order of their turns; who waits begins in this order, too."""
+        """What the next step computes of prompts, in the order of their turns; who waits begins in
+        this order, too.
+        """
         reserved = len(self._batch)
         room = self._budget.room(reserved, self.context(now) if reserved else 0)
         pieces: list[tuple[int, int]] = []
@@ -531,7 +571,8 @@ class Engine:
         self.running -= 1
         self._wait(seat, seat.known - self._cached(seat))
 
-    # --- who leaves ------------------------------------------------------------------------------------------------
+    # --- who leaves
+    # ------------------------------------------------------------------------------------------------
 
     def _stopped(self, seat: Seat) -> None:
         seat.running = False

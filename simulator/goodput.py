@@ -1,5 +1,6 @@
-"""How much a cluster serves in time, by simulation: the share of requests that keep their targets, and the highest rate
-at which enough of them do."""
+"""How much a cluster serves in time, by simulation: the share of requests that keep their targets,
+and the highest rate at which enough of them do.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ __all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "s
 
 _SECONDS = 20
 _LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
-# The first requests find empty nodes, the last ones nobody behind them: these shares of a run do not
-# count, and no less than an answer takes, because until then a node has less to do than it will have.
+# The first requests find empty nodes, the last ones nobody behind them: these shares of a run do
+# not count, and no less than an answer takes, because until then a node has less to do than it will
+# have.
 _BEFORE, _BEHIND = 0.15, 0.1
-# So many times an answer takes a run, of which two are not counted; one is for rates that are higher than guessed.
+# So many times an answer takes a run, of which two are not counted; one is for rates that are
+# higher than guessed.
 _ANSWERS = 5
 _NARROW = 0.03
 _MOST_TRIES = 9
@@ -56,7 +59,9 @@ class Served:
 
 
 def enough(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
-    """How many requests like these a run at this rate needs to tell: for 20 seconds, and for several answers."""
+    """How many requests like these a run at this rate needs to tell: for 20 seconds, and for
+    several answers.
+    """
     answers = rate * _ANSWERS * _answer_ms([asked.output for asked in asks], targets) / 1e3
     return max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)), math.ceil(answers))
 
@@ -99,7 +104,11 @@ def at_rate(asks: Sequence[Asked], setting: Setting, targets: Targets, rate: flo
     # Looking for cycles among living objects would take a third of the time.
     gc.disable()
     try:
-        return served(simulate(streams_at(asks, rate), dataclasses.replace(setting, targets=targets)), targets, rate)
+        return served(
+            simulate(streams_at(asks, rate), dataclasses.replace(setting, targets=targets)),
+            targets,
+            rate,
+        )
     finally:
         gc.enable()
 
@@ -112,7 +121,9 @@ def most_rate(
     guess: float,
     tried: Callable[[Served], None] = lambda _: None,
 ) -> Served:
-    """The highest rate at which this share is good, within 3 %, beginning at a guess above 0; at 0 if none is."""
+    """The highest rate at which this share is good, within 3 %, beginning at a guess above 0; at 0
+    if none is.
+    """
     best, low, high = None, 0.0, 0.0
     rate = guess
     for _ in range(_MOST_TRIES):

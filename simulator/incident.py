@@ -1,10 +1,12 @@
-"""A recorded incident: what was asked of a cluster and what happened to its nodes, as JSON lines or of a router's log.
+"""A recorded incident: what was asked of a cluster and what happened to its nodes, as JSON lines or
+of a router's log.
 
-The first line names the nodes with their roles; each other one is a request, with what its client saw if that is known,
-or something that happened to a node. Times are milliseconds from the first request. A router's log in JSON
-(`--log-format json`) says when requests ended and how long each took, when nodes were lost or drained and when they
-were there again, also in another role. What was refused or had no answer has no length, so it is left out and counted.
-That a node was slow is not in a log: such a line is added by hand.
+The first line names the nodes with their roles; each other one is a request, with what its client
+saw if that is known, or something that happened to a node. Times are milliseconds from the first
+request. A router's log in JSON (`--log-format json`) says when requests ended and how long each
+took, when nodes were lost or drained and when they were there again, also in another role. What was
+refused or had no answer has no length, so it is left out and counted. That a node was slow is not
+in a log: such a line is added by hand.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class _Nodes(msgspec.Struct, frozen=True, tag="nodes", tag_field="kind"):
 
 
 class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", omit_defaults=True):
-    """One request. `blocks` name the full blocks of its prompt, as a trace of load/workloads.py does."""
+    """One request. `blocks` name the full blocks of its prompt, as a trace of load/workloads.py
+    does.
+    """
 
     at_ms: float
     prompt: int
@@ -80,7 +84,9 @@ class Happened(msgspec.Struct, frozen=True, tag="node", tag_field="kind", omit_d
     pace: float = 1.0
 
 
-_LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decoder(_Nodes | Requested | Happened)
+_LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decoder(
+    _Nodes | Requested | Happened
+)
 
 
 @dataclass(slots=True)
@@ -105,7 +111,9 @@ class Incident:
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def of_model(self, model: str) -> Incident:
-        """What concerns it: its nodes, with all that they have served, and those of which no model is known."""
+        """What concerns it: its nodes, with all that they have served, and those of which no model
+        is known.
+        """
         if not any(model in node.models for node in self.nodes):
             return self
         nodes = [node for node in self.nodes if model in node.models or not node.models]
@@ -126,7 +134,9 @@ class Incident:
 
 
 def read_incident(lines: Iterable[bytes]) -> Incident:
-    """Of an incident's own lines, or of a router's log. Raises ConfigError, with the number of the line."""
+    """Of an incident's own lines, or of a router's log. Raises ConfigError, with the number of the
+    line.
+    """
     rows = [line for line in lines if line.strip()]
     if rows and b'"kind"' not in rows[0]:
         return of_log(rows)
@@ -143,16 +153,24 @@ def read_incident(lines: Iterable[bytes]) -> Incident:
         elif isinstance(line, Happened):
             happened.append(line)
         elif line.version != _VERSION:
-            raise ConfigError(f"the incident has version {line.version}, and this release reads {_VERSION}")
+            raise ConfigError(
+                f"the incident has version {line.version}, and this release reads {_VERSION}"
+            )
         else:
             nodes = line.nodes
     known = {node.name for node in nodes}
     unknown = next((each.name for each in happened if each.name not in known), None)
     if unknown is not None:
-        raise ConfigError(f"something happened to {unknown}, which the incident's first line does not name")
+        raise ConfigError(
+            f"something happened to {unknown}, which the incident's first line does not name"
+        )
     if not requests or not any(node.role is Role.DECODE for node in nodes):
         raise ConfigError("an incident needs a request and a decode node at least")
-    return Incident(nodes, sorted(requests, key=lambda each: each.at_ms), sorted(happened, key=lambda each: each.at_ms))
+    return Incident(
+        nodes,
+        sorted(requests, key=lambda each: each.at_ms),
+        sorted(happened, key=lambda each: each.at_ms),
+    )
 
 
 class _Logged(msgspec.Struct, frozen=True):
@@ -180,7 +198,12 @@ class _Logged(msgspec.Struct, frozen=True):
     def ran_on(self) -> list[tuple[str, Role]]:
         """Nodes in their roles; several of a role, of a request with several prompts."""
         named = ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE))
-        return [(name, role) for names, role in named for name in names.split(",") if name not in ("", "-")]
+        return [
+            (name, role)
+            for names, role in named
+            for name in names.split(",")
+            if name not in ("", "-")
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +218,9 @@ class _Told:
 
 
 def of_log(lines: Iterable[bytes]) -> Incident:
-    """Of the lines of a router with `--log-format json`; others are passed over. Raises ConfigError if none tells."""
+    """Of the lines of a router with `--log-format json`; others are passed over. Raises ConfigError
+    if none tells.
+    """
     decoder = msgspec.json.Decoder(_Logged)
     requests: list[Requested] = []
     told: list[_Told] = []
@@ -224,13 +249,16 @@ def of_log(lines: Iterable[bytes]) -> Incident:
             told.append(_Told(now, found[2], Role(found[1]), found[3]))
     if not requests:
         raise ConfigError(
-            "the log tells of no request that was answered; it must be a router's, with --log-format json"
+            "the log tells of no request that was answered; it must be a router's, with "
+            "--log-format json"
         )
     begins = min(each.at_ms for each in requests)
     roles, happened = _happened(told, begins)
     ordered = sorted(roles.items(), key=lambda each: (each[1] is Role.DECODE, each[0]))
     nodes = [NodeNamed(name, role, sorted(models.get(name, ()))) for name, role in ordered]
-    moved = [msgspec.structs.replace(each, at_ms=round(each.at_ms - begins, 3)) for each in requests]
+    moved = [
+        msgspec.structs.replace(each, at_ms=round(each.at_ms - begins, 3)) for each in requests
+    ]
     return Incident(nodes, sorted(moved, key=lambda each: each.at_ms), happened, left_out)
 
 
@@ -246,13 +274,19 @@ def _requested(logged: _Logged, now: float, total_ms: float) -> Requested:
 
 
 def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], list[Happened]]:
-    """The nodes in the roles in which they were first seen, and what happened to each from the first request on."""
+    """The nodes in the roles in which they were first seen, and what happened to each from the
+    first request on.
+    """
     first: dict[str, _Told] = {}
     for each in told:
         first.setdefault(each.name, each)
     roles = {name: each.role for name, each in first.items()}
     # Of which the first that is heard is that it has come.
-    later = [each for each in first.values() if each.at > begins and each.kept_out is None and not each.served]
+    later = [
+        each
+        for each in first.values()
+        if each.at > begins and each.kept_out is None and not each.served
+    ]
     happened = [Happened(0.0, each.name, What.DOWN) for each in later]
     out = {each.name for each in later}
     now_is = dict(roles)
@@ -273,7 +307,9 @@ def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], li
             now_is[name] = Role(flips[1])
             happened.append(Happened(at_ms, name, What.ROLE, now_is[name]))
         else:
-            happened.append(Happened(at_ms, name, What.AWAY if each.kept_out in _STILL_THERE else What.DOWN))
+            happened.append(
+                Happened(at_ms, name, What.AWAY if each.kept_out in _STILL_THERE else What.DOWN)
+            )
             out.add(name)
     return roles, happened
 
@@ -281,13 +317,17 @@ def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], li
 def streams_of_incident(incident: Incident) -> list[Stream]:
     """Its requests, to be served anew."""
     return [
-        Stream(each.at_ms, each.prompt, each.output, tuple(each.blocks), each.session, each.priority)
+        Stream(
+            each.at_ms, each.prompt, each.output, tuple(each.blocks), each.session, each.priority
+        )
         for each in incident.requests
     ]
 
 
 def events_of(incident: Incident, prefill: int, decode: int) -> list[NodeEvent]:
-    """What happened, to the nodes of a cluster of this size; what happened to nodes that it lacks is left out."""
+    """What happened, to the nodes of a cluster of this size; what happened to nodes that it lacks
+    is left out.
+    """
     numbers: dict[str, int] = {}
     for role, first, many in ((Role.PREFILL, 0, prefill), (Role.DECODE, prefill, decode)):
         names = [node.name for node in incident.nodes if node.role is role]

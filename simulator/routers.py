@@ -32,7 +32,9 @@ from wire.transfer import Fingerprint, KvFacts
 __all__ = ["Router", "url_of"]
 
 _MODEL = "simulated"
-_FINGERPRINT = Fingerprint(1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1)
+_FINGERPRINT = Fingerprint(
+    1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1
+)
 _KV = KvFacts(_FINGERPRINT, planes=("simulated",))
 _JOB = Job(
     id="", path="", model=_MODEL, stream=True, seed=0, created=0, max_tokens=0, min_tokens=None, prompt_tokens=0,
@@ -49,13 +51,17 @@ def url_of(at: int) -> str:
 class Router:
     """One replica. Nodes are called by their numbers: `roles` are those that they have at first."""
 
-    def __init__(self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine], seed: str) -> None:
+    def __init__(
+        self, setting: Setting, roles: Sequence[Role], nodes: Sequence[Engine], seed: str
+    ) -> None:
         named: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
         for at, role in enumerate(roles):
             named[role].append(url_of(at))
         self.pool = Pool(named[Role.PREFILL], named[Role.DECODE])
         policy, rng = setting.policy, random.Random(seed)
-        config = RouterConfig(prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles)
+        config = RouterConfig(
+            prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
+        )
         self.placer = Placer(config, self.pool, Doors(self.pool, rng), rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
@@ -65,7 +71,8 @@ class Router:
         for at, role in enumerate(roles):
             self.polled(at, role, nodes[at].load(0.0), "1", 0.0)
 
-    # --- where to ------------------------------------------------------------------------------------------------
+    # --- where to
+    # ------------------------------------------------------------------------------------------------
 
     def targets(self, stream: Stream) -> Targets:
         """What it is known to want."""
@@ -76,10 +83,16 @@ class Router:
         """What is left of a request; a decode node alone, if node `peer` has its KV."""
         tokens = stream.prompt + stream.done
         targets = self.targets(stream)
-        job = msgspec.structs.replace(_JOB, id=f"{stream.number}", session=stream.session, targets=targets)
-        return self.placer.wanted(job, self._prefix(stream), tokens, None if peer is None else self._node(peer))
+        job = msgspec.structs.replace(
+            _JOB, id=f"{stream.number}", session=stream.session, targets=targets
+        )
+        return self.placer.wanted(
+            job, self._prefix(stream), tokens, None if peer is None else self._node(peer)
+        )
 
-    def find(self, wanted: Wanted, *, begun: bool = False, spills: bool = True) -> Found | Wait | Refuse | None:
+    def find(
+        self, wanted: Wanted, *, begun: bool = False, spills: bool = True
+    ) -> Found | Wait | Refuse | None:
         """Where it would be placed now; None: there is no node that could."""
         try:
             return self.placer.find(wanted, anyway=begun, spills=spills)
@@ -93,8 +106,13 @@ class Router:
     def told(self, found: Found, stream: Stream) -> Told:
         """What the decode node is told, as router/walk/handoff.py has it."""
         request, placement = found.wanted.request, found.placement
-        expected, cached = max(1, round(request.output) - stream.done), request.cached.get(placement.decode, 0)
-        return Told(request.tpot_ms, expected, max(1, request.tokens - cached) if placement.spills else 0)
+        expected, cached = (
+            max(1, round(request.output) - stream.done),
+            request.cached.get(placement.decode, 0),
+        )
+        return Told(
+            request.tpot_ms, expected, max(1, request.tokens - cached) if placement.spills else 0
+        )
 
     def learn(self, stream: Stream) -> None:
         """A node has said what the blocks of its prompt are called."""
@@ -102,7 +120,9 @@ class Router:
         if size and stream not in self._prefixes:
             named = self._prefix(stream)
             assert named is not None
-            known = self._prefixes[stream] = named.called(array("Q", stream.blocks), stream.prompt, size)
+            known = self._prefixes[stream] = named.called(
+                array("Q", stream.blocks), stream.prompt, size
+            )
             self.pool.prefixes.learn(known)
 
     def ended(self, stream: Stream) -> None:
@@ -111,7 +131,8 @@ class Router:
         if stream.answered:
             self.placer.answered(_MODEL, stream.output)
 
-    # --- what nodes tell -----------------------------------------------------------------------------------------
+    # --- what nodes tell
+    # -----------------------------------------------------------------------------------------
 
     def polled(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
         """A node has answered its health check. Milliseconds."""
@@ -155,9 +176,13 @@ class Router:
         return node
 
     def _prefix(self, stream: Stream) -> Prefix | None:
-        """A block of tokens is a chunk of text. The first request with a text finds no keys of blocks for it."""
+        """A block of tokens is a chunk of text. The first request with a text finds no keys of
+        blocks for it.
+        """
         size = self._block_size
         if not size:
             return None
         known = self._prefixes.get(stream)
-        return known or Prefix(array("q", stream.blocks or (0,)), max(1, stream.prompt * CHUNK_BYTES // size))
+        return known or Prefix(
+            array("q", stream.blocks or (0,)), max(1, stream.prompt * CHUNK_BYTES // size)
+        )

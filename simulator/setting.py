@@ -48,7 +48,9 @@ class NodeEvent:
 class Setting:
     """Of one run. `policy` is that of both roles: the price, or one of router/policies.py.
 
-    Without prefill nodes the others are colocated servers: each computes the prompts of what it generates."""
+    Without prefill nodes the others are colocated servers: each computes the prompts of what it
+    generates.
+    """
 
     policy: str = PRICE
     prefill: int = 8
@@ -71,7 +73,9 @@ class Setting:
     switch_ms: float = 1_000.0
     """What a change of role takes, from the last leg's end to the first poll."""
     targets: Targets | None = None
-    """What the router is told that all want who do not say; None: nothing. It refuses who would miss them."""
+    """What the router is told that all want who do not say; None: nothing. It refuses who would
+    miss them.
+    """
     changes_roles: bool = False
     """Nodes change their roles as router/roles.py decides."""
 
@@ -92,7 +96,9 @@ class Flipped:
 
 @dataclass(slots=True)
 class Result:
-    """All streams with their fate, and the times between tokens: how often each, in steps of one percent."""
+    """All streams with their fate, and the times between tokens: how often each, in steps of one
+    percent.
+    """
 
     setting: Setting
     streams: Sequence[Stream]

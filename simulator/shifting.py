@@ -1,4 +1,6 @@
-"""Requests whose kind changes over time, as an office's do over a day: phases, one behind the other."""
+"""Requests whose kind changes over time, as an office's do over a day: phases, one behind the
+other.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,8 @@ def shifting(phases: Sequence[Phase], seed: int = 0) -> list[Stream]:
         ends = begins + phase.seconds * 1e3
         while (now := now + rng.expovariate(phase.rate_s) * 1e3) < ends:
             prompt = max(1, round(phase.prompt * rng.lognormvariate(0, _SPREAD)))
-            streams.append(Stream(now, prompt, max(2, round(phase.output * rng.lognormvariate(0, _SPREAD)))))
+            streams.append(
+                Stream(now, prompt, max(2, round(phase.output * rng.lognormvariate(0, _SPREAD))))
+            )
         begins = ends
     return streams

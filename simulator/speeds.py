@@ -1,12 +1,13 @@
-"""How long things take on a simulated node, read from a rate card, with what a card does not say: steps of several
-prompts, and steps of prompts and decodes together. Times are milliseconds.
+"""How long things take on a simulated node, read from a rate card, with what a card does not say:
+steps of several prompts, and steps of prompts and decodes together. Times are milliseconds.
 
-A step that decodes and computes chunks reads the weights once. Chunks of several prompts count as one of all their
-tokens, with the attention that each has to itself. Where nobody has measured, H200 stands for a card.
+A step that decodes and computes chunks reads the weights once. Chunks of several prompts count as
+one of all their tokens, with the attention that each has to itself. Where nobody has measured, H200
+stands for a card.
 
-On a device whose steps are launched ahead, what was measured is the longer of two times, the device's and the launch's.
-A step of few tokens that took as long as one of many was waiting for its launch; the device alone would take in
-proportion, and never less than a decode step.
+On a device whose steps are launched ahead, what was measured is the longer of two times, the
+device's and the launch's. A step of few tokens that took as long as one of many was waiting for its
+launch; the device alone would take in proportion, and never less than a decode step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Speeds:
     def __init__(self, card: RateCard) -> None:
         self.card = card
         self.ahead = card.ahead
-        self.kv_tokens, self.step_tokens, self.max_num_seqs = card.kv_tokens, card.step_tokens, card.max_num_seqs
+        self.kv_tokens, self.step_tokens, self.max_num_seqs = (
+            card.kv_tokens,
+            card.step_tokens,
+            card.max_num_seqs,
+        )
         self._decode = _lines([(each.requests, each.context, each.ms) for each in card.decode])
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
         needed = [self._of_device(each) for each in card.prefill]
@@ -38,7 +43,11 @@ class Speeds:
         self._prefill = _lines([(each.context, each.tokens, ms) for each, ms in measured])
         # Of steps that wait for their launch, how long that takes; None: none of them does.
         self._launches = _lines_if(
-            [(0, each.tokens, each.ms) for each, ms in measured if not each.context and each.ms > _BY_LAUNCH * ms]
+            [
+                (0, each.tokens, each.ms)
+                for each, ms in measured
+                if not each.context and each.ms > _BY_LAUNCH * ms
+            ]
         )
         self._weights = min(self._piece_ms(1, 0), self._line_of(1)[1][0])
         self._pair = self._attention()
@@ -48,12 +57,18 @@ class Speeds:
         """What the device needs of a measured step."""
         if not self.ahead:
             return point.ms
-        longer = [each for each in self.card.prefill if each.context == point.context and each.tokens >= point.tokens]
+        longer = [
+            each
+            for each in self.card.prefill
+            if each.context == point.context and each.tokens >= point.tokens
+        ]
         in_proportion = min(each.ms * point.tokens / each.tokens for each in longer)
         return min(point.ms, max(in_proportion, self.card.step_ms(1, point.context)))
 
     def chunk_ms(self, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0) -> float:
-        """One step that computes, of each prompt, so many tokens behind so many. Its launch began `launched_ms` ago."""
+        """One step that computes, of each prompt, so many tokens behind so many. Its launch began
+        `launched_ms` ago.
+        """
         ms = self._chunk_ms(pieces)
         return max(ms, self.launch_ms(0, pieces) - launched_ms) if self._launches else ms
 
@@ -70,8 +85,9 @@ class Speeds:
         return self._piece_ms(tokens, 0) - self._pair * (tokens * tokens - squares) / 2 + behind_ms
 
     def launch_ms(self, running: float, pieces: Sequence[tuple[int, int]]) -> float:
-        """How long the launch of a step takes that computes these, beside so many that decode; 0 if it is never what is
-        waited for."""
+        """How long the launch of a step takes that computes these, beside so many that decode; 0 if
+        it is never what is waited for.
+        """
         launches = self._mixed_launches if running else self._launches
         return _between(launches, running, sum([count for count, _ in pieces])) if launches else 0.0
 
@@ -80,14 +96,21 @@ class Speeds:
         return max(0.0, self._chunk_ms(pieces) - self._weights)
 
     def mixed_ms(
-        self, running: float, context: float, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0
+        self,
+        running: float,
+        context: float,
+        pieces: Sequence[tuple[int, int]],
+        launched_ms: float = 0.0,
     ) -> float:
-        """A decode step as in step_ms() that computes these, too; what was measured of such steps is in it. Its launch
-        began `launched_ms` ago."""
+        """A decode step as in step_ms() that computes these, too; what was measured of such steps
+        is in it. Its launch began `launched_ms` ago.
+        """
         ms = self.step_ms(running, context) + self.beside_ms(pieces)
         if self._seams:
             ms = max(0.0, ms + _between(self._seams, running, sum([count for count, _ in pieces])))
-        return max(ms, self.launch_ms(running, pieces) - launched_ms) if self._mixed_launches else ms
+        return (
+            max(ms, self.launch_ms(running, pieces) - launched_ms) if self._mixed_launches else ms
+        )
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
         """A prompt alone, of which some is cached, in as many steps as it needs."""
@@ -105,7 +128,11 @@ class Speeds:
         below = int(running)
         ms = _on(*self._line_of(max(1, below)), context / running)
         part = running - below
-        return ms if not part or not below else ms + (_on(*self._line_of(below + 1), context / running) - ms) * part
+        return (
+            ms
+            if not part or not below
+            else ms + (_on(*self._line_of(below + 1), context / running) - ms) * part
+        )
 
     def fetch_ms(self, tokens: int) -> float:
         """The KV of so many tokens, from node to node."""
@@ -117,23 +144,35 @@ class Speeds:
         if len(lines) == 1 or behind <= lines[0]:
             return max(0.0, _on(places[0], values[0], count))
         right = min(max(1, bisect_right(lines, behind)), len(lines) - 1)
-        low, high = _on(places[right - 1], values[right - 1], count), _on(places[right], values[right], count)
-        return max(0.0, low + (high - low) * (behind - lines[right - 1]) / (lines[right] - lines[right - 1]))
+        low, high = (
+            _on(places[right - 1], values[right - 1], count),
+            _on(places[right], values[right], count),
+        )
+        return max(
+            0.0,
+            low + (high - low) * (behind - lines[right - 1]) / (lines[right] - lines[right - 1]),
+        )
 
     def _line_of(self, running: int) -> tuple[list[float], list[float]]:
         """Times by context of each, of steps of so many requests."""
         found = self._steps.get(running)
         if found is None:
             places = sorted({place for line in self._decode[1][0] for place in line})
-            found = self._steps[running] = places, [self.card.step_ms(running, running * at) for at in places]
+            found = self._steps[running] = (
+                places,
+                [self.card.step_ms(running, running * at) for at in places],
+            )
         return found
 
     def _measured_mixed(self) -> tuple[_Lines | None, _Lines | None]:
-        """By requests, and then by tokens of the chunk: by how much longer a mixed step took than its two parts say;
-        and how long its launch took, of those that waited for it."""
+        """By requests, and then by tokens of the chunk: by how much longer a mixed step took than
+        its two parts say; and how long its launch took, of those that waited for it.
+        """
         seams, launches = [], []
         for each in self.card.mixed:
-            parts = self.step_ms(each.requests, each.requests * each.context) + self.beside_ms([(each.tokens, 0)])
+            parts = self.step_ms(each.requests, each.requests * each.context) + self.beside_ms(
+                [(each.tokens, 0)]
+            )
             if self.ahead and each.ms > _BY_LAUNCH * parts:
                 launches.append((each.requests, each.tokens, each.ms))
             else:
@@ -161,7 +200,10 @@ def _lines(points: Sequence[tuple[float, float, float]]) -> _Lines:
     ordered = [(line, sorted(of.items())) for line, of in sorted(lines.items())]
     return (
         [line for line, _ in ordered],
-        ([[place for place, _ in of] for _, of in ordered], [[ms for _, ms in of] for _, of in ordered]),
+        (
+            [[place for place, _ in of] for _, of in ordered],
+            [[ms for _, ms in of] for _, of in ordered],
+        ),
     )
 
 
@@ -181,7 +223,9 @@ def _between(lines: _Lines, line: float, at: float) -> float:
 
 
 def _on(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """As planning/rate_card.py reads a line: between points straight, beyond the last one as between the last two."""
+    """As planning/rate_card.py reads a line: between points straight, beyond the last one as
+    between the last two.
+    """
     if at <= places[0] or len(places) == 1:
         return values[0]
     right = min(max(1, bisect_right(places, at)), len(places) - 1)
@@ -214,9 +258,10 @@ def slowed(card: RateCard, factor: float) -> RateCard:
     )
 
 
-# --- an H200 with a model of 8 billion parameters in bf16, fitted to benchmarks/RESULTS.md: a prompt of 4,096 tokens at
-# 43,400 tokens/s; decode steps of 3.99, 5.29 and 9.30 ms at 1, 32 and 128 requests of 1k context and of 8.3 ms at 32 of
-# 4k (measured: 4.03, 5.18, 9.2 to 9.5, 8.1). 256 requests of 384 would take 9.6 (measured 11.4).
+# --- an H200 with a model of 8 billion parameters in bf16, fitted to benchmarks/RESULTS.md: a
+# prompt of 4,096 tokens at 43,400 tokens/s; decode steps of 3.99, 5.29 and 9.30 ms at 1, 32 and 128
+# requests of 1k context and of 8.3 ms at 32 of 4k (measured: 4.03, 5.18, 9.2 to 9.5, 8.1). 256
+# requests of 384 would take 9.6 (measured 11.4).
 
 
 def _h200_chunk_ms(tokens: int, context: int) -> float:

@@ -1,4 +1,5 @@
-"""Steps of a simulated node: those that it has planned, whose times have a closed form, and the slowest of the past.
+"""Steps of a simulated node: those that it has planned, whose times have a closed form, and the
+slowest of the past.
 
 Pure. Milliseconds.
 """
@@ -48,8 +49,9 @@ class Planned:
 
 
 class SlowSteps:
-    """The longest step since any other. Kept are only those that no later one exceeds, so the first since a step is the
-    longest since then."""
+    """The longest step since any other. Kept are only those that no later one exceeds, so the first
+    since a step is the longest since then.
+    """
 
     __slots__ = ("_ms", "_numbers")
 

@@ -14,7 +14,9 @@ __all__ = ["Stream", "Targets", "at_load", "streams_at", "streams_of"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a good request keeps: its first token and the mean of the others in time, as its client sees them."""
+    """What a good request keeps: its first token and the mean of the others in time, as its client
+    sees them.
+    """
 
     ttft_ms: float
     tpot_ms: float
@@ -22,7 +24,9 @@ class Targets:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`; then its fate."""
+    """A request: `output` tokens after `prompt` tokens whose full blocks are named by `blocks`;
+    then its fate.
+    """
 
     at: float
     prompt: int
@@ -85,7 +89,9 @@ def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
 
 def _streams(asks: Sequence[Asked], stretched: float) -> list[Stream]:
     return [
-        Stream(each.at * stretched, each.prompt, each.output, each.blocks, each.session, each.priority)
+        Stream(
+            each.at * stretched, each.prompt, each.output, each.blocks, each.session, each.priority
+        )
         for each in sorted(asks, key=lambda each: each.at)
     ]
 
@@ -96,4 +102,6 @@ def streams_of(
     """So many requests, at the rate that gives the workload's load."""
     speeds = speeds or Speeds(H200)
     asks = workload.make(Random(f"{workload.name} {seed}"), count)
-    return at_load(asks, sum(speeds.prompt_ms(each.prompt) for each in asks) / prefill_nodes / workload.load)
+    return at_load(
+        asks, sum(speeds.prompt_ms(each.prompt) for each in asks) / prefill_nodes / workload.load
+    )

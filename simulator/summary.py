@@ -16,7 +16,9 @@ __all__ = ["Summary", "summary_of", "table"]
 WARM_UP = 0.1
 """This share of the requests, the first ones, is served and not counted: caches are filled."""
 TTFT_MS, TTFT_ALONE, TPOT_MS = 500.0, 2.0, 20.0
-"""The aim: the first token within 0.5 s and twice what the prompt takes alone, the others each within 20 ms."""
+"""The aim: the first token within 0.5 s and twice what the prompt takes alone, the others each
+within 20 ms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,25 @@ def table(summaries: Sequence[Summary], *, scale: bool) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for each in summaries:
         cells = (
-            [each.policy, f"{each.routers}", f"{each.stale_ms / 1e3:g} s"] if scale else [each.workload, each.policy]
+            [each.policy, f"{each.routers}", f"{each.stale_ms / 1e3:g} s"]
+            if scale
+            else [each.workload, each.policy]
         )
-        cells += [f"{each.ttft_p50:,.0f}", f"{each.ttft_p99:,.0f}", *([f"{each.ttft_p999:,.0f}"] if scale else [])]
-        cells += [f"{each.tpot_p50:.2f}", f"{each.tpot_p99:.2f}", f"{each.itl_p50:.2f}", f"{each.itl_p99:.2f}"]
+        cells += [
+            f"{each.ttft_p50:,.0f}",
+            f"{each.ttft_p99:,.0f}",
+            *([f"{each.ttft_p999:,.0f}"] if scale else []),
+        ]
+        cells += [
+            f"{each.tpot_p50:.2f}",
+            f"{each.tpot_p99:.2f}",
+            f"{each.itl_p50:.2f}",
+            f"{each.itl_p99:.2f}",
+        ]
         lost = f", {each.refused} not answered" if each.refused else ""
-        cells += [*([] if scale else [f"{each.cached:.1%}"]), f"{each.good:.1%} ({each.good_per_s:,.0f}/s){lost}"]
+        cells += [
+            *([] if scale else [f"{each.cached:.1%}"]),
+            f"{each.good:.1%} ({each.good_per_s:,.0f}/s){lost}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Has simulated nodes change their roles as router/roles.py decides, by what the first router knows of them."""
+"""Has simulated nodes change their roles as router/roles.py decides, by what the first router knows
+of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Watch:
     def _look(self, now: float) -> None:
         cluster, roles, router = self._cluster, self._roles, self._cluster.routers[0]
         nodes = {role: router.pool.up(role) for role in OTHER}
-        work = work_of({role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms)
+        work = work_of(
+            {role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms
+        )
         hindered = "a node is changing its role" if cluster.switching else ""
         if self._becoming and not cluster.switching:
             roles.changed(self._result.flips[-1].role, now / 1e3)

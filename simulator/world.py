@@ -1,9 +1,10 @@
-"""A simulated cluster: what becomes of each request on its way through routers and nodes, on one virtual clock.
+"""A simulated cluster: what becomes of each request on its way through routers and nodes, on one
+virtual clock.
 
-The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is there, or a decode node
-that does it all; a prompt that a decode node refuses, and what a lost node had, is placed again, with the tokens that
-the client has. Owns no node and no choice. Left out: cuts of connections while nodes live, several choices of one
-answer.
+The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is
+there, or a decode node that does it all; a prompt that a decode node refuses, and what a lost node
+had, is placed again, with the tokens that the client has. Owns no node and no choice. Left out:
+cuts of connections while nodes live, several choices of one answer.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class _World:
         self._walks: dict[Stream, _Walk] = {}
         self._rng = random.Random(f"clients {setting.seed}")
         later = self._clock.later
-        self._doors = [Door(router, setting.max_queue, later, self._begin, self._refuse) for router in self._routers]
+        self._doors = [
+            Door(router, setting.max_queue, later, self._begin, self._refuse)
+            for router in self._routers
+        ]
         if setting.changes_roles:
             Watch(setting, self._cluster, self._clock, self._result)
 
@@ -80,12 +84,15 @@ class _World:
         self._result.preemptions = sum(node.preemptions for node in self._nodes)
         return self._result
 
-    # --- a request's way -----------------------------------------------------------------------------------------
+    # --- a request's way
+    # -----------------------------------------------------------------------------------------
 
     def _arrives(self, stream: Stream, now: float) -> None:
         router = self._rng.randrange(len(self._routers))
         self._walks[stream] = _Walk(router)
-        if stream.prompt + stream.output > min(node.speeds.kv_tokens for node in self._nodes[:1] + self._nodes[-1:]):
+        if stream.prompt + stream.output > min(
+            node.speeds.kv_tokens for node in self._nodes[:1] + self._nodes[-1:]
+        ):
             self._refuse(stream)
         else:
             self._doors[router].arrive(stream, now)
@@ -107,7 +114,9 @@ class _World:
                 self._routers[walk.router].pool.give_back(lease)
 
     def _begin(self, stream: Stream, found: Found, now: float) -> None:
-        """It has a place: its prefill leg goes out, or the decode leg if the prompt is computed or to be so there."""
+        """It has a place: its prefill leg goes out, or the decode leg if the prompt is computed or
+        to be so there.
+        """
         walk = self._walks[stream]
         router = self._routers[walk.router]
         walk.told = router.told(found, stream)
@@ -116,7 +125,11 @@ class _World:
         if placed.prefill is None:
             self._decode(stream, walk, now)
             return
-        walk.prefill, walk.source, walk.computed = placed.prefill, router.number(placed.prefill.node), False
+        walk.prefill, walk.source, walk.computed = (
+            placed.prefill,
+            router.number(placed.prefill.node),
+            False,
+        )
         self._nodes[walk.source].submit(stream, Leg.PREFILL, now, stream.done)
         self._cluster.report(walk.source, walk.prefill, now, taken=True)
 
@@ -143,17 +156,23 @@ class _World:
         self._cluster.report(at, lease, now, taken=True)
 
     def _place(self, stream: Stream, now: float) -> None:
-        """Place what is left of it, with its KV at its source or none, until there is a place or it is too late."""
+        """Place what is left of it, with its KV at its source or none, until there is a place or it
+        is too late.
+        """
         walk, begun = self._walks[stream], stream.done > 0
         walk.looks += 1
         router, looks = self._routers[walk.router], walk.looks
         found = router.find(router.wanted(stream, walk.source), begun=begun, spills=walk.spills)
         if isinstance(found, Found):
             self._begin(stream, found, now)
-        elif now >= stream.at + DEADLINE_MS or (not begun and (found is None or looks > _MOST_LOOKS)):
+        elif now >= stream.at + DEADLINE_MS or (
+            not begun and (found is None or looks > _MOST_LOOKS)
+        ):
             self._give_up(stream, walk, now)
         else:
-            self._clock.later(now + _AGAIN_MS, lambda then: self._place_again(stream, walk, looks, then))
+            self._clock.later(
+                now + _AGAIN_MS, lambda then: self._place_again(stream, walk, looks, then)
+            )
 
     def _place_again(self, stream: Stream, walk: _Walk, looks: int, now: float) -> None:
         if walk.looks == looks and self._walks.get(stream) is walk:
@@ -171,14 +190,17 @@ class _World:
         self._nodes[at].drop(stream, now)
         self._cluster.emptied(at, now)
 
-    # --- what nodes tell (simulator/engine.py) ---------------------------------------------------------------------
+    # --- what nodes tell (simulator/engine.py)
+    # ---------------------------------------------------------------------
 
     def begins(self, stream: Stream, now: float) -> None:
         """The ticket comes, and the decode leg goes out."""
         walk = self._walks[stream]
         self._routers[walk.router].learn(stream)
         self._tells(walk.source, walk.prefill, now)
-        if stream.output - stream.done > 1 and _stands(walk.lease):  # else when its prompt is computed
+        if stream.output - stream.done > 1 and _stands(
+            walk.lease
+        ):  # else when its prompt is computed
             self._decode(stream, walk, now)
 
     def _tells(self, at: int | None, lease: Lease | None, now: float) -> None:
@@ -243,7 +265,8 @@ class _World:
         """Between two tokens."""
         self._result.add_gap(ms, times)
 
-    # --- lost nodes ------------------------------------------------------------------------------------------------
+    # --- lost nodes
+    # ------------------------------------------------------------------------------------------------
 
     def _lost(self, legs: list[tuple[Stream, Leg, int]], now: float) -> None:
         """Each is placed again: where its KV can be fetched, or by its price."""

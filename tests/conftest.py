@@ -1,10 +1,13 @@
-"""What all tests share: which of them can run here and beside others, and one CPU thread per test process."""
+"""What all tests share: which of them can run here and beside others, and one CPU thread per test
+process.
+"""
 
 from __future__ import annotations
 
 import os
 
-# Before anything imports torch: tests start several processes on few cores, and spinning threads starve each other.
+# Before anything imports torch: tests start several processes on few cores, and spinning threads
+# starve each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,12 +31,14 @@ from tests.kernels import interpreter
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# A client of httpx2 (so, of OpenAI's) first reads all certificates of the system, 30 ms of CPU time. Tests ask with a
-# client each, often in a loop until something is so, and all by plain HTTP: one reading is enough.
+# A client of httpx2 (so, of OpenAI's) first reads all certificates of the system, 30 ms of CPU
+# time. Tests ask with a client each, often in a loop until something is so, and all by plain HTTP:
+# one reading is enough.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
-# What is imported and collected stays, and is more than a million objects: to look for garbage among them again and
-# again took a sixth of the CPU time. So it is looked for behind the collection, and only in what came later.
+# What is imported and collected stays, and is more than a million objects: to look for garbage
+# among them again and again took a sixth of the CPU time. So it is looked for behind the
+# collection, and only in what came later.
 gc.disable()
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +49,9 @@ PHASES = ("shared", "alone", "calm")
 ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 """Markers of tests that want the machine, or its GPU, for themselves."""
 CALM = ("house", "kernels", "paged_engine", "planning", "simulator", "wire")
-"""Folders whose tests compute: as no other process waits for them, they may have what those leave of the machine."""
+"""Folders whose tests compute: as no other process waits for them, they may have what those leave
+of the machine.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,14 +59,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--phase",
         choices=(*PHASES, "again"),
-        help=f"only the tests that want the machine for themselves, {ALONE}; or of the others only those that may be "
+        help=f"only the tests that want the machine for themselves, {ALONE}; or of the others "
+        f"only those that may be "
         f"slow, {CALM}, or none of them; or of all what has just failed",
     )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """By files, because tests of a file share what is slow to make; and files that share a cluster are as one file."""
+    """By files, because tests of a file share what is slow to make; and files that share a cluster
+    are as one file.
+    """
     shared = re.compile(r'\b(embedded|small)(: Cluster\b|"\))')
 
     @functools.cache

@@ -1,7 +1,9 @@
-"""What a node's load tells of its requests, for a price: sums that are kept as requests come and end. Pure.
+"""What a node's load tells of its requests, for a price: sums that are kept as requests come and
+end. Pure.
 
-Tokens and prompts count when they come, and not when they are computed: what is on its way is known in advance. An
-answer counts with the tokens that are expected of it, and is put right when it has ended.
+Tokens and prompts count when they come, and not when they are computed: what is on its way is known
+in advance. An answer counts with the tokens that are expected of it, and is put right when it has
+ended.
 
 `now` is in milliseconds, and costs are those that steps have now: the node's card times its pace.
 """
@@ -29,11 +31,12 @@ _MOST_SPILL_MS = 2_000.0
 
 
 class Announced:
-    """The sums of one engine. A request that decodes here *came* when it first waited, and *left* when it ended.
+    """The sums of one engine. A request that decodes here *came* when it first waited, and *left*
+    when it ended.
 
-    A decode node gains time for prompts that a prefill node could compute as long as its decodes leave some: with
-    `token_rate` tokens per millisecond and a share of its time for prompts a token comes every
-    `step / (1 - share - token_rate * per_token_ms)` milliseconds.
+    A decode node gains time for prompts that a prefill node could compute as long as its decodes
+    leave some: with `token_rate` tokens per millisecond and a share of its time for prompts a token
+    comes every `step / (1 - share - token_rate * per_token_ms)` milliseconds.
     """
 
     def __init__(self) -> None:
@@ -50,11 +53,16 @@ class Announced:
 
     @property
     def strictest_tpot_ms(self) -> float:
-        """The least time per token that one of the requests wants which decode here; 0: there are none."""
+        """The least time per token that one of the requests wants which decode here; 0: there are
+        none.
+        """
         return min(self._tpots, default=0.0)
 
-    def came(self, tpot_ms: float, expected: int, most: int, costs: StepCosts | None) -> tuple[float, int]:
-        """Count a request of at most so many tokens, and return its time per token and the tokens expected of it.
+    def came(
+        self, tpot_ms: float, expected: int, most: int, costs: StepCosts | None
+    ) -> tuple[float, int]:
+        """Count a request of at most so many tokens, and return its time per token and the tokens
+        expected of it.
 
         0 stands for what it does not say: then it is what is usual here.
         """
@@ -66,7 +74,9 @@ class Announced:
         return tpot_ms, expected
 
     def left(self, tpot_ms: float, expected: int, tokens: int, *, complete: bool) -> None:
-        """Take out a request, by what `came` returned of it, after so many tokens. `complete`: they are its answer."""
+        """Take out a request, by what `came` returned of it, after so many tokens. `complete`: they
+        are its answer.
+        """
         if complete:
             self._output.add(max(1, tokens))
         self._new_tokens += tokens - expected
@@ -82,7 +92,9 @@ class Announced:
             self.spill_ms = min(self.spill_ms, max(ms, FIRST_SPILL_MS)) - ms
 
     def go_on(self, now: float, costs: StepCosts | None, rows: int, context: int) -> None:
-        """Bring what changes with time up to date, of an engine with so many rows and their context."""
+        """Bring what changes with time up to date, of an engine with so many rows and their
+        context.
+        """
         self._tokens.add(self._new_tokens, now)
         self._prompts.add(self._new_prompts_ms, now)
         self._new_tokens = self._new_prompts_ms = 0.0
@@ -95,7 +107,9 @@ class Announced:
             self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
 
     def check(self, decoding: Sequence[tuple[float, int]]) -> None:
-        """Raise AssertionError if a sum is not that of these requests, by what `came` returned of each."""
+        """Raise AssertionError if a sum is not that of these requests, by what `came` returned of
+        each.
+        """
         assert self._tpots == Counter(tpot_ms for tpot_ms, _ in decoding)
         weights = math.fsum(_weight(tpot_ms, expected) for tpot_ms, expected in decoding)
         assert math.isclose(self.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)

@@ -1,5 +1,6 @@
-"""Frozen, typed configuration of engine, transfer and node. Checked once when made, never rewritten; what is measured
-later is a new value."""
+"""Frozen, typed configuration of engine, transfer and node. Checked once when made, never
+rewritten; what is measured later is a new value.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +56,19 @@ def _named_adapter(text: str) -> tuple[str, str]:
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
-            name, path = fields["name"], fields["path"] if "path" in fields else fields["local_path"]
+            name, path = (
+                fields["name"],
+                fields["path"] if "path" in fields else fields["local_path"],
+            )
         except (ValueError, KeyError, TypeError) as why:
-            raise ConfigError(f"lora_modules {text!r} must be JSON with name and path, or name=path") from why
+            raise ConfigError(
+                f"lora_modules {text!r} must be JSON with name and path, or name=path"
+            ) from why
         equals = "=" if isinstance(name, str) and isinstance(path, str) else ""
-    require(bool(equals and name and path), f"lora_modules {text!r} must be name=path of a folder in PEFT's layout")
+    require(
+        bool(equals and name and path),
+        f"lora_modules {text!r} must be name=path of a folder in PEFT's layout",
+    )
     return name, path
 
 
@@ -79,10 +88,14 @@ class SpeculativeConfig:
     """ngram, as vLLM takes it here, too: there are no draft models."""
 
     def __post_init__(self) -> None:
-        require(self.method == "ngram", f"method {self.method!r} of speculative_config is not ngram, the only one here")
+        require(
+            self.method == "ngram",
+            f"method {self.method!r} of speculative_config is not ngram, the only one here",
+        )
         require(
             self.model in ("", "ngram", "[ngram]"),
-            f"model {self.model!r} of speculative_config would be a draft model; ngram is the only method here and has "
+            f"model {self.model!r} of speculative_config would be a draft model; ngram is the "
+            f"only method here and has "
             "none, leave it out",
         )
         require(
@@ -92,7 +105,8 @@ class SpeculativeConfig:
         )
         require(
             1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_NGRAM,
-            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the first not above the "
+            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the "
+            f"first not above the "
             f"second, got {self.prompt_lookup_min} and {self.prompt_lookup_max}",
         )
 
@@ -102,8 +116,9 @@ class EngineConfig:
     """One model on one node."""
 
     model: str
-    """A folder in Hugging Face layout, a .gguf file, a config.json (with load_format dummy), or on the Hub org/name,
-    org/name@revision or org/name/file.gguf."""
+    """A folder in Hugging Face layout, a .gguf file, a config.json (with load_format dummy), or on
+    the Hub org/name, org/name@revision or org/name/file.gguf.
+    """
     revision: str = ""
     """Branch, tag or commit of a model on the Hub; empty takes main."""
     hf_token: str = field(default="", repr=False)
@@ -111,66 +126,89 @@ class EngineConfig:
     load_format: str = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
     generation_config: str = "auto"
-    """Where the sampling comes from that a request leaves out: auto (the model's generation_config.json), vllm (none:
-    temperature 1 and all tokens) or a folder with such a file, whose max_new_tokens is then the most that any answer
-    may have; equal on all nodes of a cluster."""
-    override_generation_config: dict[str, Any] | None = field(default=None, hash=False)  # a dict has no hash
-    """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and max_new_tokens, the most
-    tokens that any answer may have. For example {"temperature": 0.5}."""
+    """Where the sampling comes from that a request leaves out: auto (the model's
+    generation_config.json), vllm (none: temperature 1 and all tokens) or a folder with such a file,
+    whose max_new_tokens is then the most that any answer may have; equal on all nodes of a cluster.
+    """
+    override_generation_config: dict[str, Any] | None = field(
+        default=None, hash=False
+    )  # a dict has no hash
+    """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and
+    max_new_tokens, the most tokens that any answer may have. For example {"temperature": 0.5}.
+    """
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "auto"
     """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
     max_model_len: int = 0
-    """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if the KV pool is too
-    small for it."""
+    """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if
+    the KV pool is too small for it.
+    """
     block_size: int = 0
-    """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU, 64 on CUDA."""
+    """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU,
+    64 on CUDA.
+    """
     kv_cache_memory_bytes: int = 0
-    """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what gpu_memory_utilization
-    leaves for it."""
+    """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what
+    gpu_memory_utilization leaves for it.
+    """
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that one process may use, KV pool included."""
     kv_cache_dtype: str = "auto"
-    """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on all nodes."""
+    """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on
+    all nodes.
+    """
     quantization: str = ""
-    """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA only)."""
+    """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA
+    only).
+    """
     max_num_batched_tokens: int = 0
-    """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0 takes 128 on CPU,
-    8192 on CUDA."""
+    """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0
+    takes 128 on CPU, 8192 on CUDA.
+    """
     max_gap_ms: float = 0.0
-    """Milliseconds that a step takes at most where somebody decodes: so much of prompts is computed in it. 0 takes 50
-    on CUDA; on CPU twice a decode step, at least 200."""
+    """Milliseconds that a step takes at most where somebody decodes: so much of prompts is computed
+    in it. 0 takes 50 on CUDA; on CPU twice a decode step, at least 200.
+    """
     max_num_seqs: int = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
-    """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this host."""
+    """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this
+    host.
+    """
     tensor_parallel_size_local: int = 0
-    """How many of the ranks run on this host; 0 for all. The others are started with `kvrelay rank`."""
+    """How many of the ranks run on this host; 0 for all. The others are started with `kvrelay
+    rank`.
+    """
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
     """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
     speculative_config: SpeculativeConfig | None = None
-    """Propose tokens by looking the newest ones up in a request's own text: a JSON object with vLLM's names, for
-    example {"method": "ngram", "num_speculative_tokens": 4}. The answer stays the same."""
+    """Propose tokens by looking the newest ones up in a request's own text: a JSON object with
+    vLLM's names, for example {"method": "ngram", "num_speculative_tokens": 4}. The answer stays the
+    same.
+    """
     threads: int = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
     enable_lora: bool = False
     """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
     lora_modules: tuple[str, ...] = ()
-    """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as their model. Give it
-    again for more; equal on all nodes of a cluster."""
+    """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as
+    their model. Give it again for more; equal on all nodes of a cluster.
+    """
     max_loras: int = 0
-    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as lora_modules names, and at
-    least 1."""
+    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as
+    lora_modules names, and at least 1.
+    """
     max_lora_rank: int = 16
     """Highest rank of an adapter; each slot takes memory for it."""
     allow_runtime_lora: bool = False
-    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: who may ask this node may have it read any folder
-    of its machine."""
+    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: who may ask this node may have
+    it read any folder of its machine.
+    """
 
     def __post_init__(self) -> None:
         positive(self, "tensor_parallel_size", "max_lora_rank")
@@ -178,23 +216,30 @@ class EngineConfig:
         for name in self.override_generation_config or ():
             require(
                 name in GENERATION_FIELDS,
-                f"override_generation_config sets {name!r}; it can set {', '.join(GENERATION_FIELDS)}",
+                f"override_generation_config sets {name!r}; it can set "
+                f"{', '.join(GENERATION_FIELDS)}",
             )
         generation_values(self.override_generation_config or {})
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
-        require(not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out")
+        require(
+            not (in_fp8 and self.device == "cpu"),
+            "kv_cache_dtype and quantization fp8 need a GPU; leave them out",
+        )
         require(
             not (self.batch_invariant and (self.quantization or self.tensor_parallel_size > 1)),
-            "batch_invariant does not go with quantization fp8 or tensor_parallel_size above 1, whose sums depend "
+            "batch_invariant does not go with quantization fp8 or tensor_parallel_size above 1, "
+            "whose sums depend "
             "on the batch; leave one of them out",
         )
         require(
             self.tensor_parallel_size_local in range(self.tensor_parallel_size + 1),
-            f"tensor_parallel_size_local must be between 0 and tensor_parallel_size ({self.tensor_parallel_size}), got "
+            f"tensor_parallel_size_local must be between 0 and tensor_parallel_size "
+            f"({self.tensor_parallel_size}), got "
             f"{self.tensor_parallel_size_local}",
         )
         require(
-            bool(self.tensor_parallel_address) or self.tensor_parallel_size_local in (0, self.tensor_parallel_size),
+            bool(self.tensor_parallel_address)
+            or self.tensor_parallel_size_local in (0, self.tensor_parallel_size),
             "ranks on other hosts need tensor_parallel_address, the host:port of rank 0",
         )
         require(
@@ -206,32 +251,50 @@ class EngineConfig:
             require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
         require(
             0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
+            f"gpu_memory_utilization must be above 0 and at most 1, got "
+            f"{self.gpu_memory_utilization}",
         )
         require(
-            self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of auto, fp8"
+            self.kv_cache_dtype in ("auto", "fp8"),
+            f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of auto, fp8",
         )
-        require(self.quantization in ("", "fp8"), f"quantization {self.quantization!r} is not fp8 or empty")
+        require(
+            self.quantization in ("", "fp8"),
+            f"quantization {self.quantization!r} is not fp8 or empty",
+        )
         require(
             self.load_format in ("auto", "safetensors", "gguf", "dummy"),
             f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
         )
-        require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r} is not one of auto, cpu, cuda")
+        require(
+            self.device in ("auto", "cpu", "cuda"),
+            f"device {self.device!r} is not one of auto, cpu, cuda",
+        )
         require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
         )
-        require(self.block_size in (0, 16, 32, 64), f"block_size must be 16, 32 or 64, got {self.block_size}")
+        require(
+            self.block_size in (0, 16, 32, 64),
+            f"block_size must be 16, 32 or 64, got {self.block_size}",
+        )
         require(
             self.max_num_batched_tokens >= 0,
-            f"max_num_batched_tokens must not be negative, got {self.max_num_batched_tokens}; 0 takes the default",
+            f"max_num_batched_tokens must not be negative, got {self.max_num_batched_tokens}; 0 "
+            f"takes the default",
         )
-        require(self.max_gap_ms >= 0, f"max_gap_ms must not be negative, got {self.max_gap_ms:g}; 0 takes the default")
+        require(
+            self.max_gap_ms >= 0,
+            f"max_gap_ms must not be negative, got {self.max_gap_ms:g}; 0 takes the default",
+        )
         require(
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
         )
-        require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
+        require(
+            self.threads >= 0,
+            f"threads must not be negative, got {self.threads}; 0 takes all cores",
+        )
 
     def _check_adapters(self) -> None:
         names = [name for name, _ in self.adapters]
@@ -241,20 +304,29 @@ class EngineConfig:
                 f"{field_name} needs enable_lora, without which no adapter is served",
             )
         twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"lora_modules names {', '.join(twice)} twice; give each adapter a name of its own")
+        require(
+            not twice,
+            f"lora_modules names {', '.join(twice)} twice; give each adapter a name of its own",
+        )
         require(
             self.max_lora_rank <= MAX_LORA_RANK,
             f"max_lora_rank must be at most {MAX_LORA_RANK}, got {self.max_lora_rank}",
         )
-        require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes the named")
+        require(
+            self.max_loras >= 0,
+            f"max_loras must not be negative, got {self.max_loras}; 0 takes the named",
+        )
         require(
             not self.max_loras or len(names) <= self.max_loras,
-            f"lora_modules names {len(names)} adapters and max_loras is {self.max_loras}; raise it or leave it out",
+            f"lora_modules names {len(names)} adapters and max_loras is {self.max_loras}; raise "
+            f"it or leave it out",
         )
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
-        """Name and path of each of `lora_modules`. Raises ConfigError for one that is neither name=path nor JSON."""
+        """Name and path of each of `lora_modules`. Raises ConfigError for one that is neither
+        name=path nor JSON.
+        """
         return [_named_adapter(text) for text in self.lora_modules]
 
     @property
@@ -264,7 +336,9 @@ class EngineConfig:
 
     def threads_on(self, cores: int) -> int:
         """CPU threads of each rank on a machine with so many cores."""
-        return self.threads or max(1, cores // (self.tensor_parallel_size_local or self.tensor_parallel_size))
+        return self.threads or max(
+            1, cores // (self.tensor_parallel_size_local or self.tensor_parallel_size)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +348,9 @@ class RanksConfig:
     engine: EngineConfig
     """Equal to rank 0's, but for tensor_parallel_size_local, the number of ranks here."""
     machine: int = 1
-    """Which machine of the engine this is, where each has tensor_parallel_size_local ranks; rank 0's is 0."""
+    """Which machine of the engine this is, where each has tensor_parallel_size_local ranks; rank
+    0's is 0.
+    """
     first_rank: int = 0
     """Rank of the first one here; 0 takes machine times tensor_parallel_size_local."""
 
@@ -285,23 +361,54 @@ class RanksConfig:
 
     def __post_init__(self) -> None:
         size, local = self.engine.tensor_parallel_size, self.engine.tensor_parallel_size_local
-        require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
+        require(
+            bool(self.engine.tensor_parallel_address),
+            "name rank 0's host:port with tensor_parallel_address",
+        )
         require(local > 0, "say with tensor_parallel_size_local how many ranks run here")
-        require(local < size, f"tensor_parallel_size_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
-        said = f"got {self.first_rank}" if self.first_rank else f"and machine {self.machine} begins with {self.first}"
+        require(
+            local < size,
+            f"tensor_parallel_size_local {local} leaves no rank 0 elsewhere; give fewer than {size}",
+        )
+        said = (
+            f"got {self.first_rank}"
+            if self.first_rank
+            else f"and machine {self.machine} begins with {self.first}"
+        )
         require(
             0 < self.first <= size - local,
-            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, {said}",
+            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into "
+            f"{size}, {said}",
         )
 
 
 # The rows of openai_api/model_formats.py.
 TOOL_CALL_PARSERS = (
-    *("openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "glm45", "glm47", "qwen3_coder", "qwen3_xml", "mistral"),
+    *(
+        "openai",
+        "kimi_k2",
+        "deepseek_v3",
+        "deepseek_v31",
+        "glm45",
+        "glm47",
+        "qwen3_coder",
+        "qwen3_xml",
+        "mistral",
+    ),
     *("granite", "hermes", "pythonic", "llama3_json", "json"),
 )
 REASONING_PARSERS = (
-    *("openai_gptoss", "kimi_k2", "granite", "mistral", "seed_oss", "glm45", "deepseek_r1", "deepseek_v3", "qwen3"),
+    *(
+        "openai_gptoss",
+        "kimi_k2",
+        "granite",
+        "mistral",
+        "seed_oss",
+        "glm45",
+        "deepseek_r1",
+        "deepseek_v3",
+        "qwen3",
+    ),
 )
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
 _FAILURE_POLICIES = ("recompute", "fail")
@@ -312,16 +419,20 @@ class TransferConfig:
     """The hand-over: who may take KV from here, and for how long it is kept."""
 
     kv_connector: str = "auto"
-    """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each pair of nodes takes the
-    first of these that both have."""
+    """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each
+    pair of nodes takes the first of these that both have.
+    """
     kv_host: str = "127.0.0.1"
-    """Address at which peers reach this node; data planes listen on its network interface, and on all with 0.0.0.0."""
+    """Address at which peers reach this node; data planes listen on its network interface, and on
+    all with 0.0.0.0.
+    """
     kv_port: int = 0
     """Port of the control channel; 0 takes a free one."""
     cluster_secret: str = field(default="", repr=False)
-    """One secret for all nodes of a cluster, at least 16 characters: it encrypts their control channels and signs their
-    tickets; better put it into the environment as KVRELAY_CLUSTER_SECRET. Without one a node hands KV over on its own
-    machine only."""
+    """One secret for all nodes of a cluster, at least 16 characters: it encrypts their control
+    channels and signs their tickets; better put it into the environment as KVRELAY_CLUSTER_SECRET.
+    Without one a node hands KV over on its own machine only.
+    """
     lease_s: float = 5.0
     """KV is kept this long after the last heartbeat for it."""
     heartbeat_s: float = 1.0
@@ -331,16 +442,19 @@ class TransferConfig:
     transfer_floor_bytes_s: float = 100e6
     """The slowest transfer, in bytes per second, that is waited for."""
     kv_load_failure_policy: str = "recompute"
-    """What a decode node does when KV does not come: recompute (from the first missing block on) or fail (end the
-    request with an error)."""
+    """What a decode node does when KV does not come: recompute (from the first missing block on) or
+    fail (end the request with an error).
+    """
     kv_checksums: float = 0.0
-    """Share of fetched KV blocks, 0 to 1, that are compared with their source by checksum; what differs is not used.
-    The source must have it above 0, too."""
+    """Share of fetched KV blocks, 0 to 1, that are compared with their source by checksum; what
+    differs is not used. The source must have it above 0, too.
+    """
 
     def __post_init__(self) -> None:
         require(
             0 <= self.kv_checksums <= 1,
-            f"kv_checksums is a share of all blocks, between 0 (none) and 1 (all), got {self.kv_checksums:g}",
+            f"kv_checksums is a share of all blocks, between 0 (none) and 1 (all), got "
+            f"{self.kv_checksums:g}",
         )
         require(
             self.kv_connector in _CONNECTORS,
@@ -348,24 +462,30 @@ class TransferConfig:
         )
         require(
             self.kv_load_failure_policy in _FAILURE_POLICIES,
-            f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of {', '.join(_FAILURE_POLICIES)}",
+            f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of "
+            f"{', '.join(_FAILURE_POLICIES)}",
         )
         # Never the secret itself in an error: it would end in a log.
         require(
             not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,
-            f"cluster_secret must have at least {MIN_SECRET_CHARS} characters, got {len(self.cluster_secret)}; draw "
+            f"cluster_secret must have at least {MIN_SECRET_CHARS} characters, got "
+            f"{len(self.cluster_secret)}; draw "
             "one at random, for example with `openssl rand -hex 32`",
         )
         require(
             bool(self.cluster_secret) or is_loopback(self.kv_host),
-            f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; set the same "
+            f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; "
+            f"set the same "
             "KVRELAY_CLUSTER_SECRET on all nodes",
         )
-        require(0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}")
+        require(
+            0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}"
+        )
         positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
         require(
             self.lease_s >= 3 * self.heartbeat_s,
-            f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got {self.lease_s:g}; "
+            f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got "
+            f"{self.lease_s:g}; "
             "one lost heartbeat must not lose a lease",
         )
 
@@ -388,38 +508,49 @@ class NodeConfig:
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder, deepseek_v3, deepseek_v31,
-    glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes it from the chat template or the model's type,
-    none finds no calls."""
+    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder,
+    deepseek_v3, deepseek_v31, glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes
+    it from the chat template or the model's type, none finds no calls.
+    """
     reasoning_parser: str = "auto"
-    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss, granite, mistral,
-    seed_oss; auto: as with tool_call_parser, none leaves it in the content."""
+    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss,
+    granite, mistral, seed_oss; auto: as with tool_call_parser, none leaves it in the content.
+    """
     tool_parser_plugin: str = ""
     """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
     api_key: str = field(default="", repr=False)
-    """If set, all routes that do more than say how the node is want `Authorization: Bearer <api_key>`."""
+    """If set, all routes that do more than say how the node is want `Authorization: Bearer
+    <api_key>`.
+    """
     ssl_certfile: str = ""
-    """A PEM file with the node's certificate and its chain: it then serves https. Read again when it changes, as all of
-    these files are."""
+    """A PEM file with the node's certificate and its chain: it then serves https. Read again when
+    it changes, as all of these files are.
+    """
     ssl_keyfile: str = ""
     """The PEM file with the certificate's private key, if that is a file of its own."""
     ssl_ca_certs: str = ""
     """A PEM file with the authorities whose certificates clients must have, with ssl_cert_reqs."""
     ssl_cert_reqs: int = 0
-    """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one that a client brings, 0
-    asks for none."""
+    """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one
+    that a client brings, 0 asks for none.
+    """
     root_path: str = ""
-    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if the proxy takes it
-    away, without."""
+    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if
+    the proxy takes it away, without.
+    """
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"] allows all. Unlike vLLM
-    none by default: what asks for no key would be open to every page that somebody in this network visits."""
+    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"]
+    allows all. Unlike vLLM none by default: what asks for no key would be open to every page that
+    somebody in this network visits.
+    """
     allowed_methods: tuple[str, ...] = ("*",)
     """Methods that these pages may use."""
     allowed_headers: tuple[str, ...] = ("*",)
     """Headers that these pages may send."""
     allow_credentials: bool = False
-    """Let these pages send what the browser adds by itself, such as a client's certificate; not with ["*"]."""
+    """Let these pages send what the browser adds by itself, such as a client's certificate; not
+    with ["*"].
+    """
     max_body_bytes: int = 16 << 20
     """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
@@ -427,21 +558,28 @@ class NodeConfig:
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
-    """A router to which this node announces itself, as udp://HOST:PORT with the router's heartbeat_port. Give it again
-    for more."""
+    """A router to which this node announces itself, as udp://HOST:PORT with the router's
+    heartbeat_port. Give it again for more.
+    """
     log_bodies: bool = False
-    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are
+    people's words.
+    """
     kv_events_config: KvEventsConfig | None = None
-    """Tell routers and other listeners which blocks the prefix cache holds: a JSON object with vLLM's names, for
-    example {"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}. Nobody is asked for a key."""
+    """Tell routers and other listeners which blocks the prefix cache holds: a JSON object with
+    vLLM's names, for example {"enable_kv_cache_events": true, "replay_endpoint":
+    "tcp://127.0.0.1:5558"}. Nobody is asked for a key.
+    """
     profiler_config: ProfilerConfig | None = None
     """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
     {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
     log_format: str = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
-    """Send a trace of each request there by OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces; empty: where
-    OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if that is not set either."""
+    """Send a trace of each request there by OTLP over HTTP, for example
+    http://127.0.0.1:4318/v1/traces; empty: where OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if
+    that is not set either.
+    """
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
@@ -451,25 +589,31 @@ class NodeConfig:
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(
             bool(self.ssl_cert_reqs) or not self.ssl_ca_certs,
-            "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs 2, too",
+            "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs "
+            "2, too",
         )
         check_log_format(self.log_format)
         for router in self.router:
             host, _ = udp_address(router)
             require(
                 bool(self.api_key) or is_loopback(host),
-                f"router {router} is on another machine and hears only who signs with its node_api_key; set the same "
+                f"router {router} is on another machine and hears only who signs with its "
+                f"node_api_key; set the same "
                 "KVRELAY_NODE_API_KEY on all",
             )
         require(
             not self.router or self.role is not Role.AGGREGATED,
             "router is for prefill and decode nodes: a router has no use for a node alone",
         )
-        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        for name, known in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
             value = getattr(self, name)
             require(
                 value in ("auto", "none", *known) or bool(self.tool_parser_plugin),
-                f"{name} {value!r} is not one of auto, none, {', '.join(known)}; tool_parser_plugin can add it",
+                f"{name} {value!r} is not one of auto, none, {', '.join(known)}; "
+                f"tool_parser_plugin can add it",
             )
 
     @property
@@ -483,4 +627,6 @@ class NodeConfig:
         """Where others reach this node: its host, or kv_host if it listens on all addresses."""
         host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
         scheme = "https" if self.ssl_certfile else "http"
-        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+        return (
+            f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+        )

@@ -44,11 +44,16 @@ def positive(owner: object, *names: str) -> None:
 
 def check_log_format(log_format: str) -> None:
     """Raises ConfigError for one that there is not."""
-    require(log_format in LOG_FORMATS, f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
+    require(
+        log_format in LOG_FORMATS,
+        f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}",
+    )
 
 
 def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credentials: bool) -> None:
-    """Raises ConfigError for a path or origins that no request could have, or that would let any page in."""
+    """Raises ConfigError for a path or origins that no request could have, or that would let any
+    page in.
+    """
     require(
         re.fullmatch(r"(/[\w.~!$&'()*+,;=:@-]+)*", root_path) is not None,
         f"root_path must begin with / and not end with it, for example /llm, got {root_path!r}",
@@ -56,21 +61,27 @@ def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credent
     for origin in allowed_origins:
         require(
             origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
-            f"allowed_origins must be * or like https://chat.example, without a path, got {origin!r}",
+            f"allowed_origins must be * or like https://chat.example, without a path, got "
+            f"{origin!r}",
         )
     require(
         not (allow_credentials and "*" in allowed_origins),
-        "allow_credentials with allowed_origins * would let any page act for whoever visits it; name the origins",
+        "allow_credentials with allowed_origins * would let any page act for whoever visits it; "
+        "name the origins",
     )
 
 
 def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> None:
     """Raises ConfigError for settings of TLS that do not belong together."""
-    require(bool(certfile) or not keyfile, "ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
+    require(
+        bool(certfile) or not keyfile,
+        "ssl_keyfile needs ssl_certfile, the certificate that it belongs to",
+    )
     require(cert_reqs in range(3), f"ssl_cert_reqs must be 0, 1 or 2, got {cert_reqs}")
     require(
         not cert_reqs or bool(certfile and ca_certs),
-        f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose certificates are good",
+        f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose "
+        f"certificates are good",
     )
 
 
@@ -108,8 +119,18 @@ def is_base_url(url: str) -> bool:
         _ = parts.port  # raises for one that is no number
     except ValueError:
         return False
-    plain = not (parts.query or parts.fragment) and parts.username is None and url.isprintable() and " " not in url
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain and len(url) <= MAX_URL_CHARS
+    plain = (
+        not (parts.query or parts.fragment)
+        and parts.username is None
+        and url.isprintable()
+        and " " not in url
+    )
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and plain
+        and len(url) <= MAX_URL_CHARS
+    )
 
 
 def check_keys(owner: object, *names: str) -> None:
@@ -118,12 +139,15 @@ def check_keys(owner: object, *names: str) -> None:
         key = getattr(owner, name)
         require(
             key.isascii() and key.isprintable() and key == key.strip(),
-            f"{name} must be ASCII, without line ends and without spaces at its ends: it is sent in a header",
+            f"{name} must be ASCII, without line ends and without spaces at its ends: it is sent "
+            f"in a header",
         )
 
 
 def base_url(typed: str) -> str:
-    """Read the address of a server as people type it: host:port is http, and /v1 is left out. Raises ConfigError."""
+    """Read the address of a server as people type it: host:port is http, and /v1 is left out.
+    Raises ConfigError.
+    """
     plain = typed.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     url = f"http://{plain}" if is_address(plain) else plain
     like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"

@@ -1,4 +1,6 @@
-"""Typed messages between a node's HTTP process and its engine process (msgpack over one zmq pair, never pickle)."""
+"""Typed messages between a node's HTTP process and its engine process (msgpack over one zmq pair,
+never pickle).
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,19 @@ __all__ = [
 PROBE_PREFIX = "probe-"
 """How ids of probes begin. A probe reads what was offered as one, never a request's KV."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Classes in which an engine counts its steps by the tokens that they compute, each up to and with its number."""
+"""Classes in which an engine counts its steps by the tokens that they compute, each up to and with
+its number.
+"""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is held.
+    """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is
+    held.
 
-    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over), and with
-    `hold_stopped` also when a stop token ends it: other choices go on from it. `fork_of` is the id of a request with
-    the same prompt, sent before: this one waits until that one's prompt is there, and shares its blocks. A lower
-    `priority` is served first.
+    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a
+    hand-over), and with `hold_stopped` also when a stop token ends it: other choices go on from it.
+    `fork_of` is the id of a request with the same prompt, sent before: this one waits until that
+    one's prompt is there, and shares its blocks. A lower `priority` is served first.
     """
 
     request_id: str
@@ -71,13 +76,16 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter: str = ""
     """The name of the LoRA adapter that computes it; empty: the model alone."""
     at: float = 0.0
-    """When the node sent it, on this machine's monotonic clock: an engine reads it between two steps. 0: now."""
+    """When the node sent it, on this machine's monotonic clock: an engine reads it between two
+    steps. 0: now.
+    """
     tpot_ms: float = 0.0
     """The time per token that its client wants; 0: not said."""
     expected_output: int = 0
     """Tokens that its answer is likely to have; 0: not said."""
     spill_tokens: int = 0
-    """What it computes of its prompt, as far as is known, if a prefill node could: the node's limit of such counts it.
+    """What it computes of its prompt, as far as is known, if a prefill node could: the node's limit
+    of such counts it.
     """
 
 
@@ -90,15 +98,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class Release(msgspec.Struct, frozen=True, tag=True):
     """Nobody will fetch the KV held for this request any more. Unknown ids are ignored.
 
-    A router that was cut off before it read the hand-over knows only the id of its call: that names the request too.
+    A router that was cut off before it read the hand-over knows only the id of its call: that names
+    the request too.
     """
 
     request_id: str
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """Somebody waits for room elsewhere and will fetch the KV held under this id: its lease begins anew. Unknown ids
-    are ignored."""
+    """Somebody waits for room elsewhere and will fetch the KV held under this id: its lease begins
+    anew. Unknown ids are ignored.
+    """
 
     request_id: str
 
@@ -117,9 +127,11 @@ class OfferProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchProbe(msgspec.Struct, frozen=True, tag=True):
-    """Reader of a probe: fetch this ticket into free blocks, compare them with the pattern of `seed`, free them.
+    """Reader of a probe: fetch this ticket into free blocks, compare them with the pattern of
+    `seed`, free them.
 
-    Answered by ProbeFetched or ProbeRefused."""
+    Answered by ProbeFetched or ProbeRefused.
+    """
 
     probe_id: str
     ticket: KvTransferParams
@@ -138,19 +150,25 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """No request begins with this adapter any more; its slot is free when those that have begun are done.
+    """No request begins with this adapter any more; its slot is free when those that have begun are
+    done.
 
-    Unknown names are ignored: the HTTP process knows what is loaded."""
+    Unknown names are ignored: the HTTP process knows what is loaded.
+    """
 
     name: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Let no later request find a block whose KV is there now. What runs or is held for others keeps its blocks."""
+    """Let no later request find a block whose KV is there now. What runs or is held for others
+    keeps its blocks.
+    """
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Begin to profile the steps, or end that and write what was seen. Answered by Profiled, when it is written."""
+    """Begin to profile the steps, or end that and write what was seen. Answered by Profiled, when
+    it is written.
+    """
 
     profile_id: int
     begin: bool
@@ -210,10 +228,11 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last update of a request carries `finish`.
 
-    The last one has a `timing`, and so have the first two with tokens: the caller may end a request by itself.
-    `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
-    under a lease; `fetch_error` when its KV could not be fetched: then the prompt is computed here instead, or the
-    request ends with ERROR. `prompt_logprobs` (from the second token on) come with the first token.
+    The last one has a `timing`, and so have the first two with tokens: the caller may end a request
+    by itself. `held` is set when a request that holds its KV begins to be computed, and again when
+    it has ended and its KV is kept under a lease; `fetch_error` when its KV could not be fetched:
+    then the prompt is computed here instead, or the request ends with ERROR. `prompt_logprobs`
+    (from the second token on) come with the first token.
     """
 
     request_id: str
@@ -265,7 +284,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Counters since start and gauges now: the engine's pulse, sent every half second and when it goes idle."""
+    """Counters since start and gauges now: the engine's pulse, sent every half second and when it
+    goes idle.
+    """
 
     load: Load
     held_blocks: int = 0
@@ -308,7 +329,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockText(msgspec.Struct, frozen=True, array_like=True):
-    """What is in a block of KV: its tokens, and what else its hash depends on. `salt` is that of a prompt's first."""
+    """What is in a block of KV: its tokens, and what else its hash depends on. `salt` is that of a
+    prompt's first.
+    """
 
     token_ids: list[int]
     adapter: str = ""
@@ -316,8 +339,9 @@ class BlockText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
-    """Which block hashes the prefix cache holds anew, each with its parent's, and which no more. Sent a few times a
-    second, if the node tells KV events."""
+    """Which block hashes the prefix cache holds anew, each with its parent's, and which no more.
+    Sent a few times a second, if the node tells KV events.
+    """
 
     stored: dict[bytes, bytes | None]
     removed: list[bytes]
@@ -361,7 +385,9 @@ class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
-    """No probe, or none that worked; why, in one sentence. `busy`: the same may work in a few seconds."""
+    """No probe, or none that worked; why, in one sentence. `busy`: the same may work in a few
+    seconds.
+    """
 
     probe_id: str
     reason: str

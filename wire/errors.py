@@ -157,7 +157,9 @@ class RequestTimeout(RequestError):
 
 
 class Conflict(RequestError):
-    """It does not go with how things are now: something else is under way, or would be left without."""
+    """It does not go with how things are now: something else is under way, or would be left
+    without.
+    """
 
     status = 409
 
@@ -209,7 +211,9 @@ class RateLimited(Unavailable):
 
 
 class PoisonRequest(KvrelayError):
-    """Nodes died while they had this request unanswered: it goes to no other, and is refused for a while."""
+    """Nodes died while they had this request unanswered: it goes to no other, and is refused for a
+    while.
+    """
 
     status = 503
     type = "service_unavailable"
@@ -223,7 +227,14 @@ class NodeFailed(KvrelayError):
     type = "node_failed"
 
 
-KV_CAUSES = ("Incompatible", "KvCorrupted", "LeaseLost", "PeerLost", "TransferError", "TransferTimeout")
+KV_CAUSES = (
+    "Incompatible",
+    "KvCorrupted",
+    "LeaseLost",
+    "PeerLost",
+    "TransferError",
+    "TransferTimeout",
+)
 """Why KV does not come, for metrics."""
 _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
@@ -235,7 +246,9 @@ _CAUSES = {
 
 
 class RequestBroke(NodeFailed):
-    """A node failed as it read a request, which may be a defect of all nodes that this request finds."""
+    """A node failed as it read a request, which may be a defect of all nodes that this request
+    finds.
+    """
 
     status = 500
     type = "internal_error"
@@ -246,7 +259,9 @@ class RequestBroke(NodeFailed):
 
 
 class KvNotLoaded(KvrelayError):
-    """KV did not come, and the decode node's kv_load_failure_policy is fail: nobody runs the request again unasked."""
+    """KV did not come, and the decode node's kv_load_failure_policy is fail: nobody runs the
+    request again unasked.
+    """
 
     status = 502
     type = "kv_not_loaded"
@@ -254,11 +269,13 @@ class KvNotLoaded(KvrelayError):
 
     @classmethod
     def because(cls, cause: str, why: str = "") -> KvNotLoaded:
-        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business of a client. `why`:
-        a clause that may be told."""
+        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business
+        of a client. `why`: a clause that may be told.
+        """
         words = why or _CAUSES.get(cause, "the transfer broke")
         return cls(
-            f"the KV of this request could not be loaded: {words} ({cause}); send the request again, or start the "
+            f"the KV of this request could not be loaded: {words} ({cause}); send the request "
+            f"again, or start the "
             "decode nodes with --kv-load-failure-policy recompute"
         )
 
@@ -271,7 +288,9 @@ class DeadlineExceeded(KvrelayError):
 
 
 class TransferError(KvrelayError):
-    """A hand-over failed. It is counted, and the decode node computes what is missing (see KvNotLoaded)."""
+    """A hand-over failed. It is counted, and the decode node computes what is missing (see
+    KvNotLoaded).
+    """
 
     type = "transfer_error"
 
@@ -299,8 +318,10 @@ class KvCorrupted(TransferError):
 def without_frames(why: _E) -> _E:
     """Drop the tracebacks of an error and of its causes, and return it.
 
-    An error that is kept keeps the frames it came through: a request's body, and often, through a local variable,
-    itself. Such a circle is freed when the collector comes to it, some hundred requests later."""
+    An error that is kept keeps the frames it came through: a request's body, and often, through a
+    local variable, itself. Such a circle is freed when the collector comes to it, some hundred
+    requests later.
+    """
     behind: list[BaseException | None] = [why]
     while behind:
         each = behind.pop()

@@ -1,9 +1,10 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie. From bytes that the caller holds; does no I/O.
+"""The header of a GGUF file: its metadata, and where its tensors lie. From bytes that the caller
+holds; does no I/O.
 
-Versions 2 and 3, little-endian. Every count and length is checked against the bytes that are left before anything is
-made of them, so a broken file costs neither memory nor time. Reads itself what gguf.GGUFReader also reads: that one
-makes several numpy views per token of the vocabulary, 2.7 s for SmolLM2's 49,152 tokens; this takes 0.1 s, and 0.05 s
-without the lists of strings.
+Versions 2 and 3, little-endian. Every count and length is checked against the bytes that are left
+before anything is made of them, so a broken file costs neither memory nor time. Reads itself what
+gguf.GGUFReader also reads: that one makes several numpy views per token of the vocabulary, 2.7 s
+for SmolLM2's 49,152 tokens; this takes 0.1 s, and 0.05 s without the lists of strings.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class GgufHeader:
 
 
 def read_gguf_header(content: bytes | mmap.mmap, *, string_lists: bool = True) -> GgufHeader:
-    """The header of a whole file's bytes. Without `string_lists`, token lists and merges are passed over.
+    """The header of a whole file's bytes. Without `string_lists`, token lists and merges are passed
+    over.
 
-    Raises ValueError, saying what is wrong, if it is no such file, is cut short or is one part of a split model.
+    Raises ValueError, saying what is wrong, if it is no such file, is cut short or is one part of a
+    split model.
     """
     return _Cursor(content, string_lists).header()
 
@@ -69,21 +72,30 @@ class _Cursor:
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported; 2 and 3 (little-endian) are")
         num_tensors, num_values = self._integer("Q"), self._integer("Q")
-        self._require(12 * num_values + 24 * num_tensors, "its tables")  # what the shortest entries take
+        self._require(
+            12 * num_values + 24 * num_tensors, "its tables"
+        )  # what the shortest entries take
         metadata = {self._string(): self._value(self._integer("I")) for _ in range(num_values)}
         if metadata.get("split.count", 0) not in (0, 1):
-            raise ValueError("it is one part of a split model; join the parts with llama-gguf-split --merge")
+            raise ValueError(
+                "it is one part of a split model; join the parts with llama-gguf-split --merge"
+            )
         places = {self._string(): self._place() for _ in range(num_tensors)}
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
             raise ValueError(f"general.alignment is {alignment!r}")
         base = -(-self._at // alignment) * alignment
-        tensors = {name: TensorPlace(shape, kind, base + offset) for name, (shape, kind, offset) in places.items()}
+        tensors = {
+            name: TensorPlace(shape, kind, base + offset)
+            for name, (shape, kind, offset) in places.items()
+        }
         return GgufHeader(metadata, tensors)
 
     def _require(self, size: int, what: str) -> None:
         if size > self._size - self._at:
-            raise ValueError(f"it is cut short: {what} of {size} bytes at byte {self._at} of {self._size}")
+            raise ValueError(
+                f"it is cut short: {what} of {size} bytes at byte {self._at} of {self._size}"
+            )
 
     def _numbers(self, form: str, count: int) -> tuple[bool | int | float, ...]:
         size = count * struct.calcsize(f"<{form}")
@@ -121,7 +133,9 @@ class _Cursor:
             start = at + 8
             at = start + _LENGTH.unpack_from(content, at)[0] if start <= self._size else start
             if at > self._size:
-                raise ValueError(f"it is cut short: a list of {count} strings ends behind byte {self._size}")
+                raise ValueError(
+                    f"it is cut short: a list of {count} strings ends behind byte {self._size}"
+                )
             if wanted:
                 texts.append(content[start:at].decode())
         self._at = at

@@ -1,7 +1,8 @@
 """What a node tells routers of itself every few seconds: one datagram, signed with the nodes' key.
 
-A signature is HMAC-SHA256 over the whole message, so a stranger can add no node, and an old message cannot be played
-again: each is newer than the last one of its node, and none is taken whose time is further than MAX_SKEW_S from now.
+A signature is HMAC-SHA256 over the whole message, so a stranger can add no node, and an old message
+cannot be played again: each is newer than the last one of its node, and none is taken whose time is
+further than MAX_SKEW_S from now.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from wire.frames import MALFORMED
 from wire.outputs import Load
 from wire.step_costs import StepCosts
 
-__all__ = ["HEARTBEAT_S", "LOST_AFTER_S", "MAX_BYTES", "MAX_SKEW_S", "Heartbeat", "NodeState", "opened", "sealed"]
+__all__ = [
+    "HEARTBEAT_S",
+    "LOST_AFTER_S",
+    "MAX_BYTES",
+    "MAX_SKEW_S",
+    "Heartbeat",
+    "NodeState",
+    "opened",
+    "sealed",
+]
 
 HEARTBEAT_S = 3.0
 # Three missed, and half of one for the way.
@@ -41,7 +51,8 @@ class NodeState(enum.StrEnum):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's clock.
+    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's
+    clock.
 
     `costs` and `max_gap_ms` are those of EngineReady.
     """
@@ -64,19 +75,24 @@ def sealed(beat: Heartbeat, key: str) -> bytes:
 
 
 def opened(message: bytes, key: str, unix_now: float) -> Heartbeat:
-    """The inverse of sealed(). Raises Unauthorized, RequestError for what no node with the same key has sent lately."""
+    """The inverse of sealed(). Raises Unauthorized, RequestError for what no node with the same key
+    has sent lately.
+    """
     if not _MAC_BYTES < len(message) <= MAX_BYTES:
         raise RequestError(f"a heartbeat has up to {MAX_BYTES} bytes, got {len(message)}")
     told = message[_MAC_BYTES:]
     if not hmac.compare_digest(message[:_MAC_BYTES], _mac(told, key)):
-        raise Unauthorized("a heartbeat was signed with another key; give the router and its nodes the same one")
+        raise Unauthorized(
+            "a heartbeat was signed with another key; give the router and its nodes the same one"
+        )
     try:
         beat = msgspec.msgpack.decode(told, type=Heartbeat)
     except MALFORMED as why:
         raise RequestError(f"a heartbeat is malformed: {why}") from why
     if not abs(beat.sent_at - unix_now) <= MAX_SKEW_S:
         raise RequestError(
-            f"a heartbeat of {beat.url[:100]} is {unix_now - beat.sent_at:.0f} s old, and {MAX_SKEW_S:g} s are taken; "
+            f"a heartbeat of {beat.url[:100]} is {unix_now - beat.sent_at:.0f} s old, and "
+            f"{MAX_SKEW_S:g} s are taken; "
             "set the clocks of both machines"
         )
     return beat

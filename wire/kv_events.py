@@ -1,13 +1,15 @@
 """KV events: what a node tells of its prefix cache, and the sequence that it tells it in.
 
-The wire is vLLM's: a PUB socket sends (topic, sequence number as 8 bytes big-endian, batch as msgpack); a REQ or DEALER
-that sends a ROUTER socket a number gets (number, batch) for each batch from that one on, then (END, nothing).
+The wire is vLLM's: a PUB socket sends (topic, sequence number as 8 bytes big-endian, batch as
+msgpack); a REQ or DEALER that sends a ROUTER socket a number gets (number, batch) for each batch
+from that one on, then (END, nothing).
 
-A batch is the array (time, events, rank 0 of one engine). Events are arrays with their kind first and vLLM's fields in
-vLLM's order, as its releases before June 2026 write them, or maps with the same names, as later ones do; no listener
-that goes by types reads both. What has no value is null. Two things differ: token ids are told only if asked for, and
-who comes too late for the buffer is answered with one batch that begins with AllBlocksCleared and stores all that is
-held. To any listener that is the state after this number.
+A batch is the array (time, events, rank 0 of one engine). Events are arrays with their kind first
+and vLLM's fields in vLLM's order, as its releases before June 2026 write them, or maps with the
+same names, as later ones do; no listener that goes by types reads both. What has no value is null.
+Two things differ: token ids are told only if asked for, and who comes too late for the buffer is
+answered with one batch that begins with AllBlocksCleared and stores all that is held. To any
+listener that is the state after this number.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Any = None
-    """For each block what else its hash depends on: the adapter's name, and for a prompt's first one the salt."""
+    """For each block what else its hash depends on: the adapter's name, and for a prompt's first
+    one the salt.
+    """
     group_idx: int | None = None
 
 
@@ -130,7 +134,11 @@ _event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 
 def pack_batch(batch: EventBatch, *, maps: bool = False) -> bytes:
     """A batch as it goes over the wire, its events as arrays or as maps."""
-    events = [_MAPS[type(event)](*msgspec.structs.astuple(event)) for event in batch.events] if maps else batch.events
+    events = (
+        [_MAPS[type(event)](*msgspec.structs.astuple(event)) for event in batch.events]
+        if maps
+        else batch.events
+    )
     return _encoder.encode((batch.ts, events, _ENGINE))
 
 
@@ -160,7 +168,9 @@ def packed_number(number: int) -> bytes:
 def number_of(packed: bytes) -> int:
     """Its inverse. Raises NodeFailed."""
     if len(packed) != _NUMBER_BYTES:
-        raise NodeFailed(f"a sequence number of KV events has {_NUMBER_BYTES} bytes, got {len(packed)}")
+        raise NodeFailed(
+            f"a sequence number of KV events has {_NUMBER_BYTES} bytes, got {len(packed)}"
+        )
     return int.from_bytes(packed, "big")
 
 

@@ -1,4 +1,6 @@
-"""How a node tells KV events (wire/kv_events.py): the names are those of vLLM's `--kv-events-config`."""
+"""How a node tells KV events (wire/kv_events.py): the names are those of vLLM's
+`--kv-events-config`.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,22 @@ _ENDPOINT = re.compile(r"tcp://(\*|\[[^\s/\[\]*]+\]|[^\s/\[\]*]+):([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Where a node tells KV events, to whom, and what they say. Off by default, and on the loopback."""
+    """Where a node tells KV events, to whom, and what they say. Off by default, and on the
+    loopback.
+    """
 
     enable_kv_cache_events: bool = False
     """Tell which blocks the prefix cache holds."""
     publisher: str = "zmq"
     """zmq, or null: tell nobody."""
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Where events are told, tcp://HOST:PORT. A node always listens there; * is all addresses, port 0 a free one."""
+    """Where events are told, tcp://HOST:PORT. A node always listens there; * is all addresses, port
+    0 a free one.
+    """
     replay_endpoint: str = ""
-    """Where those who have lost some are told again, in the same form; empty: nowhere. A router needs it."""
+    """Where those who have lost some are told again, in the same form; empty: nowhere. A router
+    needs it.
+    """
     buffer_steps: int = 10_000
     """Batches that are kept to be told again, in 4 MiB at most."""
     hwm: int = 1_024
@@ -34,19 +42,28 @@ class KvEventsConfig:
     topic: str = ""
     """What each message begins with, for listeners to choose by."""
     token_ids: bool = False
-    """Tell the tokens of each block, too, with its adapter and salt. They are people's words, for all who listen."""
+    """Tell the tokens of each block, too, with its adapter and salt. They are people's words, for
+    all who listen.
+    """
     event_format: str = "array"
     """array, or map: what vLLM's own types read since June 2026, and its example does not."""
 
     def __post_init__(self) -> None:
-        require(self.publisher in ("zmq", "null"), f"publisher {self.publisher!r} is not one of zmq, null")
-        require(self.event_format in ("array", "map"), f"event_format {self.event_format!r} is not one of array, map")
+        require(
+            self.publisher in ("zmq", "null"),
+            f"publisher {self.publisher!r} is not one of zmq, null",
+        )
+        require(
+            self.event_format in ("array", "map"),
+            f"event_format {self.event_format!r} is not one of array, map",
+        )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             found = _ENDPOINT.fullmatch(value)
             require(
                 found is not None and int(found[2]) < 65536 if value else name == "replay_endpoint",
-                f"{name} must be tcp://HOST:PORT, got {value!r}; HOST may be *, and port 0 takes a free one",
+                f"{name} must be tcp://HOST:PORT, got {value!r}; HOST may be *, and port 0 takes "
+                f"a free one",
             )
         require(
             self.endpoint != self.replay_endpoint or not address_of(self.endpoint)[1],

@@ -1,11 +1,13 @@
 """The leg stream: one connection between a router and a node that carries all of their legs.
 
-A POST to LEGS_PATH whose request and response bodies last as long as the connection does; both are made of messages. A
-message is 9 bytes, little-endian (length of its body, number of its leg, kind), and its body. The router numbers legs
-and never uses a number twice. Whoever breaks a rule loses the connection.
+A POST to LEGS_PATH whose request and response bodies last as long as the connection does; both are
+made of messages. A message is 9 bytes, little-endian (length of its body, number of its leg, kind),
+and its body. The router numbers legs and never uses a number twice. Whoever breaks a rule loses the
+connection.
 
-A leg's frames wait for nobody else's reader: a node sends at most WINDOW_BYTES of a leg's messages that the router has
-not given back as CREDIT (a message that is longer than what is left of that is sent, the next one waits).
+A leg's frames wait for nobody else's reader: a node sends at most WINDOW_BYTES of a leg's messages
+that the router has not given back as CREDIT (a message that is longer than what is left of that is
+sent, the next one waits).
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ HEAD_BYTES = _HEAD.size
 class Kind(enum.IntEnum):
     """From the router: OPEN a leg, CANCEL it, CREDIT (4 bytes, a number of bytes), PING (leg 0).
 
-    From the node: ANSWER, whether the leg is taken; then its FRAMEs, the last of which is one that ends a leg; OVER, if
-    there will be no such frame; PONG (leg 0).
+    From the node: ANSWER, whether the leg is taken; then its FRAMEs, the last of which is one that
+    ends a leg; OVER, if there will be no such frame; PONG (leg 0).
     """
 
     OPEN = 0
@@ -66,7 +68,9 @@ class Kind(enum.IntEnum):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """A leg, as it would be posted: the path of its route, the headers that say something of it, its body."""
+    """A leg, as it would be posted: the path of its route, the headers that say something of it,
+    its body.
+    """
 
     path: str
     headers: dict[str, str]
@@ -119,7 +123,9 @@ class MessageReader:
         """Bytes that there must be before anything can be cut off."""
 
     def feed(self, chunk: bytes) -> list[tuple[int, int, memoryview]]:
-        """Leg, kind and body of all messages completed by `chunk`. Raises NodeFailed if one is too long."""
+        """Leg, kind and body of all messages completed by `chunk`. Raises NodeFailed if one is too
+        long.
+        """
         if self._rest:
             self._rest += chunk
             if len(self._rest) < self._wanted:
@@ -132,7 +138,9 @@ class MessageReader:
         while end - at >= _HEAD.size:
             size, leg, kind = _HEAD.unpack_from(chunk, at)
             if size > self._max_body_bytes:
-                raise NodeFailed(f"a message of {size} bytes came; the limit is {self._max_body_bytes}")
+                raise NodeFailed(
+                    f"a message of {size} bytes came; the limit is {self._max_body_bytes}"
+                )
             begin = at + _HEAD.size
             if end - begin < size:
                 self._wanted = _HEAD.size + size

@@ -1,7 +1,8 @@
 """What a log line looks like, as text or as a JSON object. The same in all processes. Pure.
 
-A value that stands in a template as `name=%s` is a member of the object by that name, with its own type; so a line is
-written once and read by people and by programs. Values of any names at once are one `%s`: Fields.
+A value that stands in a template as `name=%s` is a member of the object by that name, with its own
+type; so a line is written once and read by people and by programs. Values of any names at once are
+one `%s`: Fields.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX])
 _TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"
 _LONGER = {"id": "request_id", "trace": "trace_id"}  # as log stores know them
 _MAX_CHARS = 16 << 10
-"""Of a line's message, and of each of its values: a path or a wrong frame may be as long as a stranger likes."""
+"""Of a line's message, and of each of its values: a path or a wrong frame may be as long as a
+stranger likes.
+"""
 _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
@@ -32,7 +35,10 @@ class Fields(dict[str, object]):
 
     def __str__(self) -> str:
         return " ".join(
-            [f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}" for name, value in self.items()]
+            [
+                f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}"
+                for name, value in self.items()
+            ]
         )
 
     def named(self) -> Mapping[str, object]:
@@ -41,7 +47,9 @@ class Fields(dict[str, object]):
 
 
 class Seldom:
-    """A warning that strangers can cause any number of times, and that is logged once a minute at most."""
+    """A warning that strangers can cause any number of times, and that is logged once a minute at
+    most.
+    """
 
     def __init__(self, period_s: float = 60.0) -> None:
         self._period_s = period_s
@@ -49,7 +57,9 @@ class Seldom:
         self._times = 0
 
     def times(self, now: float) -> int:
-        """Count one; how many there were since it was logged last if it is to be logged now, else 0."""
+        """Count one; how many there were since it was logged last if it is to be logged now, else
+        0.
+        """
         self._times += 1
         if now < self._next:
             return 0
@@ -58,7 +68,9 @@ class Seldom:
 
 
 def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:
-    """For the lines of a process; `process` says which, for example router or prefill, `worker` which of several."""
+    """For the lines of a process; `process` says which, for example router or prefill, `worker`
+    which of several.
+    """
     if log_format == "json":
         return JsonLines(process, worker)
     return _TextLines(_TEXT.format("" if worker is None else f"[{worker}]"))
@@ -72,11 +84,15 @@ class _TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """A line is one JSON object: time (UTC), level, logger, process, message, and what its template names."""
+    """A line is one JSON object: time (UTC), level, logger, process, message, and what its template
+    names.
+    """
 
     def __init__(self, process: str, worker: int | None = None) -> None:
         super().__init__()
-        self._of: dict[str, object] = {"process": process} | ({} if worker is None else {"worker": worker})
+        self._of: dict[str, object] = {"process": process} | (
+            {} if worker is None else {"worker": worker}
+        )
 
     def format(self, record: logging.LogRecord) -> str:
         """Never raises because of a value: what is no JSON is told as its text."""
@@ -89,8 +105,13 @@ class JsonLines(logging.Formatter):
         }
         for name, value in _fields(record):
             if name not in _OWN:
-                told.setdefault(_LONGER.get(name, name), round(value, 3) if isinstance(value, float) else value)
-        told = {name: shortened(value, _MAX_CHARS) if isinstance(value, str) else value for name, value in told.items()}
+                told.setdefault(
+                    _LONGER.get(name, name), round(value, 3) if isinstance(value, float) else value
+                )
+        told = {
+            name: shortened(value, _MAX_CHARS) if isinstance(value, str) else value
+            for name, value in told.items()
+        }
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told, ensure_ascii=False, default=str)

@@ -23,7 +23,9 @@ class DecayingMean:
 
     def at(self, now: float) -> float:
         """Return the mean now."""
-        return self._value * math.exp((self._at - now) / MEMORY_MS) if now > self._at else self._value
+        return (
+            self._value * math.exp((self._at - now) / MEMORY_MS) if now > self._at else self._value
+        )
 
     def add(self, amount: float, now: float) -> None:
         """Count what has come; a negative amount takes back."""

@@ -20,7 +20,9 @@ class Finish(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural log-probabilities before any penalty, temperature or mask: the chosen token and the k most likely."""
+    """Natural log-probabilities before any penalty, temperature or mask: the chosen token and the k
+    most likely.
+    """
 
     token_id: int
     logprob: float
@@ -42,12 +44,16 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of KV in a block; 0 from a node that does not say."""
     context_tokens: int = 0
     """Tokens of KV that the running requests have, together."""
-    # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's own card times its
-    # pace; a mean is over the last seconds (wire/means.py).
+    # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's
+    # own card times its pace; a mean is over the last seconds (wire/means.py).
     legs: int = 0
-    """Requests that the engine has taken since it started, and one; 0 from a node that does not count them."""
+    """Requests that the engine has taken since it started, and one; 0 from a node that does not
+    count them.
+    """
     leg: int = 0
-    """In an answer to a leg, the number of its last request among those: a load with as many `legs` contains it."""
+    """In an answer to a leg, the number of its last request among those: a load with as many `legs`
+    contains it.
+    """
     pace: float = 0.0
     """How many times as long steps take as the node's card says; 0: not measured."""
     backlog_ms: float = 0.0
@@ -57,19 +63,25 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     prompt_share: float = 0.0
     """Of its time, what the prompts take that come."""
     row_weight: float = 0.0
-    """What a millisecond costs all that decode here: the sum of 1 / (time per token * expected tokens)."""
+    """What a millisecond costs all that decode here: the sum of 1 / (time per token * expected
+    tokens).
+    """
     strictest_tpot_ms: float = 0.0
     """The least time per token that one of them wants; 0: there are none."""
     spill_ms: float = 0.0
     """Time of prompts that it takes now although a prefill node could compute them."""
     promised_tokens: int = 0
-    """Tokens of KV that all requests here are still expected to take beyond the blocks that they have."""
+    """Tokens of KV that all requests here are still expected to take beyond the blocks that they
+    have.
+    """
     max_num_seqs: int = 0
     """Requests that it runs at most at once; 0 from a node that does not say."""
 
     @property
     def retry_after_s(self) -> int:
-        """Return the whole seconds until the prompts that wait are computed, 1 to 60: the value of Retry-After."""
+        """Return the whole seconds until the prompts that wait are computed, 1 to 60: the value of
+        Retry-After.
+        """
         return min(60, max(1, math.ceil(self.backlog_ms / 1e3)))
 
     def header(self) -> str:
@@ -83,7 +95,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """What the full blocks of a prompt are called: their hashes (wire/hashes.py), one behind the other."""
+    """What the full blocks of a prompt are called: their hashes (wire/hashes.py), one behind the
+    other.
+    """
 
     block_size: int
     hashes: bytes

@@ -16,7 +16,9 @@ class ProfilerConfig:
     """What POST /start_profile starts on a node."""
 
     profiler: str = "torch"
-    """torch writes a trace for each rank; cuda marks the range for a profiler that the node was started under."""
+    """torch writes a trace for each rank; cuda marks the range for a profiler that the node was
+    started under.
+    """
     torch_profiler_dir: str = ""
     """Folder for the traces, an absolute path; is made if it is not there."""
     torch_profiler_with_stack: bool = True
@@ -30,14 +32,23 @@ class ProfilerConfig:
     torch_profiler_with_memory: bool = False
     """Record what memory is taken and given back."""
     max_iterations: int = 1000
-    """Steps after which a profile ends by itself; 0 sets no limit. Without one its events may fill the memory, and
-    ending it may hold the engine up for so long that routers take the node for dead."""
+    """Steps after which a profile ends by itself; 0 sets no limit. Without one its events may fill
+    the memory, and ending it may hold the engine up for so long that routers take the node for
+    dead.
+    """
 
     def __post_init__(self) -> None:
-        require(self.profiler in _PROFILERS, f"profiler {self.profiler!r} is not one of {', '.join(_PROFILERS)}")
+        require(
+            self.profiler in _PROFILERS,
+            f"profiler {self.profiler!r} is not one of {', '.join(_PROFILERS)}",
+        )
         folder = self.torch_profiler_dir
         require(
             folder.startswith("/") if self.profiler == "torch" else not folder,
-            f"torch_profiler_dir must be an absolute path with torch, and left out with cuda; got {folder!r}",
+            f"torch_profiler_dir must be an absolute path with torch, and left out with cuda; got "
+            f"{folder!r}",
         )
-        require(self.max_iterations >= 0, f"max_iterations must not be negative, got {self.max_iterations}")
+        require(
+            self.max_iterations >= 0,
+            f"max_iterations must not be negative, got {self.max_iterations}",
+        )

@@ -30,12 +30,20 @@ MAX_DRAIN_S = 3600.0
 LIVE = frozenset(
     {
         *("prefill", "decode", "alias", "api_key", "keys"),
-        *("max_body_bytes", "request_deadline_s", "max_queue", "ttft_target_ms", "tpot_target_ms", "attempts"),
+        *(
+            "max_body_bytes",
+            "request_deadline_s",
+            "max_queue",
+            "ttft_target_ms",
+            "tpot_target_ms",
+            "attempts",
+        ),
         *("prefill_policy", "decode_policy", "strict_roles", "log_bodies"),
     }
 )
-"""Settings that a running router takes over when its file is read again (router/reload.py). All others are fixed at its
-start."""
+"""Settings that a running router takes over when its file is read again (router/reload.py). All
+others are fixed at its start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +55,55 @@ class RouterConfig:
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
     heartbeat_port: int = 0
-    """UDP port on which nodes announce themselves (their --router), on the address of host and signed with
-    node_api_key; 0 hears none."""
+    """UDP port on which nodes announce themselves (their --router), on the address of host and
+    signed with node_api_key; 0 hears none.
+    """
     kubernetes_selector: str = ""
-    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector matches; empty asks no
-    API server."""
+    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector
+    matches; empty asks no API server.
+    """
     kubernetes_namespace: str = ""
     """Namespace of these pods; empty takes the router's own."""
     alias: tuple[str, ...] = ()
-    """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
+    """A further name for a model or an adapter, name=model: clients may ask for either. Give it
+    again for more.
+    """
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
     """Port to listen on."""
     workers: int = 1
-    """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
+    """Processes that serve the port; more than one share it, and a parent process keeps what they
+    have in common.
+    """
     api_key: str = field(default="", repr=False)
     """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     isolate_keys: bool = False
-    """Share the KV of prompts among the requests of one API key alone. Without it a key can learn by cached_tokens and
-    the time of a first token whether another one has sent a prompt that begins like its own."""
+    """Share the KV of prompts among the requests of one API key alone. Without it a key can learn
+    by cached_tokens and the time of a first token whether another one has sent a prompt that begins
+    like its own.
+    """
     node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
     node_allow: tuple[str, ...] = ()
-    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping may name while there
-    is a node_api_key, which is sent there; hosts of prefill and decode always may. Give it again for more."""
+    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping
+    may name while there is a node_api_key, which is sent there; hosts of prefill and decode always
+    may. Give it again for more.
+    """
     admin_key: str = field(default="", repr=False)
-    """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one the router draws one
-    at its start, for its own user on this machine."""
+    """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one
+    the router draws one at its start, for its own user on this machine.
+    """
     max_body_bytes: int = 16 << 20
     """Longest request body."""
     request_deadline_s: float = 600.0
     """A request may take this long."""
     drain_deadline_s: float = 30.0
-    """Told to end, the router takes no new connections, and what is under way may take this long; an hour at most."""
+    """Told to end, the router takes no new connections, and what is under way may take this long;
+    an hour at most.
+    """
     connect_deadline_s: float = 2.0
     """A connection to a node must stand within this time."""
     health_interval_s: float = 0.5
@@ -90,70 +111,99 @@ class RouterConfig:
     health_deadline_s: float = 2.0
     """A health check must be answered within this time."""
     max_queue: int = 1000
-    """Requests that wait while all nodes are busy, for each model; more are refused with 429. Divided among workers."""
+    """Requests that wait while all nodes are busy, for each model; more are refused with 429.
+    Divided among workers.
+    """
     ttft_target_ms: float = 0.0
-    """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
-    send their own as x-slo-ttft-ms."""
+    """Requests whose first token would come later than this are refused at once, with 429; 0
+    refuses none. Clients may send their own as x-slo-ttft-ms.
+    """
     tpot_target_ms: float = 0.0
-    """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
-    stricter one as x-slo-tpot-ms."""
+    """Requests wait while one more would make a token take longer than this; 0 is no target.
+    Clients may send a stricter one as x-slo-tpot-ms.
+    """
     max_connections: int = 16384
     """Connections of clients at once; more are refused with 503. Divided among workers."""
     ssl_certfile: str = ""
-    """A PEM file with the router's certificate and its chain: it then serves https. Read again when it changes, as all
-    of these files are."""
+    """A PEM file with the router's certificate and its chain: it then serves https. Read again when
+    it changes, as all of these files are.
+    """
     ssl_keyfile: str = ""
     """The PEM file with the certificate's private key, if that is a file of its own."""
     ssl_ca_certs: str = ""
-    """A PEM file with the authorities to trust for https:// nodes, empty takes the system's; and for clients, with
-    ssl_cert_reqs."""
+    """A PEM file with the authorities to trust for https:// nodes, empty takes the system's; and
+    for clients, with ssl_cert_reqs.
+    """
     ssl_cert_reqs: int = 0
-    """2 serves only clients with a certificate of ssl_ca_certs, 1 checks one that a client brings, 0 asks for none."""
+    """2 serves only clients with a certificate of ssl_ca_certs, 1 checks one that a client brings,
+    0 asks for none.
+    """
     node_ssl_certfile: str = ""
-    """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their ssl_cert_reqs)."""
+    """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their
+    ssl_cert_reqs).
+    """
     node_ssl_keyfile: str = ""
     """The PEM file with its private key, if that is a file of its own."""
     root_path: str = ""
-    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if the proxy takes it
-    away, without."""
+    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if
+    the proxy takes it away, without.
+    """
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"] allows all. Unlike vLLM
-    none by default: what asks for no key would be open to every page that somebody in this network visits."""
+    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"]
+    allows all. Unlike vLLM none by default: what asks for no key would be open to every page that
+    somebody in this network visits.
+    """
     allowed_methods: tuple[str, ...] = ("*",)
     """Methods that these pages may use."""
     allowed_headers: tuple[str, ...] = ("*",)
     """Headers that these pages may send."""
     allow_credentials: bool = False
-    """Let these pages send what the browser adds by itself, such as a client's certificate; not with ["*"]."""
+    """Let these pages send what the browser adds by itself, such as a client's certificate; not
+    with ["*"].
+    """
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
     prefill_policy: str = PRICE
-    """How a prefill node is chosen: by price, or by a policy: prefix, session, least_queue or round_robin. With one no
-    decode node computes a prompt that a prefill node can."""
+    """How a prefill node is chosen: by price, or by a policy: prefix, session, least_queue or
+    round_robin. With one no decode node computes a prompt that a prefill node can.
+    """
     decode_policy: str = PRICE
     """How a decode node is chosen: one of the same."""
     strict_roles: bool = False
-    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by itself."""
+    """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
+    itself.
+    """
     least_prefill: int = 1
     """So many prefill nodes of each model keep their role, whatever the load."""
     least_decode: int = 1
     """So many decode nodes of each model keep their role, whatever the load."""
     p2p_nccl_port: int = 0
-    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
+    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their
+    proxy_port) without a key.
+    """
     vllm_kv_events: tuple[str, ...] = ()
-    """Ports of vLLM nodes' KV events: EVENTS:REPLAY, or EVENTS alone, on each node's host, or URL=EVENTS:REPLAY for the
-    node at this address; as in their --kv-events-config. Give it again for more."""
+    """Ports of vLLM nodes' KV events: EVENTS:REPLAY, or EVENTS alone, on each node's host, or
+    URL=EVENTS:REPLAY for the node at this address; as in their --kv-events-config. Give it again
+    for more.
+    """
     log_bodies: bool = False
-    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are
+    people's words.
+    """
     log_format: str = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
-    """Send a trace of each request there by OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces; empty: where
-    OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if that is not set either."""
+    """Send a trace of each request there by OTLP over HTTP, for example
+    http://127.0.0.1:4318/v1/traces; empty: where OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if
+    that is not set either.
+    """
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        require(0 <= self.p2p_nccl_port < 65536, f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}")
+        require(
+            0 <= self.p2p_nccl_port < 65536,
+            f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}",
+        )
         positive(
             self,
             "max_body_bytes",
@@ -169,9 +219,13 @@ class RouterConfig:
         check_keys(self, "api_key", "node_api_key", "admin_key")
         require(
             0 < self.drain_deadline_s <= MAX_DRAIN_S,
-            f"drain_deadline_s must be above 0 and at most {MAX_DRAIN_S:g}, got {self.drain_deadline_s:g}",
+            f"drain_deadline_s must be above 0 and at most {MAX_DRAIN_S:g}, got "
+            f"{self.drain_deadline_s:g}",
         )
-        require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
+        require(
+            self.workers <= MAX_WORKERS,
+            f"workers must be at most {MAX_WORKERS}, got {self.workers}",
+        )
         self._check_entry()
         _ = self.vllm_event_ports  # raises
         check_node_allow(self.node_allow)
@@ -181,69 +235,102 @@ class RouterConfig:
         )
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
-            require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
+            require(
+                name in POLICY_NAMES,
+                f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}",
+            )
         for url in (*self.prefill, *self.decode):
             require(
-                is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
+                is_base_url(url),
+                f"node address {url!r} must start with http:// or https://, and name a host and "
+                f"port",
             )
         require(
-            0 <= self.heartbeat_port < 65536, f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}"
+            0 <= self.heartbeat_port < 65536,
+            f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}",
         )
         require(
             not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
-            f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the same "
+            f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the "
+            f"same "
             "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
         )
         require(
             not self.kubernetes_namespace or bool(self.kubernetes_selector),
-            f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which chooses its pods",
+            f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which "
+            f"chooses its pods",
         )
         for name in ("least_prefill", "least_decode"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            require(
+                getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}"
+            )
         require(
-            re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace) is not None,
-            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace can have",
+            re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace)
+            is not None,
+            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace "
+            f"can have",
         )
         names = list(self.aliases)
         require(
-            len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"
+            len(names) == len(self.alias),
+            f"alias gives a name twice: {', '.join(self.alias)}; give each name once",
         )
         chained = sorted(name for name in names if self.aliases[name] in names)
-        require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
-        both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
-        require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
+        require(
+            not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself"
+        )
+        both = sorted(
+            {url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode}
+        )
+        require(
+            not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role"
+        )
 
     def may_be_node(self, url: str) -> bool:
-        """Whether whoever cannot prove that he is one of the cluster's own may name a node at this address."""
-        return not self.node_api_key or is_node_allowed(url, self.node_allow, (*self.prefill, *self.decode))
+        """Whether whoever cannot prove that he is one of the cluster's own may name a node at this
+        address.
+        """
+        return not self.node_api_key or is_node_allowed(
+            url, self.node_allow, (*self.prefill, *self.decode)
+        )
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not name=model."""
+        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not
+        name=model.
+        """
         pairs = [text.partition("=") for text in self.alias]
         for name, equals, model in pairs:
-            require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
+            require(
+                bool(name and equals and model),
+                f"alias {name + equals + model!r} must be name=model",
+            )
         return {name: model for name, _, model in pairs}
 
     @property
     def vllm_event_ports(self) -> dict[str, tuple[int, int]]:
-        """What `vllm_kv_events` says, by a node's address, which is empty for all that are not named. Replay port 0:
-        none. Raises ConfigError."""
+        """What `vllm_kv_events` says, by a node's address, which is empty for all that are not
+        named. Replay port 0: none. Raises ConfigError.
+        """
         ports: dict[str, tuple[int, int]] = {}
         for text in self.vllm_kv_events:
             url, _, numbers = text.rpartition("=")
             found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", numbers)
             require(
                 found is not None and (not url or is_base_url(url)),
-                f"vllm_kv_events {text!r} must be EVENTS:REPLAY, or EVENTS, or URL=EVENTS:REPLAY, with two ports",
+                f"vllm_kv_events {text!r} must be EVENTS:REPLAY, or EVENTS, or URL=EVENTS:REPLAY, "
+                f"with two ports",
             )
             assert found is not None
             both = int(found[1]), int(found[2] or 0)
             require(
-                0 < both[0] < 65536 and both[1] < 65536, f"vllm_kv_events {text!r} has a port that is not below 65536"
+                0 < both[0] < 65536 and both[1] < 65536,
+                f"vllm_kv_events {text!r} has a port that is not below 65536",
             )
             url = url.rstrip("/")
-            require(url not in ports, f"vllm_kv_events names {url or 'all nodes'} twice; say it once")
+            require(
+                url not in ports, f"vllm_kv_events names {url or 'all nodes'} twice; say it once"
+            )
             ports[url] = both
         return ports
 
@@ -259,5 +346,9 @@ class RouterConfig:
         )
         for field_name in ("name", "sha256"):
             values = [getattr(key, field_name) for key in self.keys]
-            twice = sorted({key.name for key in self.keys if values.count(getattr(key, field_name)) > 1})
-            require(not twice, f"keys have the same {field_name}: {', '.join(twice)}; give each its own")
+            twice = sorted(
+                {key.name for key in self.keys if values.count(getattr(key, field_name)) > 1}
+            )
+            require(
+                not twice, f"keys have the same {field_name}: {', '.join(twice)}; give each its own"
+            )

@@ -53,32 +53,38 @@ _RULE = {
 }
 GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
 """A grammar that has one is read as GBNF, any other as Lark."""
-# What has no depth: texts, comments, names of special tokens, classes of GBNF. They begin and end where the grammar
-# library says, or it refuses the grammar. Lark's regular expressions have a depth of their own.
+# What has no depth: texts, comments, names of special tokens, classes of GBNF. They begin and end
+# where the grammar library says, or it refuses the grammar. Lark's regular expressions have a depth
+# of their own.
 _TEXT = r'"(?:[^"\\]++|\\.)*+"?'
 _FLAT = {
     "json": re.compile(_TEXT, re.DOTALL),
-    "lark": re.compile(_TEXT + r"|(?:#|//)[^\n]*+|<[^<>\s]*+>?|(/(?:[^/\\]++|\\.)*+/?[a-z]*+)", re.DOTALL),
+    "lark": re.compile(
+        _TEXT + r"|(?:#|//)[^\n]*+|<[^<>\s]*+>?|(/(?:[^/\\]++|\\.)*+/?[a-z]*+)", re.DOTALL
+    ),
     "gbnf": re.compile(_TEXT + r"|#[^\n\r]*+|\[(?:[^\]\\]++|\\.)*+\]?", re.DOTALL),
 }
 _BRACKET = re.compile(r"[()\[\]{}]")
-# Of a regular expression: a bracket that begins a class or another class in it may be its first character, too.
+# Of a regular expression: a bracket that begins a class or another class in it may be its first
+# character, too.
 _REGEX_BRACKET = re.compile(r"\\.|\[\^?\]?|[()\]]", re.DOTALL)
 # It may have comments, which hide brackets: each that opens counts.
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What the text of an answer must match. Tokens are masked so that it does: paged_engine/grammar.py.
+    """What the text of an answer must match. Tokens are masked so that it does:
+    paged_engine/grammar.py.
 
-    `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
-    strings, of which the answer is one. grammar: a Lark grammar, or GBNF. tags: free text with constrained parts, a
-    JSON object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. lark: any of these as the Lark grammar
-    that the engine compiles; no request has it.
-    `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
-    `field`: the request's field that asked for it, which an error names.
-    `behind`: the text is free up to this one, and the constraint is about what follows; empty: it is about all. If
-    there is an `opener`, so only where the text begins with that; else the constraint is about all.
+    `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a
+    JSON list of strings, of which the answer is one. grammar: a Lark grammar, or GBNF. tags: free
+    text with constrained parts, a JSON object {"structures": [{"begin", "schema", "end"}],
+    "triggers": [...]}. lark: any of these as the Lark grammar that the engine compiles; no request
+    has it. `whitespace`: json: what may stand between tokens, as a regular expression; None is at
+    most one space. `field`: the request's field that asked for it, which an error names. `behind`:
+    the text is free up to this one, and the constraint is about what follows; empty: it is about
+    all. If there is an `opener`, so only where the text begins with that; else the constraint is
+    about all.
     """
 
     kind: ConstraintKind
@@ -89,18 +95,30 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     opener: str = ""
 
     def check(self) -> Constraint:
-        """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
+        """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar
+        library says.
+        """
         self._at_most("characters", len(self.text), _MAX_CONSTRAINT_CHARS[self.kind])
-        self._at_most("characters in its whitespace pattern", len(self.whitespace or ""), _MAX_WHITESPACE_CHARS)
+        self._at_most(
+            "characters in its whitespace pattern",
+            len(self.whitespace or ""),
+            _MAX_WHITESPACE_CHARS,
+        )
         if self.kind in _RULE:
-            self._at_most("rules or references", len(_RULE[self.kind].findall(self.text)), _MAX_RULES)
+            self._at_most(
+                "rules or references", len(_RULE[self.kind].findall(self.text)), _MAX_RULES
+            )
         if self.kind != "choice":
-            self._at_most("levels of brackets", _brackets_deep(self.kind, self.text), _MAX_BRACKETS_DEEP)
+            self._at_most(
+                "levels of brackets", _brackets_deep(self.kind, self.text), _MAX_BRACKETS_DEEP
+            )
         return self
 
     def _at_most(self, what: str, count: int, limit: int) -> None:
         if count > limit:
-            raise RequestError(f"{self.field} has {count} {what}; the limit is {limit}", param=self.field)
+            raise RequestError(
+                f"{self.field} has {count} {what}; the limit is {limit}", param=self.field
+            )
 
 
 def _brackets_deep(kind: ConstraintKind, text: str) -> int:
@@ -112,7 +130,11 @@ def _brackets_deep(kind: ConstraintKind, text: str) -> int:
     for bracket in _BRACKET.findall(_FLAT[language].sub("", text)):
         deep = deep + 1 if bracket in "([{" else max(0, deep - 1)
         deepest = max(deepest, deep)
-    regexes = [found[1] for found in _FLAT["lark"].finditer(text) if found[1]] if language == "lark" else []
+    regexes = (
+        [found[1] for found in _FLAT["lark"].finditer(text) if found[1]]
+        if language == "lark"
+        else []
+    )
     return max([deepest, *map(_regex_deep, regexes)])
 
 
@@ -132,12 +154,13 @@ def _regex_deep(text: str) -> int:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
+    """Sampling of one choice. Token i is a function of (logits, these values, i): see
+    kernels/philox.py.
 
-    `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely; `prompt_logprobs`
-    means the same of the prompt's tokens from the second one on. Of each of `bad_words` the last token never follows
-    the others.
+    `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1
+    are off; `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k
+    most likely; `prompt_logprobs` means the same of the prompt's tokens from the second one on. Of
+    each of `bad_words` the last token never follows the others.
     """
 
     max_tokens: int
@@ -166,7 +189,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _within("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED)
         _within("temperature", self.temperature, 0, 2)
         if not (0 < self.top_p <= 1):
-            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
+            raise RequestError(
+                f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p"
+            )
         _within("top_k", self.top_k, 0, None, "; 0 or -1 considers all tokens")
         _within("min_p", self.min_p, 0, 1)
         _within("presence_penalty", self.presence_penalty, -2, 2)
@@ -175,7 +200,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
             raise RequestError(
-                f"stop_token_ids lists all {vocab_size} tokens and min_tokens forbids them; list fewer",
+                f"stop_token_ids lists all {vocab_size} tokens and min_tokens forbids them; list "
+                f"fewer",
                 param="stop_token_ids",
             )
         for token in self.stop_token_ids:
@@ -188,7 +214,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         if self.constraint is not None:
             self.constraint.check()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids must not be empty; leave it out", param="allowed_token_ids"
+            )
         for token in self.allowed_token_ids or ():
             _within("allowed_token_ids", token, 0, vocab_size - 1)
         check_count("bad_words", sum(map(len, self.bad_words)))
@@ -215,13 +243,24 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 PLAIN_SAMPLING = SamplingDefaults()
 """What the API has for fields that are left out."""
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+GENERATION_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
 """What is taken from a generation config."""
 
 
 def _within(name: str, value: float, low: float, high: float | None, why: str = "") -> None:
     # Whole numbers are compared as they are: JSON allows ones that no float can hold.
-    if (isinstance(value, float) and not math.isfinite(value)) or value < low or (high is not None and value > high):
+    if (
+        (isinstance(value, float) and not math.isfinite(value))
+        or value < low
+        or (high is not None and value > high)
+    ):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)
 
@@ -249,4 +288,6 @@ def generation_values(
 def check_count(name: str, count: int) -> None:
     """Raise RequestError for a list of more tokens than a request may name."""
     if count > _MAX_LISTED_TOKENS:
-        raise RequestError(f"{name} lists {count} tokens; the limit is {_MAX_LISTED_TOKENS}", param=name)
+        raise RequestError(
+            f"{name} lists {count} tokens; the limit is {_MAX_LISTED_TOKENS}", param=name
+        )

@@ -1,7 +1,9 @@
-"""What an engine's steps cost, as it has measured itself, and how many prompt tokens a step may therefore have. Pure.
+"""What an engine's steps cost, as it has measured itself, and how many prompt tokens a step may
+therefore have. Pure.
 
-A step's time is a sum: what any step takes, what each request that decodes adds, by its context, and what each prompt
-token adds, by the tokens before it. The scheduler and the simulator reckon with the same sum.
+A step's time is a sum: what any step takes, what each request that decodes adds, by its context,
+and what each prompt token adds, by the tokens before it. The scheduler and the simulator reckon
+with the same sum.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ TPOT_STEPS = 4
 """A time per token of so many empty steps is what users expect who do not say."""
 _LEAST_STEP_MS = 0.1
 _ENOUGH = 9
-"""Prompts that take so many times what the step takes without them: that is a tenth of the step then."""
+"""Prompts that take so many times what the step takes without them: that is a tenth of the step
+then.
+"""
 
 
 Point = tuple[int, int, int, int, float]
@@ -52,11 +56,15 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     @property
     def usual_tpot_ms(self) -> float:
-        """Return the time per token that users of such a node expect: 15 ms on an H200 with 8 billion parameters."""
+        """Return the time per token that users of such a node expect: 15 ms on an H200 with 8
+        billion parameters.
+        """
         return TPOT_STEPS * max(_LEAST_STEP_MS, self.step or self.decode_ms(1, 0))
 
     def decode_ms(self, rows: float, context: float) -> float:
-        """Return the time of a step of so many requests that decode, with so many tokens of context together."""
+        """Return the time of a step of so many requests that decode, with so many tokens of context
+        together.
+        """
         return self.step + self.row * rows + self.row_context * context
 
     def chunk_ms(self, tokens: float, start: float = 0.0) -> float:
@@ -80,11 +88,15 @@ class StepCosts(msgspec.Struct, frozen=True):
         if ms <= 0:
             return 0
         linear, square = self.prompt_token + self.prompt_context * start, self.prompt_context / 2
-        divisor = linear + math.sqrt(linear * linear + 4 * square * ms)  # exact however small `square` is
+        divisor = linear + math.sqrt(
+            linear * linear + 4 * square * ms
+        )  # exact however small `square` is
         return int(2 * ms / divisor) if divisor else 1 << 30
 
     def step_ms(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """Return the time of a step of these chunks: tokens, and tokens before them. One of one token decodes."""
+        """Return the time of a step of these chunks: tokens, and tokens before them. One of one
+        token decodes.
+        """
         rows = context = prompts = 0
         prompts_ms = self.prompts
         for tokens, start in chunks:
@@ -104,7 +116,9 @@ _PROMPTS = StepCosts.__struct_fields__.index("prompts")
 
 
 def fitted_costs(points: Sequence[Point]) -> StepCosts:
-    """Return the costs with the least sum of squared relative errors; none is below 0, but for that of prompts."""
+    """Return the costs with the least sum of squared relative errors; none is below 0, but for that
+    of prompts.
+    """
     import numpy as np  # late, because routers do without
 
     if not points:
@@ -117,7 +131,9 @@ def fitted_costs(points: Sequence[Point]) -> StepCosts:
         ],
         dtype=float,
     )
-    scales = np.maximum(terms.max(axis=0), 1.0)  # so that no column decides by its unit alone what is left out
+    scales = np.maximum(
+        terms.max(axis=0), 1.0
+    )  # so that no column decides by its unit alone what is left out
     weighted = terms / scales / times[:, None]
     kept = list(range(terms.shape[1]))
     while True:
@@ -134,8 +150,8 @@ def fitted_costs(points: Sequence[Point]) -> StepCosts:
 class Pace:
     """A factor by which steps take longer than a card says, followed step by step.
 
-    Whatever else ran when the card was measured is in it, and whatever runs now is in the steps. One step moves the
-    factor by 3 % at most, so that a pause is no news.
+    Whatever else ran when the card was measured is in it, and whatever runs now is in the steps.
+    One step moves the factor by 3 % at most, so that a pause is no news.
     """
 
     __slots__ = ("factor",)
@@ -152,7 +168,9 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """A limit of what a step computes of prompts: `tokens`, and `gap_ms` for the whole step where somebody decodes."""
+    """A limit of what a step computes of prompts: `tokens`, and `gap_ms` for the whole step where
+    somebody decodes.
+    """
 
     tokens: int
     block_size: int
@@ -177,10 +195,11 @@ class StepBudget:
         return self.shapes[at] if at < len(self.shapes) and tokens else tokens
 
     def within(self, taken: int, ms: float, start: int) -> int:
-        """Return how many tokens more than those taken a step has in so much time beyond what it has to compute.
+        """Return how many tokens more than those taken a step has in so much time beyond what it
+        has to compute.
 
-        The next ones are of a prompt, from `start` on. Rows that pad the step are computed anyway; what goes beyond
-        them is padded again, and so must have the time to the next shape.
+        The next ones are of a prompt, from `start` on. Rows that pad the step are computed anyway;
+        what goes beyond them is padded again, and so must have the time to the next shape.
         """
         assert self.costs is not None
         edge = self.padded(taken)
@@ -200,7 +219,9 @@ class StepRoom:
     ms: float
     """Until the gap."""
     enough_ms: float
-    """Until what the step takes without prompts is a tenth of it: a further prompt gains little then, and all wait."""
+    """Until what the step takes without prompts is a tenth of it: a further prompt gains little
+    then, and all wait.
+    """
     taken: int = 0
 
     @property
@@ -215,12 +236,17 @@ class StepRoom:
         """How many tokens of a prompt from `start` on there is time for."""
         if self.taken and self.enough_ms <= 0:
             return self.budget.padded(self.taken) - self.taken
-        return self.budget.tokens if self.ms == math.inf else self.budget.within(self.taken, self.ms, start)
+        return (
+            self.budget.tokens
+            if self.ms == math.inf
+            else self.budget.within(self.taken, self.ms, start)
+        )
 
     def take(self, wanted: int, start: int) -> int:
         """Take up to `wanted` tokens of a prompt from `start` on, and return how many.
 
-        The first prompt gets a block's tokens however long the decodes alone take: it would starve otherwise.
+        The first prompt gets a block's tokens however long the decodes alone take: it would starve
+        otherwise.
         """
         budget, costs = self.budget, self.budget.costs
         count = min(wanted, budget.tokens - self.taken)
@@ -229,7 +255,9 @@ class StepRoom:
             if count > most:
                 count, self.enough_ms = most, 0.0
             more = budget.padded(self.taken + count) - budget.padded(self.taken)
-            self.ms -= costs.prompt_token * more + costs.prompt_context * count * (start + count / 2)
+            self.ms -= costs.prompt_token * more + costs.prompt_context * count * (
+                start + count / 2
+            )
             self.enough_ms -= costs.chunk_ms(count, start)
         self.taken += count
         return count

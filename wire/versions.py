@@ -1,13 +1,15 @@
-"""Which versions of our own wires this code speaks, and what two processes of different releases speak with each other.
+"""Which versions of our own wires this code speaks, and what two processes of different releases
+speak with each other.
 
-A release speaks a range: its own version and the one before, so that a cluster is upgraded node by node, in any order.
-Each side says its range, both compute the highest version that is in both, and nobody sends what that one does not
-have. Without a common version two processes are no pair, and say so with both ranges.
+A release speaks a range: its own version and the one before, so that a cluster is upgraded node by
+node, in any order. Each side says its range, both compute the highest version that is in both, and
+nobody sends what that one does not have. Without a common version two processes are no pair, and
+say so with both ranges.
 
-What needs no new version: a field more, at the end of an array and with a default that means what was before. Readers
-skip fields that they do not know, in maps and behind the end of arrays. What needs one: a new kind of message or frame,
-a new word where a few are expected (a finish reason, a role), another meaning of a field, anything else in what a
-ticket's signature covers.
+What needs no new version: a field more, at the end of an array and with a default that means what
+was before. Readers skip fields that they do not know, in maps and behind the end of arrays. What
+needs one: a new kind of message or frame, a new word where a few are expected (a finish reason, a
+role), another meaning of a field, anything else in what a ticket's signature covers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import msgspec
 __all__ = ["HANDOVER", "LEGS", "PACKS_PROMPTS", "RELEASE", "Versions"]
 
 RELEASE = "0.1.0"
-"""Of kvrelay, as pyproject.toml has it. Processes that are one engine or one router must have the same."""
+"""Of kvrelay, as pyproject.toml has it. Processes that are one engine or one router must have the
+same.
+"""
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True):
@@ -39,10 +43,13 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 HANDOVER = Versions(1, 1)
-"""Node and node: tickets, the control channel, what data planes say to each other (wire/transfer.py, kv_transfer)."""
+"""Node and node: tickets, the control channel, what data planes say to each other
+(wire/transfer.py, kv_transfer).
+"""
 
 LEGS = Versions(1, 2)
-"""Router and node: leg streams, frames, bodies of legs (wire/leg_stream.py, wire/frames.py). A leg stream names its
-version, and so does the body of each leg; what names none is of version 1."""
+"""Router and node: leg streams, frames, bodies of legs (wire/leg_stream.py, wire/frames.py). A leg
+stream names its version, and so does the body of each leg; what names none is of version 1.
+"""
 PACKS_PROMPTS = 2
 """From this version of legs on, a prompt's token ids travel packed."""

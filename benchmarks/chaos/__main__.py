@@ -1,15 +1,17 @@
-"""Faults at random on a cluster that streams hundreds of answers; each must equal its undisturbed twin.
+"""Faults at random on a cluster that streams hundreds of answers; each must equal its undisturbed
+twin.
 
-    python -m benchmarks.chaos --streams 200 --seconds 300 --seed 1
-    python -m benchmarks.chaos --streams 200 --faults 1000          # until so many faults have happened
-    python -m benchmarks.chaos --streams 50 --soak 3600             # do memory and latency stay as they are?
+    python -m benchmarks.chaos --streams 200 --seconds 300 --seed 1 python -m benchmarks.chaos
+    --streams 200 --faults 1000          # until so many faults have happened python -m
+    benchmarks.chaos --streams 50 --soak 3600             # do memory and latency stay as they are?
     python -m benchmarks.chaos --schedule FILE                      # what a run has recorded, again
 
-Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then asks them again, as
-many at a time as --streams says, while processes are killed, stopped and restarted, networks are cut, lose and delay,
-logs are not read, clocks jump, and clients leave, read slowly, send nonsense or too much; a supervisor starts what has
-ended. Networks are real ones where this machine allows namespaces, else proxies. Exits with 1 if a promise is broken,
-and leaves the logs.
+Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then
+asks them again, as many at a time as --streams says, while processes are killed, stopped and
+restarted, networks are cut, lose and delay, logs are not read, clocks jump, and clients leave, read
+slowly, send nonsense or too much; a supervisor starts what has ended. Networks are real ones where
+this machine allows namespaces, else proxies. Exits with 1 if a promise is broken, and leaves the
+logs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def main() -> int:
     if options.network in ("auto", "namespaces") and not inside():
         enter([sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
         if options.network == "namespaces":
-            parser.error("this machine does not allow network namespaces; leave --network out, and proxies do it")
+            parser.error(
+                "this machine does not allow network namespaces; leave --network out, and proxies "
+                "do it"
+            )
     folder, made = Path(tempfile.mkdtemp(prefix="chaos-")), list[Fault]()
     kept, broken = True, True
     try:
@@ -51,7 +56,9 @@ def main() -> int:
         broken = bool(result.verdict.broken)
         print_table(options, result)
         if options.json is not None:
-            options.json.write_text(json.dumps(whole(options, result), indent=2, default=str), encoding="utf-8")
+            options.json.write_text(
+                json.dumps(whole(options, result), indent=2, default=str), encoding="utf-8"
+            )
         kept = broken
     finally:
         print(f"again: python -m benchmarks.chaos --schedule {_recorded(options, made)}")
@@ -65,35 +72,71 @@ def main() -> int:
 def _recorded(options: argparse.Namespace, made: list[Fault]) -> Path:
     """The file that has the faults of this run. One that is played again is in its own already."""
     file: Path = (
-        options.record or options.schedule or Path(tempfile.gettempdir()) / f"chaos-{options.seed}.schedule.json"
+        options.record
+        or options.schedule
+        or Path(tempfile.gettempdir()) / f"chaos-{options.seed}.schedule.json"
     )
     if file != options.schedule:
-        told = {name: value for name, value in vars(options).items() if name not in ("json", "schedule", "record")}
+        told = {
+            name: value
+            for name, value in vars(options).items()
+            if name not in ("json", "schedule", "record")
+        }
         Schedule(options.seed, told, made).write(file)
     return file
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=3)
     parser.add_argument("--streams", type=int, default=200, help="requests under way at any moment")
     parser.add_argument("--seconds", type=float, default=300.0, help="of faults")
     parser.add_argument("--faults", type=int, default=0, help="so many, however long it takes")
-    parser.add_argument("--soak", type=float, default=0.0, help="seconds of load in which no process is struck")
+    parser.add_argument(
+        "--soak", type=float, default=0.0, help="seconds of load in which no process is struck"
+    )
     parser.add_argument("--each-once", action="store_true", help="each kind of fault once")
-    parser.add_argument("--every-s", type=float, default=6.0, help="between two faults, in the mean")
-    parser.add_argument("--kind", action="append", default=[], choices=list(KINDS), help="only these faults")
+    parser.add_argument(
+        "--every-s", type=float, default=6.0, help="between two faults, in the mean"
+    )
+    parser.add_argument(
+        "--kind", action="append", default=[], choices=list(KINDS), help="only these faults"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", type=Path, help="the faults and options of this file, which a run has written")
-    parser.add_argument("--record", type=Path, help="write the schedule there; else to a file of the seed's name")
-    parser.add_argument("--network", choices=["auto", "namespaces", "proxies", "loopback"], default="auto")
-    parser.add_argument("--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes")
-    parser.add_argument("--pool-mib", type=int, default=8, help="KV of each node: little, so that it is full at times")
+    parser.add_argument(
+        "--schedule", type=Path, help="the faults and options of this file, which a run has written"
+    )
+    parser.add_argument(
+        "--record", type=Path, help="write the schedule there; else to a file of the seed's name"
+    )
+    parser.add_argument(
+        "--network", choices=["auto", "namespaces", "proxies", "loopback"], default="auto"
+    )
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes"
+    )
+    parser.add_argument(
+        "--pool-mib",
+        type=int,
+        default=8,
+        help="KV of each node: little, so that it is full at times",
+    )
     parser.add_argument("--per-kind", type=int, default=6, help="different requests of each kind")
-    parser.add_argument("--longest", type=int, default=3000, help="tokens of a long prompt of the tiny model, about")
-    parser.add_argument("--gap-s", type=float, default=60.0, help="nobody waits longer between two parts of an answer")
-    parser.add_argument("--deadline-s", type=float, default=240.0, help="a request that takes longer hangs")
+    parser.add_argument(
+        "--longest", type=int, default=3000, help="tokens of a long prompt of the tiny model, about"
+    )
+    parser.add_argument(
+        "--gap-s",
+        type=float,
+        default=60.0,
+        help="nobody waits longer between two parts of an answer",
+    )
+    parser.add_argument(
+        "--deadline-s", type=float, default=240.0, help="a request that takes longer hangs"
+    )
     parser.add_argument("--flag", action="append", default=[], help="of the nodes")
     parser.add_argument("--router-flag", action="append", default=[], help="of the router")
     parser.add_argument("--json", type=Path, help="write everything there, too")

@@ -1,7 +1,7 @@
 """What clients ask: requests of many kinds, drawn from a seed. Pure; owns no connection.
 
-An ask may build on the undisturbed answer to an earlier one: the next turn of a conversation, or a stop string that is
-known to come.
+An ask may build on the undisturbed answer to an earlier one: the next turn of a conversation, or a
+stop string that is known to come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _TOOLS = [
             "name": "letter",
             "parameters": {
                 "type": "object",
-                "properties": {"text": {"type": "string", "pattern": "^[a-z ]{40,90}$"}, "days": {"type": "integer"}},
+                "properties": {
+                    "text": {"type": "string", "pattern": "^[a-z ]{40,90}$"},
+                    "days": {"type": "integer"},
+                },
                 "required": ["text", "days"],
                 "additionalProperties": False,
             },
@@ -60,8 +63,10 @@ class Ask:
 
 
 def asks(seed: int, per_kind: int, longest: int) -> list[Ask]:
-    """`per_kind` of each kind; of a conversation, and of a stop string, each step is one. Prompts have up to about
-    `longest` tokens of one byte each. Each stands behind the one that it builds on."""
+    """`per_kind` of each kind; of a conversation, and of a stop string, each step is one. Prompts
+    have up to about `longest` tokens of one byte each. Each stands behind the one that it builds
+    on.
+    """
     rng = random.Random(seed)
     made: list[Ask] = []
     for _ in range(per_kind):
@@ -81,7 +86,11 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def _sampled(rng: random.Random) -> dict[str, Any]:
-    return {"seed": rng.randrange(1 << 30), "temperature": rng.choice([0.7, 1.0]), "top_p": rng.choice([0.9, 1.0])}
+    return {
+        "seed": rng.randrange(1 << 30),
+        "temperature": rng.choice([0.7, 1.0]),
+        "top_p": rng.choice([0.9, 1.0]),
+    }
 
 
 def _completion(rng: random.Random, words: int, tokens: int, **more: Any) -> list[_Step]:
@@ -110,11 +119,15 @@ def _whole(rng: random.Random, longest: int) -> list[_Step]:
 
 def _whole_chat(rng: random.Random, longest: int) -> list[_Step]:
     penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 20}
-    return _chat(rng, rng.randint(3, 30), rng.randint(40, 100), **_sampled(rng), **penalties, stream=False)
+    return _chat(
+        rng, rng.randint(3, 30), rng.randint(40, 100), **_sampled(rng), **penalties, stream=False
+    )
 
 
 def _long_prompt(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, rng.randint(longest // 20, longest // 6), rng.randint(10, 60), **_sampled(rng))
+    return _completion(
+        rng, rng.randint(longest // 20, longest // 6), rng.randint(10, 60), **_sampled(rng)
+    )
 
 
 def _long_answer(rng: random.Random, longest: int) -> list[_Step]:
@@ -122,7 +135,9 @@ def _long_answer(rng: random.Random, longest: int) -> list[_Step]:
 
 
 def _several(rng: random.Random, longest: int) -> list[_Step]:
-    return _completion(rng, rng.randint(3, 30), rng.randint(20, 80), **_sampled(rng), n=rng.choice([2, 3]))
+    return _completion(
+        rng, rng.randint(3, 30), rng.randint(20, 80), **_sampled(rng), n=rng.choice([2, 3])
+    )
 
 
 def _logprobs(rng: random.Random, longest: int) -> list[_Step]:

@@ -1,9 +1,10 @@
-"""The clients: each asks, reads its answer, compares it with the twin, and asks again. Owns their connections.
+"""The clients: each asks, reads its answer, compares it with the twin, and asks again. Owns their
+connections.
 
 Some leave in the middle or read slowly, where a fault wants that (rude.py).
 
-The twins are asked before anything is struck. Half of the later asks have a cache salt of their own, so that nobody has
-their KV: it must be computed and handed over again.
+The twins are asked before anything is struck. Half of the later asks have a cache salt of their
+own, so that nobody has their KV: it must be computed and handed over again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Seen:
     id: str = ""
     """The router's."""
     end: str = ""
-    """done; left: the client went away; refused: by its status; error: told in the stream; else a broken promise."""
+    """done; left: the client went away; refused: by its status; error: told in the stream; else a
+    broken promise.
+    """
     status: int = 0
     error: str = ""
     """What the client was told, or where the answer differs from its twin."""
@@ -74,7 +77,9 @@ class Seen:
 class Crowd:
     """All clients. `seen` are the requests that have ended, in this order."""
 
-    def __init__(self, url: str, asks: Sequence[Ask], session: aiohttp.ClientSession, deadline_s: float) -> None:
+    def __init__(
+        self, url: str, asks: Sequence[Ask], session: aiohttp.ClientSession, deadline_s: float
+    ) -> None:
         self.seen: list[Seen] = []
         self.asked = 0
         self.url, self.session, self.model = url, session, ""
@@ -123,14 +128,18 @@ class Crowd:
         kinds: Collection[str] = (),
         node: str = "",
     ) -> Seen:
-        """One request of any kind, or of these. The client leaves after `leave_s`; a slow one waits `slow_s` before
-        each of the first reads. `node`: the URL of one, to be asked past the router."""
+        """One request of any kind, or of these. The client leaves after `leave_s`; a slow one waits
+        `slow_s` before each of the first reads. `node`: the URL of one, to be asked past the
+        router.
+        """
         ask = rng.choice([ask for ask in self._asks if not kinds or ask.kind in kinds])
         salt = {"cache_salt": f"{rng.getrandbits(60):x}"} if rng.random() < SALTED else {}
         self.asked += 1
         seen, heard = await self._ask(ask, salt, leave_s, slow_s, node)
         if differs := difference(self._twins[ask.number], heard.answer(), ended=seen.end == "done"):
-            seen.error = differs if seen.end == "done" else f"{differs}; and then {seen.end}: {seen.error}"
+            seen.error = (
+                differs if seen.end == "done" else f"{differs}; and then {seen.end}: {seen.error}"
+            )
             seen.end = "unequal"
         self.seen.append(seen)
         return seen
@@ -150,10 +159,21 @@ class Crowd:
         return {**fields, "model": self.model}
 
     async def _ask(
-        self, ask: Ask, more: dict[str, Any], leave_s: float = float("inf"), slow_s: float = 0.0, node: str = ""
+        self,
+        ask: Ask,
+        more: dict[str, Any],
+        leave_s: float = float("inf"),
+        slow_s: float = 0.0,
+        node: str = "",
     ) -> tuple[Seen, Heard]:
         fields = {**self._fields[ask.number], **more}
-        seen = Seen(ask.number, ask.kind, time.monotonic(), slow=bool(slow_s or node), past_router=bool(node))
+        seen = Seen(
+            ask.number,
+            ask.kind,
+            time.monotonic(),
+            slow=bool(slow_s or node),
+            past_router=bool(node),
+        )
         heard = Heard()
         try:
             async with asyncio.timeout(min(leave_s, self._deadline_s)):
@@ -162,7 +182,10 @@ class Crowd:
             if leave_s < self._deadline_s:
                 seen.end = "left"
             else:
-                seen.end, seen.error = "hung", f"no end within {self._deadline_s:g} s, {heard.pieces} parts so far"
+                seen.end, seen.error = (
+                    "hung",
+                    f"no end within {self._deadline_s:g} s, {heard.pieces} parts so far",
+                )
         except (aiohttp.ClientError, OSError) as why:
             seen.end, seen.error = "broken", f"{type(why).__name__}: {why}"
         except (msgspec.DecodeError, KeyError, TypeError) as why:
@@ -170,14 +193,19 @@ class Crowd:
         seen.ended = time.monotonic()
         return seen, heard
 
-    async def _read(self, ask: Ask, fields: dict[str, Any], seen: Seen, heard: Heard, slow_s: float, node: str) -> None:
+    async def _read(
+        self, ask: Ask, fields: dict[str, Any], seen: Seen, heard: Heard, slow_s: float, node: str
+    ) -> None:
         headers = {"content-type": "application/json"}
         if node:  # else hundreds would be kept by one node
             headers["connection"] = "close"
         session = self._slow if slow_s else self.session
         url = (node or self.url) + ask.path
         async with session.post(url, data=msgspec.json.encode(fields), headers=headers) as answer:
-            seen.status, seen.id = answer.status, "" if node else answer.headers.get("x-request-id", "")
+            seen.status, seen.id = (
+                answer.status,
+                "" if node else answer.headers.get("x-request-id", ""),
+            )
             if answer.status != 200:
                 body = await answer.read()
                 seen.error = msgspec.json.decode(body)["error"]["message"]
@@ -197,9 +225,13 @@ class Crowd:
 
 
 def slow_session() -> aiohttp.ClientSession:
-    """Of clients with little room for what they have not read: the router soon has to wait for them."""
+    """Of clients with little room for what they have not read: the router soon has to wait for
+    them.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, socket_factory=_small_socket),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEPT_S, socket_factory=_small_socket
+        ),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=1 << 16,
     )

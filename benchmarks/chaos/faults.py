@@ -24,41 +24,66 @@ __all__ = [
 ]
 
 PROCESS = {"kill": 6, "stop": 4, "restart": 2, "kill engine": 2, "stop engine": 1}
-"""How often each is drawn. kill: SIGKILL; stop: SIGSTOP, and later SIGCONT; restart: SIGTERM, which drains. Of `engine`
-the process of the engine alone is struck, else the whole node."""
+"""How often each is drawn. kill: SIGKILL; stop: SIGSTOP, and later SIGCONT; restart: SIGTERM, which
+drains. Of `engine` the process of the engine alone is struck, else the whole node.
+"""
 ROUTER = {"kill router": 1, "restart router": 1, "stop router": 1}
 NETWORK = {"cut": 2, "one-way cut": 2, "peers cut": 2, "resets": 2, "loss": 2, "delay": 2}
-"""cut: nothing passes between the router and a node; one-way cut: nothing in one direction; peers cut: nothing between
-a node and one of the other role; resets: every connection of a node is reset; loss: packets of a node are lost; delay:
-they come late."""
+"""cut: nothing passes between the router and a node; one-way cut: nothing in one direction; peers
+cut: nothing between a node and one of the other role; resets: every connection of a node is reset;
+loss: packets of a node are lost; delay: they come late.
+"""
 MACHINE = {"log stall": 2, "clock jump": 2}
-"""log stall: nobody takes what a process logs; clock jump: the wall clock of a process is another one for a while."""
-CLIENTS = {"leavers": 2, "slow readers": 2, "malformed": 2, "oversized": 1, "crush": 2, "full KV": 2}
-"""leavers: clients go away in the middle; slow readers: they read a little at a time; malformed, oversized: what no
-client should send; crush: long prompts, more than the nodes have KV for; full KV: long answers, all from one decode
-node, past the router, which would let in only as many as it has room for: requests are preempted."""
+"""log stall: nobody takes what a process logs; clock jump: the wall clock of a process is another
+one for a while.
+"""
+CLIENTS = {
+    "leavers": 2,
+    "slow readers": 2,
+    "malformed": 2,
+    "oversized": 1,
+    "crush": 2,
+    "full KV": 2,
+}
+"""leavers: clients go away in the middle; slow readers: they read a little at a time; malformed,
+oversized: what no client should send; crush: long prompts, more than the nodes have KV for; full
+KV: long answers, all from one decode node, past the router, which would let in only as many as it
+has room for: requests are preempted.
+"""
 KINDS = PROCESS | ROUTER | NETWORK | MACHINE | CLIENTS
 AT_ONCE = 0.2
 """Share of the faults that strike two nodes at once."""
 SHORTEST_S, LONGEST_S = 0.2, 20.0
-SHORT = {"resets": 2.0, "stop router": 5.0, "loss": 8.0, "delay": 8.0, "clock jump": 10.0, "log stall": 10.0}
+SHORT = {
+    "resets": 2.0,
+    "stop router": 5.0,
+    "loss": 8.0,
+    "delay": 8.0,
+    "clock jump": 10.0,
+    "log stall": 10.0,
+}
 """Kinds that last at most so many seconds."""
 _LASTING = ("stop", "stop engine", "slow readers", *NETWORK, *SHORT)
 _CLOCKS_S = (-3600.0, -90.0, -5.0, 5.0, 90.0, 3600.0)
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One, `at` seconds after the first stream began. `for_s`: how long it lasts; `rest_s`: how long the supervisor
-    waits before it starts a process again."""
+    """One, `at` seconds after the first stream began. `for_s`: how long it lasts; `rest_s`: how
+    long the supervisor waits before it starts a process again.
+    """
 
     at: float
     kind: str
     nodes: tuple[int, ...]
-    """Their numbers; -1 is the router. Of what strikes the router alone, or is done by clients: none."""
+    """Their numbers; -1 is the router. Of what strikes the router alone, or is done by clients:
+    none.
+    """
     for_s: float = 0.0
     rest_s: float = 0.0
     amount: float = 0.0
-    """Share of packets that are lost, seconds of a delay, seconds that a clock jumps, or how many clients."""
+    """Share of packets that are lost, seconds of a delay, seconds that a clock jumps, or how many
+    clients.
+    """
     way: str = "both"
     """Of a one-way cut, seen from the node: in or out."""
     seed: int = 0
@@ -96,7 +121,11 @@ def endless(
 
 
 def drawn(
-    seed: int, seconds: float, every_s: float, nodes: Sequence[int], kinds: Collection[str] = tuple(PROCESS)
+    seed: int,
+    seconds: float,
+    every_s: float,
+    nodes: Sequence[int],
+    kinds: Collection[str] = tuple(PROCESS),
 ) -> list[Fault]:
     """Those within `seconds`; what lasts ends within them, too."""
     faults: list[Fault] = []
@@ -108,7 +137,9 @@ def drawn(
     raise AssertionError("endless")
 
 
-def once(seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str], longest_s: float) -> list[Fault]:
+def once(
+    seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str], longest_s: float
+) -> list[Fault]:
     """Each kind once, in a random order, `every_s` apart, none longer than `longest_s`."""
     rng = random.Random(seed)
     order = [kind for kind in KINDS if kind in kinds]
@@ -134,5 +165,10 @@ def _fault(rng: random.Random, at: float, kind: str, nodes: Sequence[int]) -> Fa
         **{kind: float(rng.randint(5, 25)) for kind in CLIENTS},
         "oversized": 2.0,
     }
-    rest_s, way = rng.uniform(0.0, 1.0), rng.choice(["in", "out"]) if kind == "one-way cut" else "both"
-    return Fault(at, kind, struck, for_s, rest_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30))
+    rest_s, way = (
+        rng.uniform(0.0, 1.0),
+        rng.choice(["in", "out"]) if kind == "one-way cut" else "both",
+    )
+    return Fault(
+        at, kind, struck, for_s, rest_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30)
+    )

@@ -1,4 +1,6 @@
-"""What a cluster still holds when nobody wants anything of it any more: blocks, leases, legs, requests, memory."""
+"""What a cluster still holds when nobody wants anything of it any more: blocks, leases, legs,
+requests, memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _FREE_WITHIN_S = 1.0 + 0.5  # a node tells its blocks twice a second
 
 
 async def left_behind(cluster: Cluster) -> list[str]:
-    """What is held a second after all nodes are up again and the leases of lost ones are over; or who is not up."""
+    """What is held a second after all nodes are up again and the leases of lost ones are over; or
+    who is not up.
+    """
     try:
         await cluster.whole()
     except RuntimeError as why:
@@ -37,7 +41,9 @@ def _last_blow(cluster: Cluster) -> float:
     """When a process was struck or lost last, or was there again: leases count from there."""
     assert cluster.router is not None
     every = (*cluster.nodes, cluster.router)
-    return max((at for node in every for span in (*node.down, *node.away) for at in span), default=0.0)
+    return max(
+        (at for node in every for span in (*node.down, *node.away) for at in span), default=0.0
+    )
 
 
 async def _held(cluster: Cluster) -> list[str]:
@@ -49,14 +55,22 @@ async def _held(cluster: Cluster) -> list[str]:
             continue
         load = msgspec.convert(told["load"], Load)
         if load.free_blocks != load.total_blocks or told["held_blocks"]:
-            held.append(f"{node.name} holds blocks: {load}, {told['held_blocks']} of them for others")
+            held.append(
+                f"{node.name} holds blocks: {load}, {told['held_blocks']} of them for others"
+            )
         gauges = await cluster.metrics(node)
-        held += [f"{node.name} has {name} {gauges[name]:g}" for name in _NOTHING if gauges.get(name, 0.0)]
+        held += [
+            f"{node.name} has {name} {gauges[name]:g}" for name in _NOTHING if gauges.get(name, 0.0)
+        ]
     assert cluster.router is not None
     told = await cluster.health(cluster.router)
     if told is None:
         return [*held, "the router is not healthy"]
-    held += [f"the router counts {node['legs']} legs on {node['url']}" for node in told["nodes"] if node["legs"]]
+    held += [
+        f"the router counts {node['legs']} legs on {node['url']}"
+        for node in told["nodes"]
+        if node["legs"]
+    ]
     if told["requests"]:
         held.append(f"the router counts {told['requests']} requests")
     return held

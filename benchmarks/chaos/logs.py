@@ -1,4 +1,5 @@
-"""What the processes log: through a small pipe each into a file, a line with the monotonic second at which it came.
+"""What the processes log: through a small pipe each into a file, a line with the monotonic second
+at which it came.
 
 A pipe can be left unread for a while, as a log on a slow disk is: a process must not wait for that.
 """

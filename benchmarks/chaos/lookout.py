@@ -1,4 +1,5 @@
-"""Looks at the cluster while it is struck: when the router takes a node again, and what each process has grown to.
+"""Looks at the cluster while it is struck: when the router takes a node again, and what each
+process has grown to.
 
 Owns the times of recovery and the numbers of /proc: bytes of memory, open files, sockets, threads.
 """
@@ -62,8 +63,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From the end of a fault until the router had its node up again, and a leg on it; None: not seen in `watched_s`,
-    which ended with the next fault, or because nobody asked."""
+    """From the end of a fault until the router had its node up again, and a leg on it; None: not
+    seen in `watched_s`, which ended with the next fault, or because nobody asked.
+    """
 
     kind: str
     node: str
@@ -92,7 +94,9 @@ class Lookout:
 
     @property
     def preemptions(self) -> int:
-        """Of all nodes, those included that were lost since: up to the last time that they were asked."""
+        """Of all nodes, those included that were lost since: up to the last time that they were
+        asked.
+        """
         return round(sum(self._preemptions.values()))
 
     async def run(self) -> None:
@@ -103,7 +107,9 @@ class Lookout:
         """Ask all nodes once what they count."""
         for node in self._cluster.nodes:
             of = (node.name, node.starts)
-            if (told := (await self._cluster.metrics(node)).get(PREEMPTIONS)) is not None and of[1] == node.starts:
+            if (told := (await self._cluster.metrics(node)).get(PREEMPTIONS)) is not None and of[
+                1
+            ] == node.starts:
                 self._preemptions[of] = told
 
     async def _count(self) -> None:
@@ -136,8 +142,9 @@ class Lookout:
 
 
 def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> list[Recovery]:
-    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow. The router may have to
-    see first that a node was away: what counts is when it was up for good."""
+    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow.
+    The router may have to see first that a node was away: what counts is when it was up for good.
+    """
     assert cluster.router is not None
     blows = [(each.at, each.node) for each in cluster.struck if not each.missed]
     began = {(id(each.fault), each.node): each.at for each in cluster.struck}
@@ -145,15 +152,27 @@ def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> 
     for ended, fault, node in cluster.over:
         if node is cluster.router:
             continue
-        next_blow = min((at for at, name in blows if at > ended and name in (node.name, "router")), default=until)
+        next_blow = min(
+            (at for at, name in blows if at > ended and name in (node.name, "router")),
+            default=until,
+        )
         own = began.get((id(fault), node.name))
-        wrong = [*node.down, *node.away, *cluster.router.away, *((a, b + _ROUTER_S) for a, b in cluster.router.down)]
+        wrong = [
+            *node.down,
+            *node.away,
+            *cluster.router.away,
+            *((a, b + _ROUTER_S) for a, b in cluster.router.down),
+        ]
         if any(a < ended < b and a != own for a, b in wrong) or next_blow - ended < _LOOK_S:
             continue
         seen = [look for look in looks.get(node.name, ()) if ended <= look.at < next_blow]
-        down = max((look.at for look in seen if not look.up and look.at <= ended + LATEST_S), default=ended)
+        down = max(
+            (look.at for look in seen if not look.up and look.at <= ended + LATEST_S), default=ended
+        )
         up = next((look.at - ended for look in seen if look.up and look.at >= down), None)
-        leg = next((look.at - ended for look in seen if look.up and look.legs and look.at >= down), None)
+        leg = next(
+            (look.at - ended for look in seen if look.up and look.legs and look.at >= down), None
+        )
         found.append(Recovery(fault.kind, node.name, ended, up, leg, next_blow - ended))
     return found
 
@@ -163,14 +182,18 @@ def sizes(cluster: Cluster) -> dict[str, Size]:
     assert cluster.router is not None
     found = {}
     for node in (*cluster.nodes, cluster.router):
-        for name, pid in zip((node.name, f"{node.name} engine"), family(node.process.pid), strict=False):
+        for name, pid in zip(
+            (node.name, f"{node.name} engine"), family(node.process.pid), strict=False
+        ):
             with suppress(OSError, IndexError, ValueError):
                 found[name] = _size(pid)
     return found
 
 
 async def sizes_apart(cluster: Cluster) -> tuple[dict[str, Size], int]:
-    """The same, without the router's prefix index, which fills up to a limit of its own; and the index, about."""
+    """The same, without the router's prefix index, which fills up to a limit of its own; and the
+    index, about.
+    """
     assert cluster.router is not None
     found, told = await asyncio.to_thread(sizes, cluster), await cluster.metrics(cluster.router)
     index = int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
@@ -191,7 +214,9 @@ def _size(pid: int) -> Size:
 
 
 def grown(before: dict[str, Size], after: dict[str, Size], more: Size) -> list[str]:
-    """What has grown by more than `more` allows, by process; memory only of a process that is still the same."""
+    """What has grown by more than `more` allows, by process; memory only of a process that is still
+    the same.
+    """
     told = []
     for name, now in after.items():
         then = before.get(name)
@@ -200,5 +225,7 @@ def grown(before: dict[str, Size], after: dict[str, Size], more: Size) -> list[s
         for what in ("memory", "files", "sockets", "threads"):
             was, is_, allowed = getattr(then, what), getattr(now, what), getattr(more, what)
             if is_ - was > allowed and (what != "memory" or then.pid == now.pid):
-                told.append(f"{name} has grown from {was:,} to {is_:,} {what}; {allowed:,} more are allowed")
+                told.append(
+                    f"{name} has grown from {was:,} to {is_:,} {what}; {allowed:,} more are allowed"
+                )
     return told

@@ -1,7 +1,9 @@
-"""The models that chaos serves, as flags of a node. Owns the tiny one: two layers that attend to every block.
+"""The models that chaos serves, as flags of a node. Owns the tiny one: two layers that attend to
+every block.
 
-Dummy weights are so small that a model of this size hardly attends: a foreign block of KV changes no answer. With
-weights 15 times as large every block counts, so an answer that was continued from wrong KV is seen.
+Dummy weights are so small that a model of this size hardly attends: a foreign block of KV changes
+no answer. With weights 15 times as large every block counts, so an answer that was continued from
+wrong KV is seen.
 """
 
 from __future__ import annotations

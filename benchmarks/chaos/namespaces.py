@@ -1,9 +1,10 @@
-"""A network namespace for each process, and one between them in which this process is: real links, which lose, delay
-and drop real packets. Nothing of it can be reached from outside, and all of it ends with the last process in it.
+"""A network namespace for each process, and one between them in which this process is: real links,
+which lose, delay and drop real packets. Nothing of it can be reached from outside, and all of it
+ends with the last process in it.
 
-Each process's namespace has one link to ours, and ours passes packets on. What goes wrong is a rule there, so the
-connections of clients and of whoever watches (which begin here) are never touched. A delay is netem's where the kernel
-has it, else a rate so low that bytes queue.
+Each process's namespace has one link to ours, and ours passes packets on. What goes wrong is a rule
+there, so the connections of clients and of whoever watches (which begin here) are never touched. A
+delay is netem's where the kernel has it, else a rate so low that bytes queue.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ def enter(argv: Sequence[str]) -> None:
     """Become `argv` in a network namespace of its own. Returns if this machine does not allow it."""
     if not all(shutil.which(tool) for tool in _TOOLS):
         return
-    probe = "ip link set lo up && ip link add chaos0 type veth peer name chaos1 && iptables -w -A FORWARD -j DROP"
+    probe = (
+        "ip link set lo up && ip link add chaos0 type veth peer name chaos1 && iptables -w -A "
+        "FORWARD -j DROP"
+    )
     probe += " && echo 1 > /proc/sys/net/ipv4/ip_forward"
     for flags in (["--net"], ["--user", "--map-root-user", "--net"]):
-        tried = subprocess.run(["unshare", *flags, "sh", "-c", probe], capture_output=True, check=False)
+        tried = subprocess.run(
+            ["unshare", *flags, "sh", "-c", probe], capture_output=True, check=False
+        )
         if tried.returncode == 0:
             os.environ[_INSIDE] = "1"
             sys.stdout.flush()
@@ -70,12 +76,26 @@ class Namespaces:
         for name in names:
             number = self._numbers[name] = len(self._numbers) + 1
             holder = self._holders[name] = subprocess.Popen(
-                ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                ["unshare", "--net", "sh", "-c", "echo; exec cat"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
             assert holder.stdout is not None
             await asyncio.to_thread(holder.stdout.readline)  # it is in its namespace now
             ours = f"chaos{number}"
-            _do("ip", "link", "add", ours, "type", "veth", "peer", "name", "link0", "netns", str(holder.pid))
+            _do(
+                "ip",
+                "link",
+                "add",
+                ours,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "link0",
+                "netns",
+                str(holder.pid),
+            )
             _do("ip", "addr", "add", f"10.77.{number}.1/24", "dev", ours)
             _do("ip", "link", "set", ours, "up")
             there = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
@@ -111,10 +131,22 @@ class Namespaces:
             return
         what = {
             "cut": ["-j", "DROP"],
-            "loss": ["-m", "statistic", "--mode", "random", "--probability", f"{bad.amount:g}", "-j", "DROP"],
+            "loss": [
+                "-m",
+                "statistic",
+                "--mode",
+                "random",
+                "--probability",
+                f"{bad.amount:g}",
+                "-j",
+                "DROP",
+            ],
             "resets": ["-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"],
         }[bad.kind]
-        address, other = self._address(bad.name), self._address(bad.other) if bad.other else "0.0.0.0/0"
+        address, other = (
+            self._address(bad.name),
+            self._address(bad.other) if bad.other else "0.0.0.0/0",
+        )
         if bad.way in ("both", "in"):
             _do("iptables", "-w", how, "FORWARD", "-s", other, "-d", address, *what)
         if bad.way in ("both", "out"):
@@ -127,10 +159,20 @@ class Namespaces:
         if under_way and self.netem:
             slow = ["netem", "limit", "20000", "delay", f"{max(under_way) * 1e3:g}ms"]
         elif under_way:
-            slow = ["tbf", "rate", _SLOW, "burst", "16kb", "latency", f"{max(*under_way, 0.05) * 1e3:g}ms"]
+            slow = [
+                "tbf",
+                "rate",
+                _SLOW,
+                "burst",
+                "16kb",
+                "latency",
+                f"{max(*under_way, 0.05) * 1e3:g}ms",
+            ]
         there = ("nsenter", f"--net=/proc/{self._holders[bad.name].pid}/ns/net")
         for prefix, dev in (((), device), (there, "link0")):
-            _do(*prefix, "tc", "qdisc", "replace" if under_way else "del", "dev", dev, "root", *slow)
+            _do(
+                *prefix, "tc", "qdisc", "replace" if under_way else "del", "dev", dev, "root", *slow
+            )
 
     def _address(self, name: str) -> str:
         return f"10.77.{self._numbers[name]}.2"

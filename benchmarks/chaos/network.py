@@ -1,5 +1,6 @@
-"""How the processes reach each other, and what can be done to it: nothing on the plain loopback, the rest by
-namespaces (namespaces.py) or by proxies (proxies.py). Owns what all of them must be able to do.
+"""How the processes reach each other, and what can be done to it: nothing on the plain loopback,
+the rest by namespaces (namespaces.py) or by proxies (proxies.py). Owns what all of them must be
+able to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cluster's processes: started, struck, started again by a supervisor, and ended.
 
-Knows when each was down, as the world saw it: from the blow until its next good health check; and when it was cut off
-or badly connected, which others do to it (strikes.py).
+Knows when each was down, as the world saw it: from the blow until its next good health check; and
+when it was cut off or badly connected, which others do to it (strikes.py).
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already. A process is then
-    spared; its network, its log and its clock are struck all the same, but that does not count."""
+    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already. A
+    process is then spared; its network, its log and its clock are struck all the same, but that
+    does not count.
+    """
 
     at: float
     fault: Fault
@@ -115,7 +117,9 @@ class Cluster:
         self.surprises: list[str] = []
         """Processes that ended though nobody had struck them."""
         self.over: list[tuple[float, Fault, Node]] = []
-        """Faults of nodes, since when they are over: a process that was struck is healthy again, a cut has ended."""
+        """Faults of nodes, since when they are over: a process that was struck is healthy again, a
+        cut has ended.
+        """
         self.code: dict[str, Path] = {}
         """Other code than this checkout's, by the role of the processes that are started with it."""
         self._secret = secrets.token_urlsafe()
@@ -126,16 +130,24 @@ class Cluster:
         """Start all, and wait until the router serves. Raises RuntimeError."""
         self._session = session
         roles = {
-            f"{role}{at}": role for role, count in (("prefill", prefill), ("decode", decode)) for at in range(count)
+            f"{role}{at}": role
+            for role, count in (("prefill", prefill), ("decode", decode))
+            for at in range(count)
         }
         free = iter(free_ports(4 * len(roles) + 1))
-        ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {"router": (next(free),)}
+        ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {
+            "router": (next(free),)
+        }
         await self.network.join(ports)
-        self.nodes = [self._launched(name, role, ports[name], self.flags) for name, role in roles.items()]
+        self.nodes = [
+            self._launched(name, role, ports[name], self.flags) for name, role in roles.items()
+        ]
         for node in self.nodes:
             await self._ready(node)
         peers = [f"--{node.role}={node.url}" for node in self.nodes]
-        self.router = self._launched("router", "router", ports["router"], [*peers, *self.router_flags])
+        self.router = self._launched(
+            "router", "router", ports["router"], [*peers, *self.router_flags]
+        )
         await self._ready(self.router)
         await self.seen_whole(START_DEADLINE_S)
 
@@ -143,7 +155,10 @@ class Cluster:
         """From now on start again what ends."""
         self._supervised = True
         assert self.router is not None
-        self._tasks += [asyncio.create_task(self._keep(node), name=node.name) for node in (*self.nodes, self.router)]
+        self._tasks += [
+            asyncio.create_task(self._keep(node), name=node.name)
+            for node in (*self.nodes, self.router)
+        ]
 
     async def strike(self, fault: Fault) -> None:
         """Do it to processes, and wait until it is over: not for those that start again."""
@@ -158,7 +173,13 @@ class Cluster:
         """It strikes these now. `missed`: else each that is down is."""
         now = time.monotonic()
         self.struck += [
-            Struck(now, fault, node.name, node.url, node.down_since is not None if missed is None else missed)
+            Struck(
+                now,
+                fault,
+                node.name,
+                node.url,
+                node.down_since is not None if missed is None else missed,
+            )
             for node in nodes
         ]
 
@@ -166,7 +187,9 @@ class Cluster:
         """Wait until every node is up again, and the router knows it. Raises RuntimeError."""
         assert self.router is not None
         every = (*self.nodes, self.router)
-        while (told := self.lost()) or any(node.process.poll() is not None or node.down_since for node in every):
+        while (told := self.lost()) or any(
+            node.process.poll() is not None or node.down_since for node in every
+        ):
             if told:
                 raise RuntimeError(told)
             await asyncio.sleep(_LOOK_S)
@@ -178,7 +201,10 @@ class Cluster:
             if task.done():
                 return f"the supervisor of {task.get_name()} has failed: {task.exception()!r}"
         for node in (*self.nodes, *([self.router] if self.router else [])):
-            if node.down_since is not None and time.monotonic() - node.down_since > START_DEADLINE_S:
+            if (
+                node.down_since is not None
+                and time.monotonic() - node.down_since > START_DEADLINE_S
+            ):
                 how = f"down for more than {START_DEADLINE_S:g} s, {node.starts} times started"
                 return f"{node.name} is {how}: {_tail(node.log)}"
         return ""
@@ -201,7 +227,9 @@ class Cluster:
     async def health(self, of: Node, *, any_status: bool = False) -> dict[str, Any] | None:
         """The health report; None if there is none, or if it is not 200 and that matters."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(f"{of.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+            async with self._session.get(
+                f"{of.url}/health", timeout=aiohttp.ClientTimeout(total=5)
+            ) as answer:
                 told: dict[str, Any] = await answer.json()
                 return told if answer.status == 200 or any_status else None
         return None
@@ -210,7 +238,9 @@ class Cluster:
         """Sums over the labels; nothing of a process that does not answer."""
         found: dict[str, float] = {}
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(f"{of.url}/metrics", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+            async with self._session.get(
+                f"{of.url}/metrics", timeout=aiohttp.ClientTimeout(total=5)
+            ) as answer:
                 for line in (await answer.text()).splitlines():
                     name, _, value = line.rpartition(" ")
                     if not name.startswith("#"):
@@ -277,7 +307,9 @@ class Cluster:
                 continue
             node.falls(time.monotonic())
             if not node.ended_by_us:
-                self.surprises.append(f"{node.name} ended with code {node.process.returncode}: {_tail(node.log)}")
+                self.surprises.append(
+                    f"{node.name} ended with code {node.process.returncode}: {_tail(node.log)}"
+                )
                 node.rest_s = min(2 * node.rest_s + 1.0, _LONGEST_REST_S)
             await asyncio.sleep(node.rest_s)
             node.ended_by_us = False
@@ -289,7 +321,9 @@ class Cluster:
             node.fault = None
 
     async def _ready(self, node: Node) -> None:
-        """Wait until the process of now is healthy, or has ended while somebody looks after it. Raises RuntimeError."""
+        """Wait until the process of now is healthy, or has ended while somebody looks after it.
+        Raises RuntimeError.
+        """
         deadline, process = time.monotonic() + START_DEADLINE_S, node.process
         while process is node.process:
             if process.poll() is not None:
@@ -300,13 +334,23 @@ class Cluster:
                 node.rises(time.monotonic())
                 return
             if time.monotonic() > deadline:
-                self.surprises.append(f"{node.name} is not healthy {START_DEADLINE_S:g} s later: {_tail(node.log)}")
+                self.surprises.append(
+                    f"{node.name} is not healthy {START_DEADLINE_S:g} s later: {_tail(node.log)}"
+                )
                 return
             await asyncio.sleep(2 * _LOOK_S)
 
     def _launched(self, name: str, role: str, ports: tuple[int, ...], flags: Sequence[str]) -> Node:
         place = self.network.place(name)
-        argv = [*place.prefix, sys.executable, "-m", "kvrelay.cli", role, f"--host={place.host}", f"--port={ports[0]}"]
+        argv = [
+            *place.prefix,
+            sys.executable,
+            "-m",
+            "kvrelay.cli",
+            role,
+            f"--host={place.host}",
+            f"--port={ports[0]}",
+        ]
         if role != "router":
             argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}"]
             argv += [kv_events(*(f"tcp://{place.host}:{port}" for port in ports[2:4]))]
@@ -314,7 +358,9 @@ class Cluster:
         log = self.folder / f"{name}.log"
         return Node(name, role, place.host, ports, argv, log, self._popen(argv, log, name, role))
 
-    def _popen(self, argv: Sequence[str], log: Path, name: str, role: str) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, argv: Sequence[str], log: Path, name: str, role: str
+    ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(self.code.get(role, _ROOT)), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         env[PARENT_PID] = str(os.getpid())

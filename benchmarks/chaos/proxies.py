@@ -1,9 +1,9 @@
-"""Proxies between processes on one address, where namespaces are not allowed: one process with a port for each pair of
-processes and port (`python -m benchmarks.chaos.proxies`). The shim leads connections there, so each node goes by its
-own name. Told by lines of JSON on its stdin.
+"""Proxies between processes on one address, where namespaces are not allowed: one process with a
+port for each pair of processes and port (`python -m benchmarks.chaos.proxies`). The shim leads
+connections there, so each node goes by its own name. Told by lines of JSON on its stdin.
 
-They stand for links as far as TCP shows them: a cut link passes nothing and keeps what it was given, a lost packet is a
-chunk that comes a retransmission later, a reset ends both connections.
+They stand for links as far as TCP shows them: a cut link passes nothing and keeps what it was
+given, a lost packet is a chunk that comes a retransmission later, a reset ends both connections.
 """
 
 from __future__ import annotations
@@ -107,11 +107,20 @@ class _Links:
     def now(self, kind: str, source: str, target: str) -> float:
         """How much of this there is on the way; 0 if none."""
         return max(
-            (bad.amount or 1.0 for bad in self.bad if bad.kind == kind and _concerns(bad, source, target)), default=0.0
+            (
+                bad.amount or 1.0
+                for bad in self.bad
+                if bad.kind == kind and _concerns(bad, source, target)
+            ),
+            default=0.0,
         )
 
     async def pass_on(
-        self, names: tuple[str, str], port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        names: tuple[str, str],
+        port: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         dialler, target = names
         while self.now("cut", dialler, target) or self.now("cut", target, dialler):
@@ -127,14 +136,17 @@ class _Links:
         self._open.setdefault(names, set()).update(both)
         try:
             await asyncio.gather(
-                self._copy(reader, there[1], dialler, target), self._copy(there[0], writer, target, dialler)
+                self._copy(reader, there[1], dialler, target),
+                self._copy(there[0], writer, target, dialler),
             )
         finally:
             self._open[names] -= both
             for each in both:
                 each.close()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str, target: str) -> None:
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str, target: str
+    ) -> None:
         """Until the end of one direction; a connection that broke is broken on both sides."""
         try:
             while came := await reader.read(_CHUNK):
@@ -161,7 +173,9 @@ class _Links:
 
 def _concerns(bad: Bad, source: str, target: str) -> bool:
     inward = target == bad.name and bad.other in ("", source) and bad.way in ("both", "in")
-    return inward or (source == bad.name and bad.other in ("", target) and bad.way in ("both", "out"))
+    return inward or (
+        source == bad.name and bad.other in ("", target) and bad.way in ("both", "out")
+    )
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

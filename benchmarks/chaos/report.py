@@ -28,11 +28,22 @@ def print_table(options: argparse.Namespace, result: Result) -> None:
     struck = Counter(fault.kind for fault in blows.values())
     restarts = sum(node.starts - 1 for node in cluster.nodes)
     requests = sum(verdict.ends.values())
-    without = ", ".join(f"{seconds:.1f} s without a {role} node" for role, seconds in facts["without_s"].items())
+    without = ", ".join(
+        f"{seconds:.1f} s without a {role} node" for role, seconds in facts["without_s"].items()
+    )
     others = verdict.ends - Counter(done=verdict.ends["done"])
-    print(f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams, {facts['network']}")
-    print(f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts of nodes; {without}")
-    print(f"{'requests':20} {requests} in {facts['seconds']:.0f} s, {verdict.ends['done']} equal to their twins")
+    print(
+        f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams, "
+        f"{facts['network']}"
+    )
+    print(
+        f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts of nodes; "
+        f"{without}"
+    )
+    print(
+        f"{'requests':20} {requests} in {facts['seconds']:.0f} s, {verdict.ends['done']} equal to "
+        f"their twins"
+    )
     print(f"{'  by kind':20} {_listed(verdict.equal_by_kind)}")
     print(f"{'  others':20} {_listed(others) or 'none'}; {facts['preemptions']} preemptions")
     print(f"{'nonsense':20} answered with {_listed(result.rude.answers) or 'nothing'}")
@@ -65,7 +76,10 @@ def _print_recovery(recovered: list[Recovery]) -> None:
         up = [each.up_s for each in of if each.up_s is not None]
         leg = [each.leg_s for each in of if each.leg_s is not None]
         late = sum(seconds > AIM_S for seconds in up)
-        print(f"  {kind or 'all':18} {len(up):4} up  {_row(Times.of(up))}, {late} later than {AIM_S:g} s")
+        print(
+            f"  {kind or 'all':18} {len(up):4} up  {_row(Times.of(up))}, {late} later than "
+            f"{AIM_S:g} s"
+        )
         print(f"  {'':18} {len(leg):4} leg {_row(Times.of(leg))}")
 
 
@@ -74,8 +88,10 @@ def _print_windows(windows: list[Window]) -> None:
         memory = sum(size.memory for size in each.sizes.values()) >> 20
         files = sum(size.files for size in each.sizes.values())
         print(
-            f"  from {each.begin_s:6.0f} s: {each.answers:6} answers, first token p50 {each.first_token.p50:6.0f} p99 "
-            f"{each.first_token.p99:6.0f} ms, gap p50 {each.gap.p50:6.1f} p99 {each.gap.p99:6.0f} ms, "
+            f"  from {each.begin_s:6.0f} s: {each.answers:6} answers, first token p50 "
+            f"{each.first_token.p50:6.0f} p99 "
+            f"{each.first_token.p99:6.0f} ms, gap p50 {each.gap.p50:6.1f} p99 {each.gap.p99:6.0f} "
+            f"ms, "
             f"{memory} MiB and {files} files in all processes"
         )
 
@@ -83,7 +99,10 @@ def _print_windows(windows: list[Window]) -> None:
 def _shown(size: Size | None) -> str:
     if size is None:
         return "-"
-    return f"{size.memory >> 20} MiB, {size.files} files, {size.sockets} sockets, {size.threads} threads"
+    return (
+        f"{size.memory >> 20} MiB, {size.files} files, {size.sockets} sockets, {size.threads} "
+        f"threads"
+    )
 
 
 def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
@@ -98,12 +117,24 @@ def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
         "recovered": [{**asdict(each), "ended": each.ended - began} for each in result.recovered],
         "windows": msgspec.to_builtins(result.windows),
         "faults": [
-            {**msgspec.to_builtins(each.fault), "at": each.at - began, "node": each.node, "missed": each.missed}
+            {
+                **msgspec.to_builtins(each.fault),
+                "at": each.at - began,
+                "node": each.node,
+                "missed": each.missed,
+            }
             for each in cluster.struck
         ],
-        "down": {node.name: [[a - began, b - began] for a, b in node.down] for node in cluster.nodes},
+        "down": {
+            node.name: [[a - began, b - began] for a, b in node.down] for node in cluster.nodes
+        },
         "not_done": [
-            {**asdict(each), "began": each.began - began, "ended": each.ended - began, "body": crowd.body(each.number)}
+            {
+                **asdict(each),
+                "began": each.began - began,
+                "ended": each.ended - began,
+                "body": crowd.body(each.number),
+            }
             for each in crowd.seen
             if each.end not in ("done", "left")
         ],

@@ -1,7 +1,8 @@
-"""Clients that do not behave: they leave in the middle, read slowly, send what nobody should, or ask for too much.
+"""Clients that do not behave: they leave in the middle, read slowly, send what nobody should, or
+ask for too much.
 
-Owns their connections. What they break is told in `broken`: an answer of 5xx to nonsense, none at all, and what the
-answers of those who only read slowly must be.
+Owns their connections. What they break is told in `broken`: an answer of 5xx to nonsense, none at
+all, and what the answers of those who only read slowly must be.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ __all__ = ["Rude", "Rudeness"]
 
 _ANSWER_S = 20.0
 _OVER_BYTES = 17 << 20
-# Of a node's KV, what those who fill it ask for together; how many they are at most; and how long it is tried.
+# Of a node's KV, what those who fill it ask for together; how many they are at most; and how long
+# it is tried.
 _OVERFULL, _MOST, _FILL_S = 1.4, 200, 60.0
 _Body = Callable[[random.Random, str], bytes]
 
 
 class Rudeness(NamedTuple):
-    """What was answered wrongly, and when it was asked. A router that is down excuses it. No node that is up excuses a
-    503: what only a node could say of it is not known then."""
+    """What was answered wrongly, and when it was asked. A router that is down excuses it. No node
+    that is up excuses a 503: what only a node could say of it is not known then.
+    """
 
     asked: float
     told: str
@@ -60,11 +63,15 @@ class Rude:
         """So many clients at once, until they are done."""
         rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
         if kind == "leavers":
-            await asyncio.gather(*(self._crowd.ask_one(each, leave_s=each.expovariate(2.0)) for each in rngs))
+            await asyncio.gather(
+                *(self._crowd.ask_one(each, leave_s=each.expovariate(2.0)) for each in rngs)
+            )
         elif kind == "slow readers":
             await asyncio.gather(*(self._crowd.ask_one(each, slow_s=for_s / 50) for each in rngs))
         elif kind == "crush":
-            await asyncio.gather(*(self._crowd.ask_one(each, kinds=("long prompt", "long answer")) for each in rngs))
+            await asyncio.gather(
+                *(self._crowd.ask_one(each, kinds=("long prompt", "long answer")) for each in rngs)
+            )
         elif kind == "full KV":
             await self._fill(rng)
         elif kind == "oversized":
@@ -73,7 +80,9 @@ class Rude:
             await asyncio.gather(*(self._malformed(each) for each in rngs))
 
     async def _fill(self, rng: random.Random) -> None:
-        """More long answers than one decode node has KV for; again if it was down, or struck meanwhile."""
+        """More long answers than one decode node has KV for; again if it was down, or struck
+        meanwhile.
+        """
         until = time.monotonic() + _FILL_S
         while time.monotonic() < until:
             node = rng.choice([node for node in self._cluster.nodes if node.role == "decode"])
@@ -120,11 +129,17 @@ class Rude:
         headers = {"content-type": "application/json"}
         now = asyncio.get_running_loop().time()
         try:
-            async with self._crowd.session.post(url, data=body, headers=headers, timeout=timeout) as answer:
+            async with self._crowd.session.post(
+                url, data=body, headers=headers, timeout=timeout
+            ) as answer:
                 told = (await answer.read())[:200]
             self.answers[str(answer.status)] += 1
             if answer.status not in (*allowed, 429):
-                self.broken.append(Rudeness(now, f"{what} was answered with {answer.status}: {told!r}", answer.status))
+                self.broken.append(
+                    Rudeness(
+                        now, f"{what} was answered with {answer.status}: {told!r}", answer.status
+                    )
+                )
         except (aiohttp.ClientError, OSError) as why:
             # A server may answer and close while a body too long is still being sent.
             self.answers[type(why).__name__] += 1
@@ -146,7 +161,11 @@ class Rude:
                 told = await reader.read(200)
             self.answers["closed" if not told else "raw answer"] += 1
             if told.startswith(b"HTTP/1.1 5"):
-                self.broken.append(Rudeness(now, f"bytes that are no HTTP were answered by {node.name} with {told!r}"))
+                self.broken.append(
+                    Rudeness(
+                        now, f"bytes that are no HTTP were answered by {node.name} with {told!r}"
+                    )
+                )
         except (OSError, TimeoutError):
             self.answers["we left"] += 1
         finally:
@@ -158,7 +177,9 @@ class Rude:
 
 
 def _with(**fields: object) -> _Body:
-    return lambda _, model: json.dumps({"model": model, "prompt": "tide", "messages": [], **fields}).encode()
+    return lambda _, model: json.dumps(
+        {"model": model, "prompt": "tide", "messages": [], **fields}
+    ).encode()
 
 
 _BODIES: list[_Body] = [
@@ -180,7 +201,10 @@ _BODIES: list[_Body] = [
     _with(stop=[["a"]], messages=[{"role": "user"}]),
     _with(
         messages=[{"role": "user", "content": "tide"}],
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}},
+        },
         stop=5,
     ),
 ]
@@ -188,11 +212,15 @@ _RAW: list[Callable[[random.Random], bytes]] = [
     lambda rng: rng.randbytes(rng.randint(1, 60_000)),
     lambda _: b"GET / HTTP/9.9\r\n\r\n",
     lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
-    lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n{",
+    lambda _: (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: "
+        b"chunked\r\n\r\nfffffffffffffffff\r\n{"
+    ),
     lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -7\r\n\r\n",
     lambda _: b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"a" * 100_000 + b"\r\n\r\n",
     lambda rng: b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + rng.randbytes(200),
     lambda _: (
-        b"POST /kv/legs HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n9\r\n\xff\xff\xff\xff\0\0\0\0\0\r\n"
+        b"POST /kv/legs HTTP/1.1\r\nhost: x\r\ntransfer-encoding: "
+        b"chunked\r\n\r\n9\r\n\xff\xff\xff\xff\0\0\0\0\0\r\n"
     ),
 ]

@@ -1,4 +1,6 @@
-"""One run: a cluster is started, its undisturbed answers are kept, then it is struck under load, and judged."""
+"""One run: a cluster is started, its undisturbed answers are kept, then it is struck under load,
+and judged.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ from benchmarks.chaos.verdict import (
 __all__ = ["Result", "run"]
 
 _MORE = Size(0, 64 << 20, 48, 48, 16)
-"""What a process may grow by from the quiet before the faults to the quiet after them: buffers and heaps that a crush
-has stretched, connections that are kept. Each of thousands of requests would leave one if it left any."""
+"""What a process may grow by from the quiet before the faults to the quiet after them: buffers and
+heaps that a crush has stretched, connections that are kept. Each of thousands of requests would
+leave one if it left any.
+"""
 _DRAIN_S = 20.0
 """Of a router that is to end: from then on it ends what is still under way."""
 _CALM_S = 2.0
@@ -68,9 +72,13 @@ class Result:
     facts: dict[str, Any]
 
 
-async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None, made: list[Fault]) -> Result:
-    """`made`: each fault is written there when it is made, however the run ends. Raises RuntimeError if the cluster
-    does not even start, or answers wrongly without faults, or if a kind was asked for that cannot be done here."""
+async def run(
+    options: argparse.Namespace, folder: Path, schedule: Schedule | None, made: list[Fault]
+) -> Result:
+    """`made`: each fault is written there when it is made, however the run ends. Raises
+    RuntimeError if the cluster does not even start, or answers wrongly without faults, or if a kind
+    was asked for that cannot be done here.
+    """
     flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-num-seqs", "256"]
     flags += [
         "--kv-cache-memory-bytes",
@@ -85,9 +93,16 @@ async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | No
     if options.network == "loopback":
         network = Loopback()
     ends_soon = ["--drain-deadline-s", f"{_DRAIN_S:g}"]
-    cluster = Cluster(folder, [*flags, *options.flag], [*ends_soon, *options.router_flag], network, shim)
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
+    cluster = Cluster(
+        folder, [*flags, *options.flag], [*ends_soon, *options.router_flag], network, shim
+    )
+    timeout, connector = (
+        aiohttp.ClientTimeout(total=None),
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+    )
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=1 << 20
+    ) as session:
         try:
             await cluster.start(options.prefill, options.decode, session)
             assert cluster.router is not None
@@ -95,7 +110,10 @@ async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | No
             crowd = Crowd(cluster.router.url, asked, session, options.deadline_s)
             began = time.monotonic()
             await crowd.ask_twins(at_once=8)
-            print(f"network: {network.name}; twins asked in {time.monotonic() - began:.1f} s", flush=True)
+            print(
+                f"network: {network.name}; twins asked in {time.monotonic() - began:.1f} s",
+                flush=True,
+            )
             try:
                 return await _disturbed(options, cluster, crowd, schedule, made)
             finally:
@@ -105,7 +123,11 @@ async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | No
 
 
 async def _disturbed(
-    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None, made: list[Fault]
+    options: argparse.Namespace,
+    cluster: Cluster,
+    crowd: Crowd,
+    schedule: Schedule | None,
+    made: list[Fault],
 ) -> Result:
     """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
@@ -119,7 +141,8 @@ async def _disturbed(
     going = True
     clients = [
         asyncio.create_task(
-            crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going), name=f"client {at}"
+            crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going),
+            name=f"client {at}",
         )
         for at in range(options.streams)
     ]
@@ -136,23 +159,44 @@ async def _disturbed(
     if watching.done():
         cluster.surprises += await _failures([watching])
     watching.cancel()
-    facts: dict[str, Any] = {"began": began, "seconds": ended - began, "network": cluster.network.name}
+    facts: dict[str, Any] = {
+        "began": began,
+        "seconds": ended - began,
+        "network": cluster.network.name,
+    }
     await lookout.count()
     facts["preemptions"] = lookout.preemptions
-    await asyncio.sleep(2.5 * KEPT_S)  # connections of clients that are idle are none that have grown
+    await asyncio.sleep(
+        2.5 * KEPT_S
+    )  # connections of clients that are idle are none that have grown
     after, full = await sizes_apart(cluster)
     facts["index"] = [index, full]
     facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
-    logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in (*cluster.nodes, cluster.router)}
+    logs = {
+        node.name: node.log.read_text(errors="replace").splitlines()
+        for node in (*cluster.nodes, cluster.router)
+    }
     log = logs["router"]
     without = _none_up(cluster)
     verdict = _judged(options, cluster, crowd, log, without, facts)
-    verdict.broken += [*left, *_grown(quiet, after), *cluster.surprises, *_unended(cluster, crowd, log)]
-    verdict.broken += [f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line]
-    verdict.broken += [each.told for each in rude.broken if not each.excused(cluster.router.down, without["decode"])]
+    verdict.broken += [
+        *left,
+        *_grown(quiet, after),
+        *cluster.surprises,
+        *_unended(cluster, crowd, log),
+    ]
+    verdict.broken += [
+        f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line
+    ]
+    verdict.broken += [
+        each.told
+        for each in rude.broken
+        if not each.excused(cluster.router.down, without["decode"])
+    ]
     recovered = recoveries(cluster, lookout.looks, ended)
     verdict.broken += [
-        f"{each.node} was {'not ' if each.up_s is None else ''}up {each.up_s or each.watched_s:.1f} s after the end of "
+        f"{each.node} was {'not ' if each.up_s is None else ''}up "
+        f"{each.up_s or each.watched_s:.1f} s after the end of "
         f"{each.kind} at {each.ended - began:.1f} s"
         for each in recovered
         if each.late
@@ -167,7 +211,10 @@ def _faults(
 ) -> Iterator[Fault]:
     able = [kind for kind in strikes.kinds() if not options.kind or kind in options.kind]
     if unable := set(options.kind).difference(able):
-        raise RuntimeError(f"cannot be done here, with the network {cluster.network.name}: {', '.join(sorted(unable))}")
+        raise RuntimeError(
+            f"cannot be done here, with the network {cluster.network.name}: "
+            f"{', '.join(sorted(unable))}"
+        )
     nodes = range(len(cluster.nodes))
     if schedule is not None:
         return (fault for fault in schedule.faults if fault.kind in able)
@@ -188,27 +235,38 @@ async def _strike_all(
     began: float,
     made: list[Fault],
 ) -> None:
-    """Until there are no more, or there were enough, or the time is over, or a process does not come back."""
+    """Until there are no more, or there were enough, or the time is over, or a process does not
+    come back.
+    """
     under_way: list[asyncio.Task[None]] = []
     told = time.monotonic()
     for fault in faults:
         if cluster.lost() or (options.faults and _count(cluster) >= options.faults):
             break
-        await asyncio.sleep(options.every_s if options.each_once else began + fault.at - time.monotonic())
+        await asyncio.sleep(
+            options.every_s if options.each_once else began + fault.at - time.monotonic()
+        )
         if options.each_once:
             try:
                 await cluster.whole()  # so that nobody is spared
             except RuntimeError:  # what is left behind tells of it
                 break
         made.append(fault)
-        under_way.append(asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s"))
+        under_way.append(
+            asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s")
+        )
         if time.monotonic() - told > 60:
             told = time.monotonic()
-            print(f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers", flush=True)
+            print(
+                f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers",
+                flush=True,
+            )
     cluster.surprises += await _failures(under_way)
     if options.each_once:
         happened = {each.fault.kind for each in cluster.struck if not each.missed}
-        cluster.surprises += [f"{fault.kind} has not happened" for fault in made if fault.kind not in happened]
+        cluster.surprises += [
+            f"{fault.kind} has not happened" for fault in made if fault.kind not in happened
+        ]
     elif not (options.faults or cluster.lost()):
         await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
 
@@ -216,7 +274,11 @@ async def _strike_all(
 async def _failures(of: Sequence[asyncio.Task[None]]) -> list[str]:
     """Wait for these; what of this tool itself went wrong, so that the rest can be judged."""
     ends = await asyncio.gather(*of, return_exceptions=True)
-    return [f"{task.get_name()} failed: {why!r}" for task, why in zip(of, ends, strict=True) if why is not None]
+    return [
+        f"{task.get_name()} failed: {why!r}"
+        for task, why in zip(of, ends, strict=True)
+        if why is not None
+    ]
 
 
 def _count(cluster: Cluster) -> int:
@@ -233,11 +295,19 @@ def _judged(
 ) -> Verdict:
     """`without`: when no node of a role was up."""
     assert cluster.router is not None
-    facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
+    facts["without_s"] = {
+        role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without
+    }
     blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
     legs = broken_legs(log)
-    told_to_end = {each.at for each in cluster.struck if each.fault.kind == "restart router" and not each.missed}
-    no_router = [Outage(a, b, a + _DRAIN_S if a in told_to_end else None) for a, b in cluster.router.down]
+    told_to_end = {
+        each.at
+        for each in cluster.struck
+        if each.fault.kind == "restart router" and not each.missed
+    }
+    no_router = [
+        Outage(a, b, a + _DRAIN_S if a in told_to_end else None) for a, b in cluster.router.down
+    ]
     stalls = _router_stalls(cluster)
     verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, no_router, stalls)
     if lost := crowd.asked - len(crowd.seen):
@@ -248,7 +318,12 @@ def _judged(
 def _none_up(cluster: Cluster) -> dict[str, list[Span]]:
     """By role."""
     roles = ("prefill", "decode")
-    return none_up({role: [[*node.down, *node.away] for node in cluster.nodes if node.role == role] for role in roles})
+    return none_up(
+        {
+            role: [[*node.down, *node.away] for node in cluster.nodes if node.role == role]
+            for role in roles
+        }
+    )
 
 
 def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
@@ -261,16 +336,21 @@ def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
 
 def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:
     """When nobody read the router's log: what it said then came later."""
-    of = [each for each in cluster.struck if each.fault.kind == "log stall" and each.node == "router"]
+    of = [
+        each for each in cluster.struck if each.fault.kind == "log stall" and each.node == "router"
+    ]
     return [(each.at, each.at + each.fault.for_s) for each in of]
 
 
 def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
-    """Requests that the router says ended another number of times than once; those that were lost with it left out, and
-    those of which a stalled log may have lost the word."""
+    """Requests that the router says ended another number of times than once; those that were lost
+    with it left out, and those of which a stalled log may have lost the word.
+    """
     assert cluster.router is not None
     ends = logged_ends(log)
-    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, _router_stalls(cluster))]
+    spans = [
+        (a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, _router_stalls(cluster))
+    ]
     return [
         f"{each.kind} {each.number}, id {each.id}: the router told {ends[each.id]} times of its end"
         for each in crowd.seen

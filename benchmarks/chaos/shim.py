@@ -1,5 +1,6 @@
-"""A library that is preloaded into the processes under test: it moves their wall clocks, and leads connections through
-proxies. Built by the C compiler of this machine; owns the files by which a clock is moved. No product code knows of it.
+"""A library that is preloaded into the processes under test: it moves their wall clocks, and leads
+connections through proxies. Built by the C compiler of this machine; owns the files by which a
+clock is moved. No product code knows of it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,20 @@ class Shim:
     def __init__(self, folder: Path) -> None:
         self._folder, self._library = folder, folder / "shim.so"
         compiler = shutil.which("cc") or shutil.which("gcc")
-        argv = [compiler or "cc", "-O2", "-shared", "-fPIC", "-o", str(self._library), str(_SOURCE), "-ldl"]
-        self.there = compiler is not None and not subprocess.run(argv, capture_output=True, check=False).returncode
+        argv = [
+            compiler or "cc",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(self._library),
+            str(_SOURCE),
+            "-ldl",
+        ]
+        self.there = (
+            compiler is not None
+            and not subprocess.run(argv, capture_output=True, check=False).returncode
+        )
 
     def environment(self, name: str, links: Mapping[int, int]) -> dict[str, str]:
         """What a process of this name is started with; `links`: by a port, that of its proxy."""
@@ -35,9 +48,13 @@ class Shim:
         return {"LD_PRELOAD": str(self._library), "CHAOS_CLOCK": str(clock), "CHAOS_LINKS": through}
 
     def shift(self, name: str, seconds: float) -> None:
-        """The wall clock of this process is so far from the machine's, from now on. Its children's, too."""
+        """The wall clock of this process is so far from the machine's, from now on. Its children's,
+        too.
+        """
         value = struct.pack("=q", int(seconds * 1e9))
-        with self._clock(name).open("r+b" if self._clock(name).exists() else "wb", buffering=0) as file:
+        with self._clock(name).open(
+            "r+b" if self._clock(name).exists() else "wb", buffering=0
+        ) as file:
             file.write(value)
 
     def _clock(self, name: str) -> Path:

@@ -1,4 +1,6 @@
-"""Whether memory and latency stay as they are over a long time: the same processes, under load, in windows. Pure."""
+"""Whether memory and latency stay as they are over a long time: the same processes, under load, in
+windows. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["WINDOWS", "Window", "not_flat", "windows"]
 
 WINDOWS = 12
 _WARM, _LAST = 3, 3
-"""The windows of warming up, and those at the end that are held against the same number behind the warming up."""
+"""The windows of warming up, and those at the end that are held against the same number behind the
+warming up.
+"""
 _MORE_BYTES = 24 << 20
 _MORE_FILES = 64
 _SLOWER = 1.5
@@ -32,14 +36,21 @@ class Window:
 
 
 def windows(
-    seen: Sequence[Seen], sizes: Sequence[tuple[float, Mapping[str, Size]]], began: float, ended: float
+    seen: Sequence[Seen],
+    sizes: Sequence[tuple[float, Mapping[str, Size]]],
+    began: float,
+    ended: float,
 ) -> list[Window]:
     """`WINDOWS` of equal length. Gaps are those between two parts of a stream."""
     found = []
     length = (ended - began) / WINDOWS
     for at in range(WINDOWS):
         begin, end = began + at * length, began + (at + 1) * length
-        done = [each for each in seen if begin <= each.ended < end and each.end == "done" and not each.slow]
+        done = [
+            each
+            for each in seen
+            if begin <= each.ended < end and each.end == "done" and not each.slow
+        ]
         first = Times.of(each.times[0] - each.began for each in done if each.times)
         gaps = Times.of(b - a for each in done for a, b in itertools.pairwise(each.times))
         most: dict[str, Size] = {}
@@ -60,7 +71,12 @@ def not_flat(of: Sequence[Window]) -> list[str]:
         if not is_ <= _SLOWER * was:
             told.append(f"{what} p50 has grown from {was:.1f} to {is_:.1f} ms")
     for name in late[-1].sizes:
-        for what, more in (("memory", _MORE_BYTES), ("files", _MORE_FILES), ("sockets", _MORE_FILES), ("threads", 8)):
+        for what, more in (
+            ("memory", _MORE_BYTES),
+            ("files", _MORE_FILES),
+            ("sockets", _MORE_FILES),
+            ("threads", 8),
+        ):
             was, is_ = (
                 sum(getattr(each.sizes[name], what) for each in part if name in each.sizes) / _LAST
                 for part in (early, late)
@@ -71,5 +87,8 @@ def not_flat(of: Sequence[Window]) -> list[str]:
 
 
 def _larger(one: Size, other: Size) -> Size:
-    most = [max(getattr(one, what), getattr(other, what)) for what in ("memory", "files", "sockets", "threads")]
+    most = [
+        max(getattr(one, what), getattr(other, what))
+        for what in ("memory", "files", "sockets", "threads")
+    ]
     return Size(other.pid, *most)

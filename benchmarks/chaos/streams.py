@@ -1,7 +1,9 @@
-"""One answer as its client sees it, in a form in which two of them can be compared. Owns no connection: lines come in.
+"""One answer as its client sees it, in a form in which two of them can be compared. Owns no
+connection: lines come in.
 
-Two answers to one request are equal if each choice has the same tokens, text, calls, log-probabilities and end, however
-they were cut into events. Within one answer, nothing may come twice: its role, its end, the name of a call.
+Two answers to one request are equal if each choice has the same tokens, text, calls,
+log-probabilities and end, however they were cut into events. Within one answer, nothing may come
+twice: its role, its end, the name of a call.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Heard:
             for name in ("token_ids", "text", "reasoning", "finish", "stop"):
                 found[f"choice {index} {name}"] = getattr(choice, name)
             for at, call in sorted(choice.calls.items()):
-                found[f"choice {index} call {at} name"], found[f"choice {index} call {at} arguments"] = call
+                (
+                    found[f"choice {index} call {at} name"],
+                    found[f"choice {index} call {at} arguments"],
+                ) = call
             for name, values in sorted(choice.logprobs.items()):
                 found[f"choice {index} logprobs.{name}"] = values
         return found
@@ -74,7 +79,11 @@ class Heard:
             return False
         if over:
             unended = [index for index, choice in self._choices.items() if choice.finish is None]
-            self.end = f"wrong: [DONE] before the end of choices {unended}" if unended or not self._choices else "done"
+            self.end = (
+                f"wrong: [DONE] before the end of choices {unended}"
+                if unended or not self._choices
+                else "done"
+            )
             return False
         event = msgspec.json.decode(line[6:])
         if "error" in event:
@@ -105,7 +114,9 @@ class Heard:
 
     def _said(self, choice: _Choice, each: dict[str, Any], said: dict[str, Any]) -> None:
         ids, finish = each.get("token_ids") or [], each.get("finish_reason")
-        says = bool(said.get("content") or said.get("reasoning_content") or said.get("tool_calls") or ids)
+        says = bool(
+            said.get("content") or said.get("reasoning_content") or said.get("tool_calls") or ids
+        )
         if choice.finish is not None and (says or finish):
             self.end = f"wrong: choice {each['index']} goes on behind its end"
         if said.get("role"):
@@ -133,8 +144,9 @@ class Heard:
 
 
 def difference(twin: Answer, answer: Answer, *, ended: bool = True) -> str:
-    """Where an answer differs from its twin first; empty if nowhere. One that has not `ended` may lack the rest of its
-    twin, but nothing else."""
+    """Where an answer differs from its twin first; empty if nowhere. One that has not `ended` may
+    lack the rest of its twin, but nothing else.
+    """
     for name in twin | answer:
         wanted, got = twin.get(name), answer.get(name)
         if not ended and isinstance(wanted, list | str) and isinstance(got, list | str):
@@ -142,9 +154,14 @@ def difference(twin: Answer, answer: Answer, *, ended: bool = True) -> str:
         if wanted == got or (got is None and not ended):
             continue
         if isinstance(wanted, list | str) and isinstance(got, list | str):
-            same = next((at for at, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
+            same = next(
+                (at for at, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None
+            )
             at = min(len(wanted), len(got)) if same is None else same
             sizes = f"{len(got)} instead of {len(wanted)} long, " if len(got) != len(wanted) else ""
-            return f"{name}: {sizes}other from {at} on: {got[at : at + 8]!r}, not {wanted[at : at + 8]!r}"
+            return (
+                f"{name}: {sizes}other from {at} on: {got[at : at + 8]!r}, not "
+                f"{wanted[at : at + 8]!r}"
+            )
         return f"{name}: {got!r}, not {wanted!r}"
     return ""

@@ -60,7 +60,9 @@ class Strikes:
             assert self._cluster.router is not None
             missed = self._cluster.router.down_since is not None
             self._cluster.struck.append(Struck(time.monotonic(), fault, "clients", "", missed))
-            await self._rude.do(fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed))
+            await self._rude.do(
+                fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed)
+            )
         self._cluster.over += [(time.monotonic(), fault, node) for node in struck]
 
     def _jump(self, name: str, seconds: float) -> None:
@@ -72,7 +74,10 @@ class Strikes:
         cluster, began = self._cluster, time.monotonic()
         struck = cluster.struck_by(fault)
         if fault.kind == "peers cut":  # nodes of one role have nothing to say to each other
-            first, others = struck[0], [node for node in cluster.nodes if node.role != struck[0].role]
+            first, others = (
+                struck[0],
+                [node for node in cluster.nodes if node.role != struck[0].role],
+            )
             struck = [first, random.Random(fault.seed).choice(others)]
             cluster.note(fault, struck, missed=any(node.down_since is not None for node in struck))
         else:

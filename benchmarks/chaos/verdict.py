@@ -1,8 +1,10 @@
-"""Which promises were kept: from what clients saw, what was struck, and what the router logged. Pure.
+"""Which promises were kept: from what clients saw, what was struck, and what the router logged.
+Pure.
 
-A request may fail if it says so, and if at some moment of it no decode node was up: nothing else could be done then.
-Without a prefill node decode nodes compute the prompts. A request whose router was killed is lost with it; one that was
-told to end says so, to whom it does not take any more, and to whom it has not answered when its time is over.
+A request may fail if it says so, and if at some moment of it no decode node was up: nothing else
+could be done then. Without a prefill node decode nodes compute the prompts. A request whose router
+was killed is lost with it; one that was told to end says so, to whom it does not take any more, and
+to whom it has not answered when its time is over.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ __all__ = [
 ]
 
 MARGIN_S = 2.5
-"""The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
+"""The router sees that a node is up again so much later at most: an interval and a deadline of its
+health checks.
+"""
 _BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
 _ENDED = re.compile(r"\bid=(\S+) path=\S+ status=")
 _ROUTER_MARGIN_S = 1.0
@@ -46,8 +50,9 @@ Blow = tuple[float, str, str]
 
 
 class Outage(NamedTuple):
-    """When there was no router. `drained`: when the time was over that it had for what was under way, if it had been
-    told to end; else it was killed."""
+    """When there was no router. `drained`: when the time was over that it had for what was under
+    way, if it had been told to end; else it was killed.
+    """
 
     begin: float
     end: float
@@ -79,7 +84,9 @@ class Verdict:
     """Errors that clients were told, by status and message."""
     failed_over: int = 0
     gap_ms: Times = field(default_factory=lambda: Times.of([]))
-    """At a fail-over: between the two parts of a stream around the moment at which its decode leg broke."""
+    """At a fail-over: between the two parts of a stream around the moment at which its decode leg
+    broke.
+    """
     gap_ms_by_fault: dict[str, Times] = field(default_factory=dict)
     undisturbed_gap_ms: Times = field(default_factory=lambda: Times.of([]))
     """The longest wait of each stream of which no leg broke."""
@@ -90,7 +97,9 @@ class Verdict:
 
 
 def broken_legs(log: Iterable[str]) -> dict[str, list[Leg]]:
-    """By request id, which of its legs broke. Each line begins with the monotonic second at which it came (logs.py)."""
+    """By request id, which of its legs broke. Each line begins with the monotonic second at which
+    it came (logs.py).
+    """
     found: dict[str, list[Leg]] = {}
     for line in log:
         if match := _BROKE.search(line):
@@ -104,7 +113,9 @@ def logged_ends(log: Iterable[str]) -> Counter[str]:
 
 
 def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span]]:
-    """When no node of a role was up, by role; `down` has the spans of each node of a role, which may overlap."""
+    """When no node of a role was up, by role; `down` has the spans of each node of a role, which
+    may overlap.
+    """
     found: dict[str, list[Span]] = {}
     for role, nodes in down.items():
         together: list[Span] = [(float("-inf"), float("inf"))]
@@ -125,10 +136,14 @@ def judged(
     no_router: Sequence[Outage] = (),
     stalls: Sequence[Span] = (),
 ) -> Verdict:
-    """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`: nobody waits longer for a
-    part at any other time. `stalls`: when nobody read the router's log, so that it is not known when a leg broke."""
+    """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`:
+    nobody waits longer for a part at any other time. `stalls`: when nobody read the router's log,
+    so that it is not known when a leg broke.
+    """
     verdict, no_decode = Verdict(), joined(no_decode)
-    excused = joined([*no_decode, *((each.begin, each.end + _ROUTER_MARGIN_S) for each in no_router)])
+    excused = joined(
+        [*no_decode, *((each.begin, each.end + _ROUTER_MARGIN_S) for each in no_router)]
+    )
     gaps: dict[str, list[float]] = {}
     others: list[float] = []
     firsts: list[float] = []
@@ -146,9 +161,13 @@ def judged(
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
             if each.past_router or not meets(each.began, each.ended, no_decode):
-                verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
+                verdict.broken.append(
+                    f"{told}: {each.end} {each.status} though nodes were up: {each.error}"
+                )
         else:
-            verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
+            verdict.broken.append(
+                f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}"
+            )
         if each.times and each.end == "done" and not each.slow:
             for at, role, url in broke:
                 stalled = any(a <= at <= b + _STALL_MARGIN_S for a, b in stalls)
@@ -156,15 +175,22 @@ def judged(
                     gaps.setdefault(_last_blow(blows, url, at), []).append(gap)
             if not broke:
                 others.append(max(b - a for a, b in each.gaps()))
-            (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(each.times[0] - each.began)
-        waits = [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
+            (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(
+                each.times[0] - each.began
+            )
+        waits = (
+            [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
+        )
         verdict.broken += [
             f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on"
             for begin, end in waits
             if end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused) > gap_s
         ]
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
-    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(itertools.chain(*gaps.values())), Times.of(others)
+    verdict.gap_ms, verdict.undisturbed_gap_ms = (
+        Times.of(itertools.chain(*gaps.values())),
+        Times.of(others),
+    )
     verdict.gap_ms_by_fault = {kind: Times.of(seconds) for kind, seconds in sorted(gaps.items())}
     verdict.first_token_ms = Times.of([*firsts, *late_firsts])
     verdict.first_token_failed_over_ms = Times.of(late_firsts)
@@ -177,7 +203,9 @@ def meets(began: float, ended: float, spans: Iterable[Span]) -> bool:
 
 
 def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
-    """Whether it ended as it may because there was no router, or only one that did not know its nodes yet."""
+    """Whether it ended as it may because there was no router, or only one that did not know its
+    nodes yet.
+    """
     for router in routers:
         if router.begin <= each.ended and each.began <= router.end + _ROUTER_MARGIN_S:
             killed = router.drained is None
@@ -192,7 +220,10 @@ def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
 
 def _last_blow(blows: Sequence[Blow], url: str, until: float) -> str:
     """The kind of the last one that struck this node."""
-    return max((blow for blow in blows if blow[2] == url and blow[0] <= until), default=(0.0, "no fault", ""))[1]
+    return max(
+        (blow for blow in blows if blow[2] == url and blow[0] <= until),
+        default=(0.0, "no fault", ""),
+    )[1]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:

@@ -1,18 +1,20 @@
-"""Wrong and excessive messages on every port of every process of a cluster, which must go on as if nothing had been.
+"""Wrong and excessive messages on every port of every process of a cluster, which must go on as if
+nothing had been.
 
-    python -m benchmarks.fuzz --seconds 600 --seed 1
-    python -m benchmarks.fuzz --seconds 3600 --seed 2 --memory-gib 10               # the hour that a release wants
-    python -m benchmarks.fuzz --seconds 3600 --target languages --trust-templates   # templates of requests, too
+    python -m benchmarks.fuzz --seconds 600 --seed 1 python -m benchmarks.fuzz --seconds 3600 --seed
+    2 --memory-gib 10               # the hour that a release wants python -m benchmarks.fuzz
+    --seconds 3600 --target languages --trust-templates   # templates of requests, too
 
-Starts a prefill node, a decode node and a router with two workers on this machine, with all keys and secrets set. Then
-rounds: each is some messages for one target, a function of (seed, number, target). After each one: no process has ended
-or logged a traceback, `/live` has not stalled for a second, no process has had twice its memory or computes for nobody,
-nothing that wants a key has changed, and a request through both nodes is answered as before. In the end memory, files
-and threads are as they were. Exits with 1 if not.
+Starts a prefill node, a decode node and a router with two workers on this machine, with all keys
+and secrets set. Then rounds: each is some messages for one target, a function of (seed, number,
+target). After each one: no process has ended or logged a traceback, `/live` has not stalled for a
+second, no process has had twice its memory or computes for nobody, nothing that wants a key has
+changed, and a request through both nodes is answered as before. In the end memory, files and
+threads are as they were. Exits with 1 if not.
 
-`--target T --round N` plays a round again (with the same seed). What is large is found by "sizes" (every field of
-every request) and "languages" (schemas, expressions, grammars, templates). `--only TEXT` plays their cases that have
-the text in their name: a route, a field, a generator.
+`--target T --round N` plays a round again (with the same seed). What is large is found by "sizes"
+(every field of every request) and "languages" (schemas, expressions, grammars, templates). `--only
+TEXT` plays their cases that have the text in their name: a route, a field, a generator.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ SETTLE_S = 30.0
 _GROWTH = Usage(64 << 20, 12, 8)
 """More of these per family of processes, after the first pass over all targets, is a leak."""
 _SMALL_BODIES = 1 << 20
-"""Larger ones leave memory with the allocator; then only twice of it is wrong (benchmarks/fuzz/watch.py)."""
+"""Larger ones leave memory with the allocator; then only twice of it is wrong
+(benchmarks/fuzz/watch.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,9 @@ class Options:
 
 
 async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
-    """The report of a run: what was sent, and what was `broken`. Raises RuntimeError if the cluster does not start."""
+    """The report of a run: what was sent, and what was `broken`. Raises RuntimeError if the cluster
+    does not start.
+    """
     report: dict[str, Any] = {"seed": options.seed, "rounds": Counter(), "broken": []}
     broken: list[str] = report["broken"]
     flags = ["--trust-request-chat-template"] if options.trust_templates else []
@@ -104,14 +110,18 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
             broken += await _grown(stand, usage, memory=options.most_bytes <= _SMALL_BODIES)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
         report["worst"] = msgspec.to_builtins(watch.worst)
-        report["usage"] = {process.role: (usage[process], process.usage()) for process in stand.processes}
+        report["usage"] = {
+            process.role: (usage[process], process.usage()) for process in stand.processes
+        }
     return report
 
 
 async def _rounds(
     stand: Stand, watch: Watch, options: Options, state: dict[str, Any], report: dict[str, Any]
 ) -> dict[Process, Usage]:
-    """Play until the time is over or something is broken. Returns what processes had after the first pass."""
+    """Play until the time is over or something is broken. Returns what processes had after the
+    first pass.
+    """
     targets = [options.target] if options.target else TARGETS
     usage = {process: process.usage() for process in stand.processes}
     until = time.monotonic() + options.seconds
@@ -125,7 +135,11 @@ async def _rounds(
             report["broken"] += [f"{target}, round {number}: {one}" for one in wrong]
             files = ", ".join(f"{one.role} {one.usage().files}" for one in stand.processes)
             took = f"{time.monotonic() - began:.1f} s"
-            print(f"{target}, round {number}: {took}; open files: {files}", file=sys.stderr, flush=True)
+            print(
+                f"{target}, round {number}: {took}; open files: {files}",
+                file=sys.stderr,
+                flush=True,
+            )
         if number == options.round:
             usage = {process: process.usage() for process in stand.processes}
     raise AssertionError
@@ -187,12 +201,18 @@ async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
     while (now := await stand.state()) != state and time.monotonic() < until:
         await asyncio.sleep(0.1)
         await stand.set_right(state)
-    wrong += [f"{name} is {now.get(name)}, and was {was}" for name, was in state.items() if now.get(name) != was]
+    wrong += [
+        f"{name} is {now.get(name)}, and was {was}"
+        for name, was in state.items()
+        if now.get(name) != was
+    ]
     wrong += [f"{name} has come: {now[name]}" for name in set(now) - set(state)]
     failed = await _failed_fetches(stand)
     said = await stand.canary(secrets.token_hex(8))
     if await _failed_fetches(stand) > failed:
-        wrong.append("the canary's KV did not arrive: its fetch failed, and the prompt was computed twice")
+        wrong.append(
+            "the canary's KV did not arrive: its fetch failed, and the prompt was computed twice"
+        )
     if said != stand.expected:
         wrong.append(f"the canary says {said!r} instead of {stand.expected!r}")
     for process in stand.processes:
@@ -207,7 +227,9 @@ async def _failed_fetches(stand: Stand) -> float:
 
 
 async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> list[str]:
-    """Find who has more than after the first pass, and goes on having it; `memory`: bytes of it, too."""
+    """Find who has more than after the first pass, and goes on having it; `memory`: bytes of it,
+    too.
+    """
     until = time.monotonic() + SETTLE_S
     while True:
         wrong = []
@@ -216,7 +238,11 @@ async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> 
             if memory and now.rss - was.rss > _GROWTH.rss:
                 wrong.append(f"{process.role} has grown by {(now.rss - was.rss) >> 20} MiB")
             # gloo (torch 2.13) never closes what a stranger has opened at the ranks' own ports.
-            files = 0 if stand.tensor_parallel_size > 1 and process is stand.nodes[0] else now.files - was.files
+            files = (
+                0
+                if stand.tensor_parallel_size > 1 and process is stand.nodes[0]
+                else now.files - was.files
+            )
             if files > _GROWTH.files or now.threads - was.threads > _GROWTH.threads:
                 wrong.append(f"{process.role} has {now}, and had {was}")
         if not wrong or time.monotonic() > until:
@@ -238,24 +264,43 @@ def _command(given: dict[str, Any], broken: str) -> str:
 
 def main() -> int:
     """Command line. Exit code 1 if something is broken; then the logs stay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="rounds begin for so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=TARGETS, help="this one alone")
     parser.add_argument("--round", type=int, default=0, help="begin with this round")
-    parser.add_argument("--only", default="", help="cases of sizes and languages with this in their name")
-    parser.add_argument("--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages")
-    parser.add_argument("--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more")
-    parser.add_argument("--trust-templates", action="store_true", help="nodes take the chat templates of requests")
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="ranks of the prefill node: their ports, too"
+        "--only", default="", help="cases of sizes and languages with this in their name"
+    )
+    parser.add_argument(
+        "--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more"
+    )
+    parser.add_argument(
+        "--trust-templates", action="store_true", help="nodes take the chat templates of requests"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="ranks of the prefill node: their ports, too",
     )
     parser.add_argument("--json", type=Path, help="write the report there")
     given = vars(parser.parse_args())
     written = given.pop("json")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     report = asyncio.run(fuzzed(folder, Options(**given)))
-    print(json.dumps({name: value for name, value in report.items() if name != "broken"}, indent=2, default=str))
+    print(
+        json.dumps(
+            {name: value for name, value in report.items() if name != "broken"},
+            indent=2,
+            default=str,
+        )
+    )
     for one in report["broken"]:
         print(f"BROKEN: {one}")
     if written is not None:

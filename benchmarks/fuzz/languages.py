@@ -1,7 +1,8 @@
-"""Programs of any size in the languages that requests may speak: schemas, expressions, grammars, templates. Pure.
+"""Programs of any size in the languages that requests may speak: schemas, expressions, grammars,
+templates. Pure.
 
-Each is one way to be large: a long chain, a deep nest, many alternatives, a counted repetition, a recursion. Which
-fields hold which language is in SITES, as parts of a request's body around a hole.
+Each is one way to be large: a long chain, a deep nest, many alternatives, a counted repetition, a
+recursion. Which fields hold which language is in SITES, as parts of a request's body around a hole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Site:
     def body(self, route: Route, program: str) -> bytes:
         """A request with the program in it."""
         written = json.dumps(program, ensure_ascii=False) if self.as_text else program
-        return route.body({name: value.replace("%s", written).encode() for name, value in self.fields.items()})
+        return route.body(
+            {name: value.replace("%s", written).encode() for name, value in self.fields.items()}
+        )
 
 
 def sites(route: Route) -> list[Site]:
@@ -56,7 +59,13 @@ _SITES = (
     Site("schema", {"structured_outputs": '{"json":%s}'}),
     Site("schema", {"structured_outputs": '{"structural_tag":{' + _IN_TAGS + "}}"}),
     Site("schema", {"tool_choice": '"required"', "tools": f"[{_TOOL}]"}),
-    Site("schema", {"tool_choice": '{"type":"function","name":"f","function":{"name":"f"}}', "tools": f"[{_TOOL}]"}),
+    Site(
+        "schema",
+        {
+            "tool_choice": '{"type":"function","name":"f","function":{"name":"f"}}',
+            "tools": f"[{_TOOL}]",
+        },
+    ),
     Site("schema", {"tool_choice": '{"type":"any"}', "tools": f"[{_TOOL}]"}),
     Site("regex", {"guided_regex": "%s"}, as_text=True),
     Site("regex", {"structured_outputs": '{"regex":%s}'}, as_text=True),
@@ -77,7 +86,9 @@ _SITES = (
 
 
 def _many(item: str, before: str = "", behind: str = "", between: str = ",") -> Program:
-    """The item so many times; in it `%d` is its number, `%+` the next one and, `behind`, how many there are."""
+    """The item so many times; in it `%d` is its number, `%+` the next one and, `behind`, how many
+    there are.
+    """
 
     def made(n: int) -> str:
         if "%" not in item:
@@ -108,9 +119,13 @@ def _schemas() -> dict[str, Program]:
     found = {
         "refs in a chain": _chain(to, "true"),
         "refs in a circle": _chain(to, '{"$ref":"#/$defs/d0"}'),
-        "refs through properties": _chain(f'{{"properties":{{"a":{to}}},"required":["a"]}}', "true"),
+        "refs through properties": _chain(
+            f'{{"properties":{{"a":{to}}},"required":["a"]}}', "true"
+        ),
         "refs through items": _chain(f'{{"type":"array","items":{to},"minItems":1}}', "true"),
-        "refs to one definition": _many('{"$ref":"#/$defs/d"}', '{"$defs":{"d":true},"prefixItems":[', "]}"),
+        "refs to one definition": _many(
+            '{"$ref":"#/$defs/d"}', '{"$defs":{"d":true},"prefixItems":[', "]}"
+        ),
         "nested objects": _nest('{"type":"object","properties":{"a":', "true", "}}"),
         "nested arrays": _nest('{"type":"array","items":', "true", "}"),
         "properties": _many('"%d":true', '{"type":"object","properties":{', "}}"),
@@ -158,7 +173,9 @@ def _regexes() -> dict[str, Program]:
 
 
 def _left_recursive(first: str, colon: str, last: str) -> Program:
-    """Make rules of which each may begin with another one, and all with `s`: any text is each of them."""
+    """Make rules of which each may begin with another one, and all with `s`: any text is each of
+    them.
+    """
 
     def made(n: int) -> str:
         names = [f"r{at}" for at in range(max(1, n - 3))]
@@ -170,7 +187,10 @@ def _left_recursive(first: str, colon: str, last: str) -> Program:
 
 def _grammars() -> dict[str, Program]:
     found: dict[str, Program] = {}
-    for name, start, colon, class_ in (("Lark", "start", ":", "/[ab]/"), ("GBNF", "root", "::=", "[ab]")):
+    for name, start, colon, class_ in (
+        ("Lark", "start", ":", "/[ab]/"),
+        ("GBNF", "root", "::=", "[ab]"),
+    ):
         rule = f"{start} {colon} "
         short = f'{rule}"a"\n'
 
@@ -216,7 +236,9 @@ def _grammars() -> dict[str, Program]:
 
 _CALL = '{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}'
 _ARGUMENTS = '[{"role":"assistant","tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":'
-_NAMED = '{"type":"function","name":"f%d","input_schema":{},"function":{"name":"f%d","parameters":{}}}'
+_NAMED = (
+    '{"type":"function","name":"f%d","input_schema":{},"function":{"name":"f%d","parameters":{}}}'
+)
 
 LANGUAGES: Mapping[str, Mapping[str, Program]] = {
     "schema": _schemas(),
@@ -229,12 +251,19 @@ LANGUAGES: Mapping[str, Mapping[str, Program]] = {
         "choices that begin alike": lambda n: json.dumps(["a" * (at % 50) for at in range(n)]),
     },
     "tags": {
-        "tags": _many('{"begin":"<a%d>","schema":{},"end":"<"}', '"triggers":["<a"],"structures":[', "]"),
-        "triggers": lambda n: (
-            _many('"<%d>"', '"triggers":[', "],")(n) + _many('{"begin":"<%d>","schema":{}}', '"structures":[', "]")(n)
+        "tags": _many(
+            '{"begin":"<a%d>","schema":{},"end":"<"}', '"triggers":["<a"],"structures":[', "]"
         ),
-        "a long begin": _many("<", '"triggers":["<"],"structures":[{"schema":{},"begin":"', '"}]', ""),
-        "a long end": _many(">", '"triggers":["<"],"structures":[{"begin":"<","schema":{},"end":"', '"}]', ""),
+        "triggers": lambda n: (
+            _many('"<%d>"', '"triggers":[', "],")(n)
+            + _many('{"begin":"<%d>","schema":{}}', '"structures":[', "]")(n)
+        ),
+        "a long begin": _many(
+            "<", '"triggers":["<"],"structures":[{"schema":{},"begin":"', '"}]', ""
+        ),
+        "a long end": _many(
+            ">", '"triggers":["<"],"structures":[{"begin":"<","schema":{},"end":"', '"}]', ""
+        ),
     },
     "messages": {
         "turns": _many('{"role":"user","content":"a"}', "[", "]"),
@@ -249,8 +278,12 @@ LANGUAGES: Mapping[str, Mapping[str, Program]] = {
     "tools": {
         "tools": _many(_NAMED, "[", "]"),
         "a long name": lambda n: f"[{_NAMED.replace('%d', 'f' * n)}]",
-        "a long description": lambda n: f"[{_TOOL.replace('%s', json.dumps({'description': 'a ' * n}))}]",
-        "deep parameters": lambda n: "[" + _TOOL.replace("%s", _nest('{"properties":{"a":', "true", "}}")(n)) + "]",
+        "a long description": lambda n: (
+            f"[{_TOOL.replace('%s', json.dumps({'description': 'a ' * n}))}]"
+        ),
+        "deep parameters": lambda n: (
+            "[" + _TOOL.replace("%s", _nest('{"properties":{"a":', "true", "}}")(n)) + "]"
+        ),
     },
     "template": {
         "nested loops": _nest("{% for i in range(9) %}", "a", "{% endfor %}"),
@@ -276,7 +309,10 @@ NUMBERED: Mapping[str, Mapping[str, Program]] = {
         "range": _number("(a?b?){0,%d}"),
         "count of counts": _number("((.{%d}){%d})"),
     },
-    "grammar": {"Lark: count": _number('start: "a"~%d\n'), "GBNF: count": _number('root ::= "a"{%d}\n')},
+    "grammar": {
+        "Lark: count": _number('start: "a"~%d\n'),
+        "GBNF: count": _number('root ::= "a"{%d}\n'),
+    },
     "template": {
         "a long loop": _number("{% for i in range(%d) %}a{% endfor %}"),
         "loops of loops": _number(

@@ -1,7 +1,9 @@
-"""Messages, changed: field by field where they are values, byte by byte where they are bytes. Pure; owns no socket.
+"""Messages, changed: field by field where they are values, byte by byte where they are bytes. Pure;
+owns no socket.
 
-A value is changed while it is a tree of dicts and lists, and written afterwards, so what comes out is mostly well
-formed and wrong in one or two places. Nesting that no encoder would write is a mark in the tree, and put in behind it.
+A value is changed while it is a tree of dicts and lists, and written afterwards, so what comes out
+is mostly well formed and wrong in one or two places. Nesting that no encoder would write is a mark
+in the tree, and put in behind it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,24 @@ _ODD: tuple[Any, ...] = (
     "%s%n{}", "../../../etc/passwd", "a" * 300, "a" * 40_000, [], {}, [[]], [None], {"": None}, [0] * 3000,
     {"a": {"b": []}}, ["a", 1, None, {}],
 )  # fmt: skip
-_KEYS = ("", "type", "id", "n", "stream", "__class__", "kv_transfer_params", "\x00", "é", "a" * 2000)
+_KEYS = (
+    "",
+    "type",
+    "id",
+    "n",
+    "stream",
+    "__class__",
+    "kv_transfer_params",
+    "\x00",
+    "é",
+    "a" * 2000,
+)
 
 
 def mutated(rng: random.Random, value: Any, never: frozenset[str] = frozenset()) -> Any:
-    """A copy with one to three changes. What stands under the keys `never` stays: it would lead off this machine."""
+    """A copy with one to three changes. What stands under the keys `never` stays: it would lead off
+    this machine.
+    """
     tree = {"": copy.deepcopy(value)}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if places := _places(tree, never):
@@ -38,13 +53,17 @@ def mutated(rng: random.Random, value: Any, never: frozenset[str] = frozenset())
 
 def as_json(value: Any) -> bytes:
     """JSON, with NaN and what else Python writes; nests what is marked."""
-    return _nested(json.dumps(value, default=repr).encode("utf-8", "surrogatepass"), b'"', b'"', b"[", b"]")
+    return _nested(
+        json.dumps(value, default=repr).encode("utf-8", "surrogatepass"), b'"', b'"', b"[", b"]"
+    )
 
 
 def as_msgpack(value: Any) -> bytes:
     """msgpack; numbers of more than 64 bits become text."""
     packed = msgspec.msgpack.encode(_fitting(value))
-    return _MARK.sub(lambda mark: b"\x91" * int(mark[1]) + b"\xc0", packed.replace(b"\xab@deep", b"@deep"))
+    return _MARK.sub(
+        lambda mark: b"\x91" * int(mark[1]) + b"\xc0", packed.replace(b"\xab@deep", b"@deep")
+    )
 
 
 def garbled(rng: random.Random, message: bytes) -> bytes:
@@ -101,7 +120,9 @@ def _change(rng: random.Random, container: Any, key: Any) -> None:
         case 5 if isinstance(old, dict):
             old[rng.choice(_KEYS)] = copy.deepcopy(rng.choice(_ODD))
         case 5 if isinstance(old, list):
-            old.extend(copy.deepcopy(old) * rng.choice((1, 3, 200)) or [copy.deepcopy(rng.choice(_ODD))])
+            old.extend(
+                copy.deepcopy(old) * rng.choice((1, 3, 200)) or [copy.deepcopy(rng.choice(_ODD))]
+            )
         case 6 if isinstance(old, int):
             container[key] = old + rng.choice((-1, 1, 2**31, -(2**31), 2**62))
         case 6 if isinstance(old, str):

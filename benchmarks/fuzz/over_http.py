@@ -1,4 +1,5 @@
-"""Requests that are wrong: in a field, in their framing, in their key, in time. Owns no judgement but of one answer.
+"""Requests that are wrong: in a field, in their framing, in their key, in time. Owns no judgement
+but of one answer.
 
 Bytes are written to sockets as they are, without a client library that would refuse to send them.
 """
@@ -40,16 +41,22 @@ __all__ = [
 
 AT_ONCE = 8
 ANSWER_S = 60.0
-"""A request is answered, or its connection is closed, within this; on a machine that does other things beside it."""
+"""A request is answered, or its connection is closed, within this; on a machine that does other
+things beside it.
+"""
 _MOST_BYTES = 4 << 20
 _SLOW_S = 0.05
 _NOWHERE = b"127.0.0.1:9 "
-"""A node that an operator's request has named, and that is none: an answer may say that it could not be reached."""
+"""A node that an operator's request has named, and that is none: an answer may say that it could
+not be reached.
+"""
 
 
 @dataclass(slots=True)
 class Half:
-    """A connection whose request never comes to its end, and the monotonic second by which it must be closed."""
+    """A connection whose request never comes to its end, and the monotonic second by which it must
+    be closed.
+    """
 
     what: str
     until: float
@@ -61,10 +68,12 @@ class Half:
 async def exchange(
     port: int, pieces: Sequence[bytes], *, half_close: bool = False, leaves_s: float | None = None
 ) -> bytes | None:
-    """Send the pieces, one after the other, and read to the end; None if that does not come in time.
+    """Send the pieces, one after the other, and read to the end; None if that does not come in
+    time.
 
-    `half_close`: nothing more can come from us, which a server sees behind what it can answer. `leaves_s`: the
-    connection is closed so long after the last piece, whatever has come."""
+    `half_close`: nothing more can come from us, which a server sees behind what it can answer.
+    `leaves_s`: the connection is closed so long after the last piece, whatever has come.
+    """
     said = b""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -103,16 +112,24 @@ async def warmed(stand: Stand) -> None:
         key = "user" if process is stand.router else "node"
         for example in asks(key):
             body = b"" if example.body is None else as_json(example.body)
-            await exchange(process.port, [written(example.method, example.path, stand.keys[key], body)])
+            await exchange(
+                process.port, [written(example.method, example.path, stand.keys[key], body)]
+            )
 
 
-async def fields(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:
-    """Requests of every route with changed fields, with the right key, another one or none. Returns what is wrong."""
+async def fields(
+    stand: Stand, rng: random.Random, process: Process, held: str, cases: int
+) -> list[str]:
+    """Requests of every route with changed fields, with the right key, another one or none. Returns
+    what is wrong.
+    """
     examples = ROUTER if process is stand.router else of_node(held)
     asked = []
     for _ in range(cases):
         example = rng.choice([one for one in examples if one.path != "/kv/legs"])
-        key = rng.choice((example.key, example.key, "", "wrong", rng.choice(("user", "admin", "node"))))
+        key = rng.choice(
+            (example.key, example.key, "", "wrong", rng.choice(("user", "admin", "node")))
+        )
         # Who may drain a node may have requests refused; that is asked for by strangers alone.
         if example.path == "/drain" and key == "node":
             key = "user"
@@ -139,7 +156,9 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
     for at in range(0, cases, AT_ONCE):
         some = asked[at : at + AT_ONCE]
         # An ended half shows that nothing follows: what is incomplete is closed without an answer.
-        answers = await asyncio.gather(*(exchange(process.port, pieces, half_close=True) for pieces in some))
+        answers = await asyncio.gather(
+            *(exchange(process.port, pieces, half_close=True) for pieces in some)
+        )
         for pieces, answer in zip(some, answers, strict=True):
             wrong = judged(answer, may_be_silent=True)
             if wrong:
@@ -148,8 +167,14 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
 
 
 async def half_open(process: Process, key: str, head_s: float, body_s: float) -> list[Half]:
-    """Requests that never end: nothing, half a head, half a body, half a chunk. Closed by deadlines of the server."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + key.encode() + b"\r\n"
+    """Requests that never end: nothing, half a head, half a body, half a chunk. Closed by deadlines
+    of the server.
+    """
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+        + key.encode()
+        + b"\r\n"
+    )
     ways = {
         "nothing": (b"", head_s),
         "half a line": (b"GET /hea", head_s),
@@ -174,7 +199,9 @@ async def _end_of(reader: asyncio.StreamReader) -> float:
 
 
 async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
-    """Waits for those whose time comes within the margin; names who was closed later, or is open, and closes all."""
+    """Waits for those whose time comes within the margin; names who was closed later, or is open,
+    and closes all.
+    """
     wrong = []
     for half in halves:
         left_s = half.until + margin_s - time.monotonic()
@@ -187,13 +214,20 @@ async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
     return wrong
 
 
-async def leg_streams(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:
-    """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes. What is wrong."""
+async def leg_streams(
+    stand: Stand, rng: random.Random, process: Process, held: str, cases: int
+) -> list[str]:
+    """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes.
+    What is wrong.
+    """
     found: list[str] = []
     for _ in range(cases):
         version = rng.choice(("1", "2", "2", "2", "3", "-1", "9" * 30, "x"))
         key = rng.choice(("node", "node", "node", "", "user"))
-        head = f"POST /kv/legs HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {stand.keys[key]}\r\n"
+        head = (
+            f"POST /kv/legs HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer "
+            f"{stand.keys[key]}\r\n"
+        )
         head += f"x-kvrelay-legs: {version}\r\ntransfer-encoding: chunked\r\n\r\n"
         said = [_leg_message(rng, held) for _ in range(rng.randrange(1, 12))]
         body = b"".join(said)
@@ -201,12 +235,15 @@ async def leg_streams(stand: Stand, rng: random.Random, process: Process, held: 
             body = garbled(rng, body)
         pieces = [head.encode(), *_chunks(rng, body), _chunk(message(Kind.PING)), b"0\r\n\r\n"]
         answer = await exchange(process.port, pieces)
-        # What refuses the whole stream closes while more comes, and the answer may be lost with the connection.
+        # What refuses the whole stream closes while more comes, and the answer may be lost with the
+        # connection.
         wrong = judged(answer, strange=key != "node", may_be_silent=True) or (
             "" if answer is None else _wrong_in_legs(answer)
         )
         if wrong:
-            found.append(f"{process.role} leg stream ({key or 'no'} key): {wrong}; sent {_shown(body)}")
+            found.append(
+                f"{process.role} leg stream ({key or 'no'} key): {wrong}; sent {_shown(body)}"
+            )
     return found
 
 
@@ -219,16 +256,51 @@ def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> by
             body = garbled(rng, body)
     path = example.path
     if rng.random() < 0.1:
-        path = rng.choice((path + "/", path + "?%ff=%00", path + "%00", "/" + path, path.replace("/", "%2f"), path * 9))
-    method = example.method if rng.random() < 0.95 else rng.choice(("GET", "POST", "PUT", "DELETE", "HEAD", "BREW"))
+        path = rng.choice(
+            (
+                path + "/",
+                path + "?%ff=%00",
+                path + "%00",
+                "/" + path,
+                path.replace("/", "%2f"),
+                path * 9,
+            )
+        )
+    method = (
+        example.method
+        if rng.random() < 0.95
+        else rng.choice(("GET", "POST", "PUT", "DELETE", "HEAD", "BREW"))
+    )
     token = stand.keys.get(key, "f" * 64)
-    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close", f"content-length: {len(body)}"]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "host: 127.0.0.1",
+        "connection: close",
+        f"content-length: {len(body)}",
+    ]
     if token or rng.random() < 0.5:
         lines.append(rng.choice((f"authorization: Bearer {token}", f"x-api-key: {token}")))
     lines += [f"{name}: {value}" for name, value in example.headers]
     if rng.random() < 0.2:
-        odd = ("\xff\xfe", "a" * 3000, "-1", "nan", "1e999", "00-" + "f" * 32 + "-0000000000000001-01", "{}", "")
-        names = ("x-request-id", "traceparent", "tracestate", "accept", "x-session-id", "x-kvrelay-ttft-ms", "expect")
+        odd = (
+            "\xff\xfe",
+            "a" * 3000,
+            "-1",
+            "nan",
+            "1e999",
+            "00-" + "f" * 32 + "-0000000000000001-01",
+            "{}",
+            "",
+        )
+        names = (
+            "x-request-id",
+            "traceparent",
+            "tracestate",
+            "accept",
+            "x-session-id",
+            "x-kvrelay-ttft-ms",
+            "expect",
+        )
         lines.append(f"{rng.choice(names)}: {rng.choice(odd)}")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
@@ -236,7 +308,11 @@ def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> by
 def _raw(rng: random.Random, key: str) -> list[bytes]:
     """Pieces of bytes that are nearly HTTP."""
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + key.encode() + b"\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+        + key.encode()
+        + b"\r\n"
+    )
     sized = head + b"content-length: %d\r\n\r\n" % len(body) + body
     chunked = head + b"transfer-encoding: chunked\r\n\r\n" + _chunk(body) + b"0\r\n\r\n"
     simple = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -254,23 +330,45 @@ def _raw(rng: random.Random, key: str) -> list[bytes]:
         case 5:  # two lengths
             return [head + b"content-length: 3\r\ncontent-length: %d\r\n\r\n" % len(body) + body]
         case 6:  # a length beside chunks
-            return [head + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n" + _chunk(body) + b"0\r\n\r\n"]
+            return [
+                head
+                + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+                + _chunk(body)
+                + b"0\r\n\r\n"
+            ]
         case 7:
             odd = rng.choice((b"-1", b"0x10", b"1e3", b"9" * 40, b"", b"+5", b" 5 6"))
             return [head + b"content-length: " + odd + b"\r\n\r\n" + body]
         case 8:
             odd = rng.choice((b"ffffffffffffffffff", b"-5", b"g", b"", b"5;x=" + b"y" * 70_000))
-            return [head + b"transfer-encoding: chunked\r\n\r\n" + odd + b"\r\n" + body + b"\r\n0\r\n\r\n"]
+            return [
+                head
+                + b"transfer-encoding: chunked\r\n\r\n"
+                + odd
+                + b"\r\n"
+                + body
+                + b"\r\n0\r\n\r\n"
+            ]
         case 9:
             return [sized[at : at + 1] for at in range(len(sized))]
         case 10:
             return [head + b"x: " + b"a" * rng.choice((60_000, 70_000, 900_000)) + b"\r\n\r\n"]
         case 11:
-            return [head + b"".join(b"h%d: 1\r\n" % at for at in range(rng.choice((100, 200, 5000)))) + b"\r\n"]
+            return [
+                head
+                + b"".join(b"h%d: 1\r\n" % at for at in range(rng.choice((100, 200, 5000))))
+                + b"\r\n"
+            ]
         case 12:
-            return [b"GET /" + b"a" * rng.choice((5000, 9000, 200_000)) + b" HTTP/1.1\r\nhost: x\r\n\r\n"]
+            return [
+                b"GET /"
+                + b"a" * rng.choice((5000, 9000, 200_000))
+                + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+            ]
         case _:
-            first = rng.choice((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n"))
+            first = rng.choice(
+                (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n")
+            )
             return [first, b"\x16\x03\x01\x02\x00", b"\r\n" * 50]
 
 
@@ -287,7 +385,11 @@ def _leg_message(rng: random.Random, held: str) -> bytes:
         case 0:
             return message(Kind.OPEN, number, as_msgpack(opened))
         case 2:
-            return message(Kind.CREDIT, number, rng.choice((b"", b"\xff" * 4, b"\0" * 4, b"\1", noise(rng, 30))))
+            return message(
+                Kind.CREDIT,
+                number,
+                rng.choice((b"", b"\xff" * 4, b"\0" * 4, b"\1", noise(rng, 30))),
+            )
     content = noise(rng, 20)
     size = len(content) if rng.random() < 0.9 else rng.choice((0, 2**32 - 1, 2**31))
     return struct.pack("<IIB", size, number, kind) + content
@@ -305,7 +407,12 @@ def _chunks(rng: random.Random, data: bytes) -> list[bytes]:
 
 def written(method: str, path: str, key: str, body: bytes) -> bytes:
     """A request, as its bytes."""
-    lines = (f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close", f"content-length: {len(body)}")
+    lines = (
+        f"{method} {path} HTTP/1.1",
+        "host: 127.0.0.1",
+        "connection: close",
+        f"content-length: {len(body)}",
+    )
     return "\r\n".join((*lines, f"authorization: Bearer {key}", "", "")).encode() + body
 
 
@@ -344,7 +451,11 @@ def _wrong_in_legs(answer: bytes) -> str:
     for _, kind, said in MessageReader().feed(bytes(whole)):
         if kind == Kind.ANSWER and (told := msgspec.msgpack.decode(said))[0] >= 500:
             return f"a leg is answered {told}"
-        if kind == Kind.FRAME and (frame := frame_of(said)).kind is FrameKind.ERROR and frame.status >= 500:
+        if (
+            kind == Kind.FRAME
+            and (frame := frame_of(said)).kind is FrameKind.ERROR
+            and frame.status >= 500
+        ):
             return f"a leg ends with {frame.status}: {frame.error}"
     return ""
 

@@ -1,9 +1,11 @@
-"""Requests that are large in one place: depth, repetition and size of every field, up to each limit.
+"""Requests that are large in one place: depth, repetition and size of every field, up to each
+limit.
 
-Owns which cases there are, in which order a seed plays them, and what is wrong behind each. A case is a field and a
-generator; it is played as a ladder of sizes from 1 up to the limit of a body, so the first that breaks is nearly the
-smallest. Over some rounds every generator is played once before any is played again on another field. A conversation is
-played in every round of "sizes": a response is stored, and others go on from it, one from the other.
+Owns which cases there are, in which order a seed plays them, and what is wrong behind each. A case
+is a field and a generator; it is played as a ladder of sizes from 1 up to the limit of a body, so
+the first that breaks is nearly the smallest. Over some rounds every generator is played once before
+any is played again on another field. A conversation is played in every round of "sizes": a response
+is stored, and others go on from it, one from the other.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _MOST_NUMBER = 2**63
 _SMALL = 4
 _LEAVES_S = 0.1
 _MOST_HEARD = 1 << 16
-"""Beyond so many bytes no answer need be heard: a connection may be closed while more of a refused body comes."""
+"""Beyond so many bytes no answer need be heard: a connection may be closed while more of a refused
+body comes.
+"""
 _SLOW_S = 1.0
 """Behind an answer that took longer it is asked whether somebody goes on computing."""
 
@@ -50,12 +54,16 @@ _CONVERSATIONS: Mapping[str, tuple[Callable[[int], bytes], int]] = {
     "reasonings": (lambda n: _EMPTY + (b"," + _EMPTY) * (n - 1), MAX_CONTAINERS // 2 - 8),
     "a long reasoning": (lambda n: b'%b,"unread":"%b"}' % (_EMPTY[:-1], b"a" * n), 0),
 }
-"""Items of a turn that are kept and cost no token; and how many of them there may be, where a size counts items."""
+"""Items of a turn that are kept and cost no token; and how many of them there may be, where a size
+counts items.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Bodies for a route that grow in one place. `goes_on`: each from the stored answer to the one before."""
+    """Bodies for a route that grow in one place. `goes_on`: each from the stored answer to the one
+    before.
+    """
 
     route: Route
     place: str
@@ -76,26 +84,47 @@ def cases(target: str) -> tuple[Case, ...]:
 
 def round_of(target: str, seed: int, number: int, only: str = "") -> list[Case]:
     """The cases of a round."""
-    named = [case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name]
-    every, conversations = ([case for case in named if case.goes_on is wanted] for wanted in (False, True))
+    named = [
+        case for case in _shuffled(target, random.Random(f"{seed} {target}")) if only in case.name
+    ]
+    every, conversations = (
+        [case for case in named if case.goes_on is wanted] for wanted in (False, True)
+    )
     seen: dict[str, int] = {}
     turns = {}
     for case in every:
         turns[case] = seen[case.generator.name] = seen.get(case.generator.name, 0) + 1
     every.sort(key=lambda case: turns[case])
     one = [conversations[number % len(conversations)]] if conversations else []
-    return [*one, *(every[(number * _PER_ROUND + at) % len(every)] for at in range(min(_PER_ROUND, len(every))))]
+    return [
+        *one,
+        *(
+            every[(number * _PER_ROUND + at) % len(every)]
+            for at in range(min(_PER_ROUND, len(every)))
+        ),
+    ]
 
 
 async def small(stand: Stand, rng: random.Random) -> tuple[int, list[str]]:
-    """Play every generator once, at a size that any server takes. Returns how many, and what is wrong."""
-    firsts = list({case.generator.name: case for target in TARGETS for case in _shuffled(target, rng)}.values())
+    """Play every generator once, at a size that any server takes. Returns how many, and what is
+    wrong.
+    """
+    firsts = list(
+        {
+            case.generator.name: case for target in TARGETS for case in _shuffled(target, rng)
+        }.values()
+    )
     wrong: list[str] = []
     for at in range(0, len(firsts), AT_ONCE):
         some = firsts[at : at + AT_ONCE]
         servers = [_server(stand, rng, case.route) for case in some]
-        sent = [_written(stand, server, case, _SMALL) for server, case in zip(servers, some, strict=True)]
-        answers = await asyncio.gather(*(exchange(to.port, [data]) for to, data in zip(servers, sent, strict=True)))
+        sent = [
+            _written(stand, server, case, _SMALL)
+            for server, case in zip(servers, some, strict=True)
+        ]
+        answers = await asyncio.gather(
+            *(exchange(to.port, [data]) for to, data in zip(servers, sent, strict=True))
+        )
         for case, answer in zip(some, answers, strict=True):
             if said := judged(answer):
                 wrong.append(f"{case.name}, size {_SMALL}: {said}")
@@ -105,7 +134,9 @@ async def small(stand: Stand, rng: random.Random) -> tuple[int, list[str]]:
 async def sizes(
     stand: Stand, watch: Watch, rng: random.Random, played: list[Case], most_bytes: int = MAX_BODY
 ) -> list[str]:
-    """Play the cases. Returns what is wrong: the first thing, with the field, the generator and the size."""
+    """Play the cases. Returns what is wrong: the first thing, with the field, the generator and the
+    size.
+    """
     for case in played:
         process = _server(stand, rng, case.route)
         if case.goes_on:
@@ -120,16 +151,25 @@ async def sizes(
             wrong = await _played(stand, watch, process, case, size, at_once, leaves)
             if wrong:
                 while size // 2 > held and await _quiet(stand, watch):
-                    if not (smaller := await _played(stand, watch, process, case, size // 2, at_once, leaves)):
+                    if not (
+                        smaller := await _played(
+                            stand, watch, process, case, size // 2, at_once, leaves
+                        )
+                    ):
                         break
                     size, wrong = size // 2, smaller
                 who = f"{at_once} client{'s' * (at_once > 1)}{' that left at once' * leaves}"
-                return [f"{process.role} {case.name}, size {size} ({held} was harmless), {who}: {one}" for one in wrong]
+                return [
+                    f"{process.role} {case.name}, size {size} ({held} was harmless), {who}: {one}"
+                    for one in wrong
+                ]
             held = size
     return []
 
 
-async def _conversations(stand: Stand, watch: Watch, process: Process, case: Case, most_bytes: int) -> list[str]:
+async def _conversations(
+    stand: Stand, watch: Watch, process: Process, case: Case, most_bytes: int
+) -> list[str]:
     """Play conversations of turns of some sizes, up to the largest. Returns what is wrong."""
     top = case.generator.capped(most_bytes)
     for size in sorted({1, max(1, top // 256), max(1, top // 2), top}):
@@ -143,7 +183,9 @@ async def _conversations(stand: Stand, watch: Watch, process: Process, case: Cas
                 sent = _request(stand, process, case.route, _going_on(short, previous))
                 wrong, _ = await _asked(stand, watch, process, sent)
             if wrong:
-                return [f"{process.role} {case.name}, size {size}, turn {turn}: {one}" for one in wrong]
+                return [
+                    f"{process.role} {case.name}, size {size}, turn {turn}: {one}" for one in wrong
+                ]
             found = _RESPONSE_ID.search(answers[0] or b"")
             if found is None:  # it is refused
                 break
@@ -164,11 +206,19 @@ async def _played(
 
 
 async def _asked(
-    stand: Stand, watch: Watch, process: Process, sent: bytes, at_once: int = 1, leaves: bool = False
+    stand: Stand,
+    watch: Watch,
+    process: Process,
+    sent: bytes,
+    at_once: int = 1,
+    leaves: bool = False,
 ) -> tuple[list[str], list[bytes | None]]:
     """Ask so many times at once. Returns what is wrong, and the answers."""
     began, leaves_s, wrong = time.monotonic(), _LEAVES_S if leaves else None, list[str]()
-    asking = [asyncio.create_task(exchange(process.port, [sent], leaves_s=leaves_s)) for _ in range(at_once)]
+    asking = [
+        asyncio.create_task(exchange(process.port, [sent], leaves_s=leaves_s))
+        for _ in range(at_once)
+    ]
     try:
         waiting = set(asking)
         while waiting and not wrong:  # a server that stands still is not waited for
@@ -179,14 +229,18 @@ async def _asked(
             each.cancel()
     silent = leaves or len(sent) > _MOST_HEARD
     answers = [each.result() for each in asking if each.done()]
-    wrong = [said for answer in answers if (said := judged(answer, may_be_silent=silent))][:1] + wrong
+    wrong = [said for answer in answers if (said := judged(answer, may_be_silent=silent))][
+        :1
+    ] + wrong
     wrong += stand.ended()
     slow = leaves or time.monotonic() - began > _SLOW_S
     return wrong or (await still_busy(stand.processes) if slow else []), answers
 
 
 async def _quiet(stand: Stand, watch: Watch) -> bool:
-    """Wait for who still computes, and tell whether all is as it was: then a smaller size can be tried."""
+    """Wait for who still computes, and tell whether all is as it was: then a smaller size can be
+    tried.
+    """
     if stand.ended():
         return False
     for _ in range(10):
@@ -209,15 +263,22 @@ def _of_fields() -> Iterator[Case]:
     for route in ROUTES:
         yield made(route, "(the body)", Generator("closing brackets", lambda n: b"]" * n), bytes)
         yield from (made(route, "(the body)", value, bytes) for value in anything)
-        yield from (made(route, "(unknown)", value, partial(_with_unknown, route)) for value in anything)
+        yield from (
+            made(route, "(unknown)", value, partial(_with_unknown, route)) for value in anything
+        )
         for place in places(route):
             at_home = bool(LEADS_AWAY.intersection(place.steps))
             yield from (
-                made(route, place.name, value, place.body) for value in generators(place.types, at_home=at_home)
+                made(route, place.name, value, place.body)
+                for value in generators(place.types, at_home=at_home)
             )
 
         if {"tools", "tool_choice"} <= route.fields.keys():
-            yield Case(route, "tools, tool_choice", Generator("allowed tools", partial(_with_allowed_tools, route)))
+            yield Case(
+                route,
+                "tools, tool_choice",
+                Generator("allowed tools", partial(_with_allowed_tools, route)),
+            )
         if route.asks.__name__ == ResponsesRequest.__name__:
             for name, (items, most) in _CONVERSATIONS.items():
                 turns = Generator(f"conversation of {name}", partial(_turn, route, items), most)
@@ -229,7 +290,9 @@ def _turn(route: Route, items: Callable[[int], bytes], size: int) -> bytes:
 
 
 def _with_allowed_tools(route: Route, count: int) -> bytes:
-    tools = b",".join(b'{"type":"function","name":"a%d","function":{"name":"a%d"}}' % (i, i) for i in range(count))
+    tools = b",".join(
+        b'{"type":"function","name":"a%d","function":{"name":"a%d"}}' % (i, i) for i in range(count)
+    )
     names = b",".join(b'{"name":"b%d"}' % i for i in range(count))
     choice = b'{"type":"allowed_tools","mode":"auto","tools":[%b]}' % names
     return route.body({"tools": b"[%b]" % tools, "tool_choice": choice})
@@ -253,10 +316,16 @@ def _program(route: Route, site: Site, program: Program, size: int) -> bytes:
 
 
 def _server(stand: Stand, rng: random.Random, route: Route) -> Process:
-    """Choose a process that has the route; of those that all have, mostly the router, which asks the nodes."""
+    """Choose a process that has the route; of those that all have, mostly the router, which asks
+    the nodes.
+    """
     if route.key == "node":
         return stand.nodes[1] if route.path == "/kv/probe/fetch" else stand.nodes[0]
-    return stand.router if route.key == "admin" else rng.choice((stand.router, stand.router, *stand.nodes))
+    return (
+        stand.router
+        if route.key == "admin"
+        else rng.choice((stand.router, stand.router, *stand.nodes))
+    )
 
 
 def _written(stand: Stand, process: Process, case: Case, size: int) -> bytes:
@@ -264,4 +333,6 @@ def _written(stand: Stand, process: Process, case: Case, size: int) -> bytes:
 
 
 def _request(stand: Stand, process: Process, route: Route, body: bytes) -> bytes:
-    return written("POST", route.path, stand.keys["node" if process is not stand.router else route.key], body)
+    return written(
+        "POST", route.path, stand.keys["node" if process is not stand.router else route.key], body
+    )

@@ -1,4 +1,6 @@
-"""Everything but HTTP: bytes on every TCP port, datagrams, ZMQ messages, of strangers and of members gone mad."""
+"""Everything but HTTP: bytes on every TCP port, datagrams, ZMQ messages, of strangers and of
+members gone mad.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,32 @@ from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Stand
 from kv_transfer.control import _keys
 from kv_transfer.leases import LeaseId
-from kv_transfer.messages import End, Follow, Hello, Message, Renew, Renewed, Welcome, decode, encode
+from kv_transfer.messages import (
+    End,
+    Follow,
+    Hello,
+    Message,
+    Renew,
+    Renewed,
+    Welcome,
+    decode,
+    encode,
+)
 from kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
 from wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from wire.outputs import Load
 from wire.transfer import KvFacts
 
-__all__ = ["control", "events", "every_port", "heartbeats", "holds", "open_planes", "pairs", "pings"]
+__all__ = [
+    "control",
+    "events",
+    "every_port",
+    "heartbeats",
+    "holds",
+    "open_planes",
+    "pairs",
+    "pings",
+]
 
 _CONNECT_S = 2.0
 _HEAR_S = 0.05
@@ -67,7 +88,9 @@ async def open_planes(stand: Stand) -> None:
 
 
 async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """Bytes on every port that any process listens on, whatever its protocol; what comes back is nobody's concern."""
+    """Bytes on every port that any process listens on, whatever its protocol; what comes back is
+    nobody's concern.
+    """
     for port in stand.ports():
         host = "127.0.0.1" if port.address in ("0.0.0.0", "::", "::1") else port.address
         for _ in range(cases):
@@ -89,15 +112,27 @@ async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
 
 
 async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """Announcements: of strangers, forged, old, changed. Returns what those of strangers have changed."""
+    """Announcements: of strangers, forged, old, changed. Returns what those of strangers have
+    changed.
+    """
     before = await stand.state()
     decode_node = stand.nodes[1]
-    real = Heartbeat(decode_node.url, "decode", "tiny", "f" * 32, Load(), time.time(), NodeState.LEAVING)  # type: ignore[arg-type]
+    real = Heartbeat(
+        decode_node.url,
+        "decode",  # type: ignore[arg-type]
+        "tiny",
+        "f" * 32,
+        Load(),
+        time.time(),
+        NodeState.LEAVING,
+    )
     theirs = msgspec.structs.replace(real, url="http://127.0.0.1:9", state=NodeState.OK)
     key = stand.keys["node"]
     with _datagrams(stand.heartbeat_port) as send:
         for _ in range(cases):
-            old = msgspec.structs.replace(real, sent_at=rng.choice((0.0, time.time() - 90, time.time() + 90)))
+            old = msgspec.structs.replace(
+                real, sent_at=rng.choice((0.0, time.time() - 90, time.time() + 90))
+            )
             changed = as_msgpack(mutated(rng, msgspec.to_builtins(theirs), LEADS_AWAY))
             await send(
                 rng.choice(
@@ -133,8 +168,10 @@ def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
 async def _forged(
     stand: Stand, send: Callable[[bytes], Awaitable[None]], real: Heartbeat, before: dict[str, Any]
 ) -> list[str]:
-    """Says once more that a node leaves, without the key, and looks at once: its own next beat, within three seconds,
-    would set that right. A beat of ours behind it, with the key, shows that it was heard."""
+    """Says once more that a node leaves, without the key, and looks at once: its own next beat,
+    within three seconds, would set that right. A beat of ours behind it, with the key, shows that
+    it was heard.
+    """
     key, now = stand.keys["node"], time.time()
     mark = msgspec.structs.replace(real, url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
     for wrong_key in (secrets.token_hex(), ""):
@@ -145,7 +182,9 @@ async def _forged(
     while mark.url not in (seen := await stand.state()):
         if time.monotonic() > until:
             return ["a heartbeat with the key is not heard any more"]
-    await send(sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key))
+    await send(
+        sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key)
+    )
     urls = [node.url for node in stand.nodes]
     return [
         f"strangers' heartbeats have made {seen.get(url)} of {before.get(url)}"
@@ -161,12 +200,16 @@ async def pings(stand: Stand, rng: random.Random, cases: int) -> list[str]:
         for _ in range(cases):
             said = as_msgpack(mutated(rng, ping, LEADS_AWAY))
             frames = [garbled(rng, said) if rng.random() < 0.4 else said]
-            await peer.send(*(frames * rng.choice((1, 1, 3))), *([b""] if rng.random() < 0.1 else []))
+            await peer.send(
+                *(frames * rng.choice((1, 1, 3))), *([b""] if rng.random() < 0.1 else [])
+            )
     return []
 
 
 async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """Asks for replays of KV events, and subscriptions, that nobody would make; then one that is answered."""
+    """Asks for replays of KV events, and subscriptions, that nobody would make; then one that is
+    answered.
+    """
     wrong = []
     for node in stand.nodes:
         _, told = await stand.ask(node, "/health", "")
@@ -177,8 +220,14 @@ async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:
             await asyncio.sleep(_HEAR_S)
         async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
             for _ in range(cases):
-                start = rng.choice((noise(rng, 8), rng.randbytes(8), b"\xff" * 8, b"\0" * 8, noise(rng, 400)))
-                await peer.send(*rng.choice(([b"", start], [start], [b"", start, start], [start, b""], [b""] * 50)))
+                start = rng.choice(
+                    (noise(rng, 8), rng.randbytes(8), b"\xff" * 8, b"\0" * 8, noise(rng, 400))
+                )
+                await peer.send(
+                    *rng.choice(
+                        ([b"", start], [start], [b"", start, start], [start, b""], [b""] * 50)
+                    )
+                )
         async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
             await peer.send(b"", b"\xff" * 7 + b"\x00")
             if await peer.hear() is None:
@@ -209,7 +258,9 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
             async with _Peer(zmq.DEALER, host, port, stand.secret) as peer:
                 for _ in range(cases):
                     changed = as_msgpack(
-                        mutated(rng, msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,)))
+                        mutated(
+                            rng, msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))
+                        )
                     )
                     frames = [garbled(rng, changed) if rng.random() < 0.3 else changed]
                     await peer.send(*(frames * rng.choice((1, 1, 1, 1, 3))))
@@ -218,12 +269,16 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
                     wrong.append(f"{node.role}: the control channel does not answer any more")
             # It answers one after the other, and these were there first.
             if any([await peer.hear(_HEAR_S) for peer in strangers]):
-                wrong.append(f"{node.role}: the control channel answers who has not the cluster's secret")
+                wrong.append(
+                    f"{node.role}: the control channel answers who has not the cluster's secret"
+                )
     return wrong
 
 
 async def holds(stand: Stand, lease: LeaseId) -> bool:
-    """Ask whether the prefill node still holds KV under this lease, as it says on its control channel."""
+    """Ask whether the prefill node still holds KV under this lease, as it says on its control
+    channel.
+    """
     facts = await _kv_of(stand, stand.nodes[0].url)
     async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].kv_port, stand.secret) as peer:
         await peer.send(encode(Renew(1.0, [lease])))
@@ -259,7 +314,8 @@ async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:
                     value: Any = msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))
                     said = as_msgpack(mutated(rng, value))
                     await peer.send(garbled(rng, said) if rng.random() < 0.3 else said)
-                # Slices of no bytes are refused, with a word; the last of many, so all before it were heard.
+                # Slices of no bytes are refused, with a word; the last of many, so all before it
+                # were heard.
                 await peer.send(msgspec.msgpack.encode(Meet(b"last", 0, b"")))
                 if not await peer.heard_of(b"last"):
                     wrong.append(f"{node.role}: the NCCL plane's socket does not answer any more")
@@ -267,7 +323,9 @@ async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:
 
 
 class _Peer:
-    """A ZMQ socket of ours for the time of a `with`; with a secret or a server's key it speaks CURVE."""
+    """A ZMQ socket of ours for the time of a `with`; with a secret or a server's key it speaks
+    CURVE.
+    """
 
     def __init__(self, kind: int, host: str, port: int, secret: str = "", key: bytes = b"") -> None:
         self.socket = zmq.asyncio.Context.instance().socket(kind)
@@ -297,7 +355,9 @@ class _Peer:
 
     async def hear(self, within_s: float = _ANSWER_S) -> list[bytes] | None:
         """The next message; None if none comes."""
-        return await self.socket.recv_multipart() if await self.socket.poll(within_s * 1000) else None
+        return (
+            await self.socket.recv_multipart() if await self.socket.poll(within_s * 1000) else None
+        )
 
     async def heard_of(self, mark: bytes) -> bool:
         """Wait for a message with these bytes, and tell if it came."""

@@ -1,7 +1,8 @@
-"""How large: sizes up to every limit, and values of such a size for a field of any type. Pure; owns no socket.
+"""How large: sizes up to every limit, and values of such a size for a field of any type. Pure; owns
+no socket.
 
-A value is JSON as bytes, because no encoder writes what is to be refused. A generator counts in units of its own
-(characters, items, levels); the sizes that it is asked for know what a unit takes.
+A value is JSON as bytes, because no encoder writes what is to be refused. A generator counts in
+units of its own (characters, items, levels); the sizes that it is asked for know what a unit takes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Generator:
     most: int = 0
 
     def capped(self, most_bytes: int) -> int:
-        """The largest size whose value is no longer than that, or nearly it where units differ in length."""
+        """The largest size whose value is no longer than that, or nearly it where units differ in
+        length.
+        """
         if self.most:
             return min(self.most, most_bytes)
         one, more = len(self.make(1)), len(self.make(65))
@@ -70,7 +73,9 @@ class Generator:
 
 @cache
 def limits() -> tuple[int, ...]:
-    """Every limit that the code has a name for, in whatever unit: the constants MAX_ of what reads requests."""
+    """Every limit that the code has a name for, in whatever unit: the constants MAX_ of what reads
+    requests.
+    """
     found = {MAX_BODY, CONTEXT}
     for package in (openai_api, router, wire):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -82,9 +87,11 @@ def limits() -> tuple[int, ...]:
 
 
 def ladder(rng: random.Random, generator: Generator, most_bytes: int = MAX_BODY) -> list[int]:
-    """Sizes from 1 up: one drawn from each part of a logarithmic scale, two limits, and one beyond each of these.
+    """Sizes from 1 up: one drawn from each part of a logarithmic scale, two limits, and one beyond
+    each of these.
 
-    A limit is the largest size, or any of limits(), taken as a count and as bytes."""
+    A limit is the largest size, or any of limits(), taken as a count and as bytes.
+    """
     top = generator.capped(most_bytes)
     steps = [math.exp(rng.uniform(at, at + 1) / _STEPS * math.log(top)) for at in range(_STEPS)]
     ends = {*limits(), *(generator.capped(limit) for limit in limits() if limit <= most_bytes)}
@@ -99,9 +106,11 @@ def text(unit: str, count: int, before: str = "", behind: str = "") -> bytes:
 
 
 def generators(types: Iterable[inspect.Type], *, at_home: bool = False) -> list[Generator]:
-    """Find the generators for values of these types; `at_home`: texts are addresses of nobody on this machine.
+    """Find the generators for values of these types; `at_home`: texts are addresses of nobody on
+    this machine.
 
-    Raises TypeError for a type that has none."""
+    Raises TypeError for a type that has none.
+    """
     found = [
         Generator("nested arrays", lambda n: b"[" * n + b"]" * n),
         Generator("nested objects", lambda n: b'{"a":' * n + b"1" + b"}" * n),
@@ -152,18 +161,27 @@ def _lists() -> list[Generator]:
     return [
         of("numbers", b"7"),
         of("texts", b'"a"'),
-        of("objects", b'{"role":"user","type":"text","text":"a","content":"a","name":"a","function":{"name":"a"}}'),
+        of(
+            "objects",
+            b'{"role":"user","type":"text","text":"a","content":"a","name":"a","function":{"name":"a"}}',
+        ),
         of("lists", b"[7]"),
         *(of(name, item) for name, item in _ITEMS.items()),
-        Generator("list of other numbers", lambda n: b"[" + b",".join(b"%d" % i for i in range(n)) + b"]"),
-        Generator("list of other texts", lambda n: b"[" + b",".join(b'"%d"' % i for i in range(n)) + b"]"),
+        Generator(
+            "list of other numbers", lambda n: b"[" + b",".join(b"%d" % i for i in range(n)) + b"]"
+        ),
+        Generator(
+            "list of other texts", lambda n: b"[" + b",".join(b'"%d"' % i for i in range(n)) + b"]"
+        ),
         Generator("list of long texts", lambda n: b'["' + b"a" * n + b'","' + b"a " * n + b'"]'),
     ]
 
 
 def _objects() -> list[Generator]:
     return [
-        Generator("object of keys", lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n)) + b"}"),
+        Generator(
+            "object of keys", lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n)) + b"}"
+        ),
         Generator("object of one key", lambda n: b"{" + b'"a":1' + b',"a":1' * (n - 1) + b"}"),
         Generator("object with a long key", lambda n: b"{" + text("a", n) + b":1}"),
     ]

@@ -1,7 +1,9 @@
-"""The processes under fuzz, with every key, secret and port that there is; and what must stay as it is in them.
+"""The processes under fuzz, with every key, secret and port that there is; and what must stay as it
+is in them.
 
-Owns a prefill node, a decode node and a router with two workers on the loopback: which ports they listen on, as /proc
-has it, what they hold, and one request whose answer is known. Refuses to know what is sent to them.
+Owns a prefill node, a decode node and a router with two workers on the loopback: which ports they
+listen on, as /proc has it, what they hold, and one request whose answer is known. Refuses to know
+what is sent to them.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Process:
         ages = {}
         for pid in family(self.popen.pid):
             with contextlib.suppress(OSError):
-                state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+                state, *_, started = (
+                    Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+                )
                 if state not in "ZX":
                     ages[pid] = started
         return ages
@@ -84,7 +88,9 @@ class Process:
         kinds: Counter[str] = Counter()
         for pid in family(self.popen.pid):
             with contextlib.suppress(OSError):
-                rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
                 for link in Path(f"/proc/{pid}/fd").iterdir():
                     files += 1
                     with contextlib.suppress(OSError):
@@ -104,7 +110,9 @@ class Process:
 class Stand:
     """Start with `async with`; everything ends with it."""
 
-    def __init__(self, folder: Path, tensor_parallel_size: int = 1, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, tensor_parallel_size: int = 1, flags: Sequence[str] = ()
+    ) -> None:
         """`flags`: of both nodes, beside those that they have."""
         self.folder, self.flags = folder, flags
         self.tensor_parallel_size = tensor_parallel_size
@@ -146,17 +154,27 @@ class Stand:
     def nodes(self) -> list[Process]:
         return self.processes[1:]
 
-    async def ask(self, process: Process, path: str, key: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+    async def ask(
+        self, process: Process, path: str, key: str, body: Any = None, **more: Any
+    ) -> tuple[int, Any]:
         """Status and JSON of an answer. Raises aiohttp.ClientError, TimeoutError."""
         how = {"method": "GET" if body is None else "POST", **more}
         headers = {"authorization": f"Bearer {self.keys[key]}"}
-        async with self.session.request(url=process.url + path, json=body, headers=headers, **how) as answer:
+        async with self.session.request(
+            url=process.url + path, json=body, headers=headers, **how
+        ) as answer:
             return answer.status, await answer.json(content_type=None)
 
     async def canary(self, salt: str) -> str:
         """Ask the request whose answer is known. With a salt that was not used before no node
         has its KV: all of it is computed, and handed over."""
-        body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": _PROMPT,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body["cache_salt"] = salt
         status, told = await self.ask(self.router, "/v1/completions", "user", body)
         return told["choices"][0]["text"] if status == 200 else f"{status}: {told}"
@@ -164,10 +182,18 @@ class Stand:
     async def hold(self) -> LeaseId:
         """Have the prefill node hold KV for somebody."""
         name = f"held-{secrets.token_hex(4)}"
-        body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": _PROMPT,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body["kv_transfer_params"] = {"do_remote_decode": True}
         headers = {"authorization": f"Bearer {self.keys['node']}", "x-request-id": name}
-        async with self.session.post(f"{self.nodes[0].url}/v1/completions", json=body, headers=headers) as answer:
+        async with self.session.post(
+            f"{self.nodes[0].url}/v1/completions", json=body, headers=headers
+        ) as answer:
             told = await answer.json()
         if "kv_transfer_params" not in told:
             raise RuntimeError(f"the prefill node holds nothing: {told}")
@@ -176,13 +202,17 @@ class Stand:
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[LeaseId]:
-        """The same for the length of the block: its lease is renewed, and ends with the block at the latest."""
+        """The same for the length of the block: its lease is renewed, and ends with the block at
+        the latest.
+        """
         held = await self.hold()
 
         async def renew() -> None:
             while True:
                 await asyncio.sleep(LEASE_S / 4)
-                await self.ask(self.nodes[0], "/kv/renew", "node", {"request_ids": [held.request_id]})
+                await self.ask(
+                    self.nodes[0], "/kv/renew", "node", {"request_ids": [held.request_id]}
+                )
 
         renewing = asyncio.create_task(renew())
         try:
@@ -191,18 +221,39 @@ class Stand:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                await self.ask(self.nodes[0], "/kv/release", "node", {"request_ids": [held.request_id]})
+                await self.ask(
+                    self.nodes[0], "/kv/release", "node", {"request_ids": [held.request_id]}
+                )
 
     async def state(self) -> dict[str, Any]:
         """All that nobody without a key may change."""
         _, told = await self.ask(self.router, "/admin/nodes", "admin")
-        facts: tuple[str, ...] = ("url", "role", "kind", "up", "model", "adapters", "generation", "sources")
+        facts: tuple[str, ...] = (
+            "url",
+            "role",
+            "kind",
+            "up",
+            "model",
+            "adapters",
+            "generation",
+            "sources",
+        )
         # Pings want no key: who reaches their port may name a node, for ten seconds.
         nodes = [node for node in told["nodes"] if set(node["sources"]) - {"p2p-nccl"}]
-        state: dict[str, Any] = {node["url"]: {fact: node[fact] for fact in facts} for node in nodes}
+        state: dict[str, Any] = {
+            node["url"]: {fact: node[fact] for fact in facts} for node in nodes
+        }
         for node in self.nodes:
             _, told = await self.ask(node, "/health", "")
-            facts = ("status", "role", "model", "adapters", "engine_id", "generation", "held_blocks")
+            facts = (
+                "status",
+                "role",
+                "model",
+                "adapters",
+                "engine_id",
+                "generation",
+                "held_blocks",
+            )
             state[node.role] = {fact: told[fact] for fact in facts}
         return state
 
@@ -210,19 +261,28 @@ class Stand:
         """Sum of a metric over its labels."""
         async with self.session.get(f"{process.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith((f"{name} ", f"{name}{{"))
+        )
 
     async def set_right(self, before: Mapping[str, Any]) -> None:
-        """Undo what those with a key may do: nodes that were added go, drained ones come back, held KV is free."""
+        """Undo what those with a key may do: nodes that were added go, drained ones come back, held
+        KV is free.
+        """
         for node in self.nodes:
             await self.ask(node, "/undrain", "node", {})
         for url in set(await self.state()) - set(before):
-            await self.ask(self.router, f"/admin/nodes?{urlencode({'url': url})}", "admin", method="DELETE")
+            await self.ask(
+                self.router, f"/admin/nodes?{urlencode({'url': url})}", "admin", method="DELETE"
+            )
 
     def ended(self) -> list[str]:
         """Find who has lost processes of those at the beginning, with the end of its log."""
         return [
-            f"{process.role}: processes {gone} have ended (code {process.popen.poll()}): {process.news()[-1500:]}"
+            f"{process.role}: processes {gone} have ended (code {process.popen.poll()}): "
+            f"{process.news()[-1500:]}"
             for process in self.processes
             if (gone := sorted(pid for pid, _ in process.born.items() - process.ages().items()))
         ]
@@ -233,13 +293,35 @@ class Stand:
         return [port for port in listening(pids) if port.protocol == "tcp"]
 
     async def _start(self) -> None:
-        model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(16 << 20)]
-        node = [*model, "--router", f"udp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
-        ranks = ["--tensor-parallel-size", str(self.tensor_parallel_size)] if self.tensor_parallel_size > 1 else []
+        model = [
+            *flags_of("tiny", self.folder),
+            "--cpu",
+            "--threads",
+            "1",
+            "--kv-cache-memory-bytes",
+            str(16 << 20),
+        ]
+        node = [
+            *model,
+            "--router",
+            f"udp://127.0.0.1:{self.heartbeat_port}",
+            "--lease-s",
+            str(LEASE_S),
+        ]
+        ranks = (
+            ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+            if self.tensor_parallel_size > 1
+            else []
+        )
         node += ["--enable-lora", "--allow-runtime-lora", "--tool-call-parser", "hermes"]
         node += ["--request-deadline-s", "50", *self.flags]
         node += [kv_events()]
-        ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
+        ports = [
+            "--heartbeat-port",
+            str(self.heartbeat_port),
+            "--p2p-nccl-port",
+            str(self.ping_port),
+        ]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--strict-roles"]
         self._launch("router", router)
         self._launch("prefill", [*node, *ranks])
@@ -257,7 +339,9 @@ class Stand:
                 raise RuntimeError(f"not up within {START_DEADLINE_S:g} s")
             await asyncio.sleep(0.1)
         self.expected = await self.canary("first")
-        again = await self.canary("first")  # the KV that both nodes have cached gives the same answer
+        again = await self.canary(
+            "first"
+        )  # the KV that both nodes have cached gives the same answer
         if again != self.expected:
             raise RuntimeError(f"the canary says {again!r} after {self.expected!r}")
         for process in self.processes:
@@ -278,6 +362,7 @@ class Stand:
         log = self.folder / f"{role}.log"
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
-        # If the machine runs out of memory in spite of all, it is one of these that its kernel ends.
+        # If the machine runs out of memory in spite of all, it is one of these that its kernel
+        # ends.
         Path(f"/proc/{popen.pid}/oom_score_adj").write_text("1000")
         self.processes.append(Process(role, port, popen, log, kv_port))

@@ -1,7 +1,9 @@
-"""Every structured field of every request: derived from the types that bodies are decoded with. Pure; owns no values.
+"""Every structured field of every request: derived from the types that bodies are decoded with.
+Pure; owns no values.
 
-A field that is added to a type is in the table by itself. What a type leaves open (`dict[str, Any]`) is described in
-INSIDE, or named in OPEN; a test wants one of the two of each, and every route that takes a body.
+A field that is added to a type is in the table by itself. What a type leaves open (`dict[str,
+Any]`) is described in INSIDE, or named in OPEN; a test wants one of the two of each, and every
+route that takes a body.
 """
 
 from __future__ import annotations
@@ -89,7 +91,11 @@ class _User(msgspec.Struct):
 _StructuredOutputs = msgspec.defstruct(
     "_StructuredOutputs",
     [
-        (name, {"choice": list[str], "structural_tag": _Tags, "json": Any}.get(name, str) | None, None)
+        (
+            name,
+            {"choice": list[str], "structural_tag": _Tags, "json": Any}.get(name, str) | None,
+            None,
+        )
         for name in (*_KINDS, "whitespace_pattern")
     ],
 )
@@ -107,11 +113,21 @@ OPEN = frozenset(
         "guided_json", "parameters", "input_schema", "messages",
     }
 )  # fmt: skip
-"""Fields that may hold any JSON: there is nothing more to say of them. (Raw `messages` are another type's.)"""
+"""Fields that may hold any JSON: there is nothing more to say of them. (Raw `messages` are another
+type's.)
+"""
 
-_SAID = {"model": '"tiny"', "role": '"user"', "type": '"text"', "url": '"http://127.0.0.1:9"', "lora_path": '"/no"'}
+_SAID = {
+    "model": '"tiny"',
+    "role": '"user"',
+    "type": '"text"',
+    "url": '"http://127.0.0.1:9"',
+    "lora_path": '"/no"',
+}
 _SHORT = {"model": b'"tiny"', "max_tokens": b"3", "max_output_tokens": b"3"}
-_TOOLS = b'[{"type":"function","name":"f","input_schema":{},"function":{"name":"f","parameters":{}}}]'
+_TOOLS = (
+    b'[{"type":"function","name":"f","input_schema":{},"function":{"name":"f","parameters":{}}}]'
+)
 _BESIDE: Mapping[str, dict[str, bytes]] = {
     "tool_choice": {"tools": _TOOLS}, "parallel_tool_calls": {"tools": _TOOLS}, "top_logprobs": {"logprobs": b"true"},
     "guided_whitespace_pattern": {"guided_json": b"{}"}, "stream_options": {"stream": b"true"},
@@ -135,7 +151,12 @@ class Route:
     def body(self, given: Mapping[str, bytes]) -> bytes:
         """A valid body with these fields, written as JSON; the answer to it is short."""
         known = self.fields
-        beside = {name: value for field in given for name, value in _BESIDE.get(field, {}).items() if name in known}
+        beside = {
+            name: value
+            for field in given
+            for name, value in _BESIDE.get(field, {}).items()
+            if name in known
+        }
         short = {name: value for name, value in _SHORT.items() if name in known}
         needed = {name: _least(field.type, name) for name, field in known.items() if field.required}
         return _object({**needed, **short, **beside, **given})
@@ -150,7 +171,9 @@ def _fields(asks: type[msgspec.Struct]) -> Mapping[str, inspect.Field]:
 
 @dataclass(frozen=True)
 class Place:
-    """A field of a route's body, at the end of these names and (of lists) numbers; its types without null."""
+    """A field of a route's body, at the end of these names and (of lists) numbers; its types
+    without null.
+    """
 
     route: Route
     steps: tuple[Step, ...]
@@ -165,7 +188,9 @@ class Place:
         """A body that has this value there."""
         first, *rest = self.steps
         field = self.route.fields[str(first)]
-        return self.route.body({str(first): _written(_types(field.type, (first,)), (first,), rest, value)})
+        return self.route.body(
+            {str(first): _written(_types(field.type, (first,)), (first,), rest, value)}
+        )
 
 
 def places(route: Route) -> list[Place]:
@@ -177,7 +202,9 @@ def places(route: Route) -> list[Place]:
     ]
 
 
-def _walked(steps: tuple[Step, ...], types: tuple[inspect.Type, ...]) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def _walked(
+    steps: tuple[Step, ...], types: tuple[inspect.Type, ...]
+) -> Iterator[tuple[tuple[Step, ...], Any]]:
     yield steps, types
     for kind in types:
         for step, inner in _below(kind):
@@ -201,7 +228,9 @@ def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, .
     names = [step for step in steps if isinstance(step, str)]
     every = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if any(open_type(each) for each in every):
-        said = INSIDE.get(".".join(names[-2:]), INSIDE.get(names[-1]) if isinstance(steps[-1], str) else None)
+        said = INSIDE.get(
+            ".".join(names[-2:]), INSIDE.get(names[-1]) if isinstance(steps[-1], str) else None
+        )
         if said is not None:
             inside = inspect.type_info(said)
             every = inside.types if isinstance(inside, inspect.UnionType) else (inside,)
@@ -220,25 +249,37 @@ def open_type(kind: inspect.Type) -> bool:
     return False
 
 
-def _written(types: tuple[inspect.Type, ...], before: tuple[Step, ...], rest: list[Step], value: bytes) -> bytes:
+def _written(
+    types: tuple[inspect.Type, ...], before: tuple[Step, ...], rest: list[Step], value: bytes
+) -> bytes:
     """JSON of these types with the value at the end of the `rest` of its steps."""
     if not rest:
         return value
     step, *further = rest
-    kind, inner = next((kind, dict(_below(kind))[step]) for kind in types if step in dict(_below(kind)))
+    kind, inner = next(
+        (kind, dict(_below(kind))[step]) for kind in types if step in dict(_below(kind))
+    )
     steps = (*before, step)
     there = _written(_types(inner, steps), steps, further, value)
     if not isinstance(kind, inspect.StructType):
         others = kind.item_types if isinstance(kind, inspect.TupleType) else ()
-        return _array([there if at == step else _least(each, "") for at, each in enumerate(others)] or [there])
+        return _array(
+            [there if at == step else _least(each, "") for at, each in enumerate(others)] or [there]
+        )
     if kind.array_like:
-        return _array([there if at == step else _least(each.type, "") for at, each in enumerate(kind.fields)])
+        return _array(
+            [there if at == step else _least(each.type, "") for at, each in enumerate(kind.fields)]
+        )
     needed = {
         field.encode_name: _least(field.type, field.encode_name)
         for field in kind.fields
         if field.required and field.encode_name != step
     }
-    if step in ("json_schema", "structures", "triggers"):  # of a response_format, which is read by its type
+    if step in (
+        "json_schema",
+        "structures",
+        "triggers",
+    ):  # of a response_format, which is read by its type
         needed["type"] = b'"json_schema"' if step == "json_schema" else b'"structural_tag"'
     return _object({**needed, str(step): there})
 
@@ -270,13 +311,21 @@ def _least(kind: inspect.Type, name: str) -> bytes:
         case inspect.StructType(array_like=True, fields=fields):
             return _array([_least(field.type, "") for field in fields])
         case inspect.StructType(fields=fields):
-            needed = {field.encode_name: _least(field.type, field.encode_name) for field in fields if field.required}
+            needed = {
+                field.encode_name: _least(field.type, field.encode_name)
+                for field in fields
+                if field.required
+            }
             return _object(needed)
     raise TypeError(f"the table knows no values of {types[0]}")
 
 
 def _object(fields: Mapping[str, bytes]) -> bytes:
-    return b"{" + b",".join(b"%b:%b" % (json.dumps(name).encode(), value) for name, value in fields.items()) + b"}"
+    return (
+        b"{"
+        + b",".join(b"%b:%b" % (json.dumps(name).encode(), value) for name, value in fields.items())
+        + b"}"
+    )
 
 
 def _array(items: list[bytes]) -> bytes:
@@ -287,7 +336,11 @@ def _passing_on(asks: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """The same with the fields of a chat that another dialect passes on."""
     hints = typing.get_type_hints(ChatRequest)
     return msgspec.defstruct(
-        asks.__name__, [(name, hints[name], None) for name in PASSED_ON], bases=(asks,), frozen=True, kw_only=True
+        asks.__name__,
+        [(name, hints[name], None) for name in PASSED_ON],
+        bases=(asks,),
+        frozen=True,
+        kw_only=True,
     )
 
 

@@ -1,12 +1,15 @@
-"""Watches the stand while it is attacked: how long `/live` takes, what memory processes have, who goes on computing.
+"""Watches the stand while it is attacked: how long `/live` takes, what memory processes have, who
+goes on computing.
 
-A process of its own (`python -m benchmarks.fuzz.watch`), because the one that attacks is busy. It also keeps the attack
-from the machine's OOM killer: what exceeds the stand's limit of memory ends the stand. Torch's virtual sizes are far
-above what it uses, so the limit is one of resident memory, looked at five times a second, and not an RLIMIT_AS.
+A process of its own (`python -m benchmarks.fuzz.watch`), because the one that attacks is busy. It
+also keeps the attack from the machine's OOM killer: what exceeds the stand's limit of memory ends
+the stand. Torch's virtual sizes are far above what it uses, so the limit is one of resident memory,
+looked at five times a second, and not an RLIMIT_AS.
 
-A stall of `/live` is the time of an answer less what the machine has taken: the larger of the lag of this process' own
-idle loop and of what the asked process' main threads have waited for a core meanwhile, a wait that goes on among it.
-A machine that is busy by our own work is not blamed so, either: work that nobody waits for is looked for by itself.
+A stall of `/live` is the time of an answer less what the machine has taken: the larger of the lag
+of this process' own idle loop and of what the asked process' main threads have waited for a core
+meanwhile, a wait that goes on among it. A machine that is busy by our own work is not blamed so,
+either: work that nobody waits for is looked for by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ __all__ = ["MAX_STALL_S", "Live", "Memory", "Seen", "Watch", "still_busy"]
 
 MAX_STALL_S = 1.0
 FLOOR_BYTES = 256 << 20
-"""A process that has less counts as having this much: a body of 16 MiB may become 400 MiB of objects for a moment."""
+"""A process that has less counts as having this much: a body of 16 MiB may become 400 MiB of
+objects for a moment.
+"""
 SETTLE_S = 2.0
 """CPU time that a process may use behind the last answer, or when its clients have gone."""
 MAX_IDLE_SHARE = 0.3
@@ -42,7 +47,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Live(msgspec.Struct):
-    """The worst answer of a process' `/live`: how long it took, and how much of that the machine has taken."""
+    """The worst answer of a process' `/live`: how long it took, and how much of that the machine
+    has taken.
+    """
 
     took_s: float = 0.0
     lag_s: float = 0.0
@@ -80,16 +87,25 @@ class Seen(msgspec.Struct):
 
     def wrong(self) -> list[str]:
         """Find what must not be."""
-        found = [f"the stand was ended: its processes had {self.over >> 20} MiB together"] if self.over else []
+        found = (
+            [f"the stand was ended: its processes had {self.over >> 20} MiB together"]
+            if self.over
+            else []
+        )
         for role, live in self.live.items():
             if live.stall_s > MAX_STALL_S:
                 machine_s = live.took_s - live.stall_s
-                found.append(f"{role} /live took {live.took_s:.2f} s, of which the machine took {machine_s:.2f} s")
+                found.append(
+                    f"{role} /live took {live.took_s:.2f} s, of which the machine took "
+                    f"{machine_s:.2f} s"
+                )
             if live.status != 200:
                 found.append(f"{role} /live answered {live.status or 'nothing'}")
         for process, memory in self.memory.items():
             if memory.peak > memory.allowed:
-                found.append(f"{process} had {memory.peak >> 20} MiB, and {memory.warm >> 20} MiB before")
+                found.append(
+                    f"{process} had {memory.peak >> 20} MiB, and {memory.warm >> 20} MiB before"
+                )
         return found
 
 
@@ -107,10 +123,18 @@ class Watch:
         for port in self._stand.ports():
             listening.setdefault(port.number, set()).add(str(port.pid))
         told = [
-            f"{one.role}:{one.popen.pid}:{one.port}:{','.join(listening[one.port])}" for one in self._stand.processes
+            f"{one.role}:{one.popen.pid}:{one.port}:{','.join(listening[one.port])}"
+            for one in self._stand.processes
         ]
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, str(self._limit), *told, stdin=-1, stdout=-1, limit=1 << 20
+            sys.executable,
+            "-m",
+            __name__,
+            str(self._limit),
+            *told,
+            stdin=-1,
+            stdout=-1,
+            limit=1 << 20,
         )
         await self._say("warm")
         return self
@@ -144,16 +168,23 @@ class Watch:
 
 
 async def still_busy(processes: list[Process]) -> list[str]:
-    """Find who goes on computing though nobody waits for anything. Waits until all are idle, or one has had its time.
+    """Find who goes on computing though nobody waits for anything. Waits until all are idle, or one
+    has had its time.
 
-    That is CPU time, not the clock's: on a busy machine the end of an honest piece of work comes later."""
+    That is CPU time, not the clock's: on a busy machine the end of an honest piece of work comes
+    later.
+    """
     first = before = _cpu_s(processes)
     until = time.monotonic() + _SAY_DEADLINE_S
     while True:
         began = time.monotonic()
         await asyncio.sleep(_SHARE_S)
         now, passed_s = _cpu_s(processes), time.monotonic() - began
-        busy = [who for who, used in now.items() if who in before and used - before[who] > MAX_IDLE_SHARE * passed_s]
+        busy = [
+            who
+            for who, used in now.items()
+            if who in before and used - before[who] > MAX_IDLE_SHARE * passed_s
+        ]
         used_s = {who: now[who] - first.get(who, now[who]) for who in busy}
         late = time.monotonic() > until
         if not busy or late or max(used_s.values()) > SETTLE_S:
@@ -181,10 +212,14 @@ class _Thread:
     def __init__(self, at: Path) -> None:
         self._at = at
         self._ran, self._since = "", 0.0
-        """CPU time when it was looked at last, and since when it has been seen to want more and to get none."""
+        """CPU time when it was looked at last, and since when it has been seen to want more and to
+        get none.
+        """
 
     def waited_s(self) -> float:
-        """Add up its waits for a core since its start. The kernel (schedstat) counts one only when it is over."""
+        """Add up its waits for a core since its start. The kernel (schedstat) counts one only when
+        it is over.
+        """
         ran, waited, _ = (self._at / "schedstat").read_text().split()
         state = (self._at / "stat").read_text().rpartition(")")[2].split()[0]
         now = time.monotonic()
@@ -228,7 +263,9 @@ class _Watcher:
     async def run(self) -> None:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        always = [asyncio.create_task(each()) for each in (self._control, self._ask_all, self._sample)]
+        always = [
+            asyncio.create_task(each()) for each in (self._control, self._ask_all, self._sample)
+        ]
         while word := (await reader.readline()).strip():
             if word == b"warm":
                 self._measure()
@@ -285,11 +322,15 @@ class _Watcher:
         for each in self._families:
             for pid in family(each.pid):
                 with contextlib.suppress(OSError):
-                    found[f"{each.role} {pid}"] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+                    found[f"{each.role} {pid}"] = (
+                        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+                    )
         for who, rss in found.items():
             self._peaks[who] = max(rss, self._peaks.get(who, 0))
             if who not in self._warm:
-                self._limits[who] = max(_address_space(who.rpartition(" ")[2]), self._limits.get(who, 0))
+                self._limits[who] = max(
+                    _address_space(who.rpartition(" ")[2]), self._limits.get(who, 0)
+                )
         total = sum(found.values())
         self._total = max(self._total, total)
         if total > self._limit:
@@ -304,7 +345,10 @@ class _Watcher:
                 self._note(each, began, waited_s, 200)
         seen = Seen(
             {each.role: each.worst for each in self._families},
-            {who: Memory(peak, self._warm.get(who, 0), self._limits.get(who, 0)) for who, peak in self._peaks.items()},
+            {
+                who: Memory(peak, self._warm.get(who, 0), self._limits.get(who, 0))
+                for who, peak in self._peaks.items()
+            },
             self._total,
             self._over,
         )
@@ -317,13 +361,19 @@ class _Watcher:
 def _address_space(pid: str) -> int:
     """A process' RLIMIT_AS in bytes, 0 if it has none."""
     with contextlib.suppress(OSError):
-        soft = next(line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if "address space" in line)
+        soft = next(
+            line
+            for line in Path(f"/proc/{pid}/limits").read_text().splitlines()
+            if "address space" in line
+        )
         return int(soft.split()[3]) if soft.split()[3].isdigit() else 0
     return 0
 
 
 def main(argv: list[str]) -> None:
-    """The limit in bytes, then `role:pid:port:listeners` of each family. Ends with its standard input."""
+    """The limit in bytes, then `role:pid:port:listeners` of each family. Ends with its standard
+    input.
+    """
     limit, *told = argv
     watcher: Any = _Watcher(int(limit), [_Family(each) for each in told])
     asyncio.run(watcher.run())

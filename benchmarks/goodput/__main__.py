@@ -1,18 +1,21 @@
-"""Goodput of prefill and decode nodes against colocated servers, on the same GPUs, with the same nodes.
+"""Goodput of prefill and decode nodes against colocated servers, on the same GPUs, with the same
+nodes.
 
-    python -m benchmarks.goodput --out goodput                          # all of it, as far as there is time
-    python -m benchmarks.goodput --out goodput --work chat --for-s 560
-    python -m benchmarks.goodput --serve --out goodput-serve --work chat --rates 120,136
-    python -m benchmarks.goodput --draw goodput goodput-serve --svg goodput.svg
+    python -m benchmarks.goodput --out goodput                          # all of it, as far as there
+    is time python -m benchmarks.goodput --out goodput --work chat --for-s 560 python -m
+    benchmarks.goodput --serve --out goodput-serve --work chat --rates 120,136 python -m
+    benchmarks.goodput --draw goodput goodput-serve --svg goodput.svg
 
-Starts `kvrelay up`; for each work measures xPyD behind the router (`relay`) and the same nodes as colocated servers
-that the client asks in turn (`direct`), a probe of each in turn: the highest rate at which 90 % of the requests meet
-their targets. Then all nodes become decode nodes, and the router spreads requests among them as colocated servers
-(`routed`): it goes on with that where it holds what they do not when asked in turn. What time is left goes into the
-highest rates without gaps, of all three, and then into rates around, for the plot. `--serve` starts as many `kvrelay
-serve` instead, to show that they are no other servers. Each probe is written as it ends, into files that `kvrelay bench
---compare` reads, too; started again with the same --out it goes on. `--draw` reads such folders and prints tables in
-Markdown; a rate that is not known to 5 % is told as the two between which it lies.
+Starts `kvrelay up`; for each work measures xPyD behind the router (`relay`) and the same nodes as
+colocated servers that the client asks in turn (`direct`), a probe of each in turn: the highest rate
+at which 90 % of the requests meet their targets. Then all nodes become decode nodes, and the router
+spreads requests among them as colocated servers (`routed`): it goes on with that where it holds
+what they do not when asked in turn. What time is left goes into the highest rates without gaps, of
+all three, and then into rates around, for the plot. `--serve` starts as many `kvrelay serve`
+instead, to show that they are no other servers. Each probe is written as it ends, into files that
+`kvrelay bench --compare` reads, too; started again with the same --out it goes on. `--draw` reads
+such folders and prints tables in Markdown; a rate that is not known to 5 % is told as the two
+between which it lies.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ _LAST_TOKENS = 1_000
 _STOP_S = 25.0
 _FACTORS = (0.6, 1.25)
 _MOST, _MOST_SMOOTH = 14, 5
-"""Probes of an arm for its highest rate; then for the one without gaps, as all of the first are judged for both."""
+"""Probes of an arm for its highest rate; then for the one without gaps, as all of the first are
+judged for both.
+"""
 
 
 class _Course:
@@ -55,12 +60,16 @@ class _Course:
         self._places = {
             (work.name, arm): Place(work, arm, nodes, asked.out, *sizes, asked.hardware, label)
             for work in self._works
-            for arm in dict.fromkeys([*self._arms, Arm.DIRECT])  # what it has held before is where `routed` begins
+            for arm in dict.fromkeys(
+                [*self._arms, Arm.DIRECT]
+            )  # what it has held before is where `routed` begins
         }
         self._practised: set[Place] = set()
 
     async def run(self) -> None:
-        """As much of it as there is time for. Raises OutOfTime, and ConfigError if a file is of something else."""
+        """As much of it as there is time for. Raises OutOfTime, and ConfigError if a file is of
+        something else.
+        """
         for place in self._places.values():
             await place.meet()
         if self._asked.rates:
@@ -85,13 +94,21 @@ class _Course:
         for (name, _), place in self._places.items():
             if place.runs:
                 smooth = f"; without gaps: {place.held(smooth=True)}" if place.work.smooth else ""
-                lines.append(f"== {name}, {place.label}: {place.held(smooth=False)} requests/s{smooth}")
+                lines.append(
+                    f"== {name}, {place.label}: {place.held(smooth=False)} requests/s{smooth}"
+                )
         return lines
 
     def _split(self, works: Sequence[Work]) -> list[Place]:
-        """Those for which nodes have both roles: asked in turn they go by none. That one is the first, so if time runs
-        out it is not the one that was asked less."""
-        return [self._places[work.name, arm] for work in works for arm in (Arm.DIRECT, Arm.RELAY) if arm in self._arms]
+        """Those for which nodes have both roles: asked in turn they go by none. That one is the
+        first, so if time runs out it is not the one that was asked less.
+        """
+        return [
+            self._places[work.name, arm]
+            for work in works
+            for arm in (Arm.DIRECT, Arm.RELAY)
+            if arm in self._arms
+        ]
 
     def _routed(self, works: Sequence[Work]) -> list[Place]:
         return [self._places[work.name, Arm.ROUTED] for work in works if Arm.ROUTED in self._arms]
@@ -102,13 +119,19 @@ class _Course:
         while left:
             for place in list(left):
                 rate = place.wanted(smooth=smooth)
-                if rate is None or not left[place] or not await self._probe(place, rate, smooth=smooth):
+                if (
+                    rate is None
+                    or not left[place]
+                    or not await self._probe(place, rate, smooth=smooth)
+                ):
                     del left[place]
                 else:
                     left[place] -= 1
 
     async def _search_routed(self, place: Place, *, smooth: bool) -> None:
-        """First where they do not hold if they are asked in turn: there it holds, too, or it is no better."""
+        """First where they do not hold if they are asked in turn: there it holds, too, or it is no
+        better.
+        """
         breaks = self._places[place.work.name, Arm.DIRECT].held(smooth=smooth).breaks
         if breaks is not None:
             known = any(run.rate == breaks for run in judged(place.runs, smooth=smooth))
@@ -137,7 +160,12 @@ class _Course:
 
 async def _course(asked: argparse.Namespace) -> int:
     until = time.monotonic() + asked.for_s - _STOP_S
-    flags = [f"--model={Path(asked.model).resolve()}", "--load-format=dummy", "--no-enable-prefix-caching", *asked.flag]
+    flags = [
+        f"--model={Path(asked.model).resolve()}",
+        "--load-format=dummy",
+        "--no-enable-prefix-caching",
+        *asked.flag,
+    ]
     first: Work = asked.work[0]
     logs = asked.logs or Path(tempfile.mkdtemp(prefix="goodput-logs-"))
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +175,10 @@ async def _course(asked: argparse.Namespace) -> int:
     else:
         starting = cluster(first.prefill, first.decode, flags, asked.router_flag, logs)
     async with starting as nodes:
-        print(f"== {len(nodes.urls)} nodes are up after {nodes.started_s:.0f} s; logs in {logs}", flush=True)
+        print(
+            f"== {len(nodes.urls)} nodes are up after {nodes.started_s:.0f} s; logs in {logs}",
+            flush=True,
+        )
         course = _Course(asked, nodes, until)
         try:
             await course.run()
@@ -165,21 +196,33 @@ def _rates(text: str) -> list[float]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "benchmarks.goodput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("goodput"), help="folder of the results")
-    parser.add_argument("--work", type=parse_work, action="append", help=f"of {', '.join(WORKS)}; again for more")
+    parser.add_argument(
+        "--work", type=parse_work, action="append", help=f"of {', '.join(WORKS)}; again for more"
+    )
     parser.add_argument("--arms", default="relay,direct,routed", help="which of these")
     parser.add_argument("--rates", type=_rates, default=[], help="these rates, and no search")
     parser.add_argument("--for-s", type=float, default=580.0, help="it has ended by then")
-    parser.add_argument("--serve", action="store_true", help="kvrelay serve on each GPU, and no cluster")
+    parser.add_argument(
+        "--serve", action="store_true", help="kvrelay serve on each GPU, and no cluster"
+    )
     parser.add_argument("--model", default=str(_MODEL), help="a config.json")
-    parser.add_argument("--last-tokens", type=int, default=_LAST_TOKENS, help="of the vocabulary, not asked")
+    parser.add_argument(
+        "--last-tokens", type=int, default=_LAST_TOKENS, help="of the vocabulary, not asked"
+    )
     parser.add_argument("--flag", action="append", default=[], help="of the nodes; again for more")
-    parser.add_argument("--router-flag", action="append", default=[], help="a router of its own with these flags")
+    parser.add_argument(
+        "--router-flag", action="append", default=[], help="a router of its own with these flags"
+    )
     parser.add_argument("--hardware", default="", help="in words; else what nvidia-smi says")
     parser.add_argument("--logs", type=Path, help="folder of the processes' logs")
-    parser.add_argument("--draw", type=Path, nargs="+", metavar="FOLDER", help="measure nothing; tables of these")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar="FOLDER", help="measure nothing; tables of these"
+    )
     parser.add_argument("--svg", type=Path, help="with --draw: the plot")
     asked = parser.parse_args(argv)
     asked.work = asked.work or list(WORKS.values())

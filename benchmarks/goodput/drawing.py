@@ -1,4 +1,6 @@
-"""The table and the plot of all that was measured, and of what others were seen to do. Pure but for reading files."""
+"""The table and the plot of all that was measured, and of what others were seen to do. Pure but for
+reading files.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ class Measured:
 
 
 def read_folders(folders: Iterable[Path]) -> list[Measured]:
-    """All results in them; those of one work and label are one. Raises ConfigError if there is none, or if those of a
-    work cannot be compared."""
+    """All results in them; those of one work and label are one. Raises ConfigError if there is
+    none, or if those of a work cannot be compared.
+    """
     found: dict[tuple[str, str, str], Result] = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         work, _, arm = path.stem.rpartition("-")
@@ -49,7 +52,8 @@ def read_folders(folders: Iterable[Path]) -> list[Measured]:
     return [Measured(work, arm, result) for (work, arm, _), result in found.items()]
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 def tables(found: Sequence[Measured]) -> str:
@@ -58,7 +62,8 @@ def tables(found: Sequence[Measured]) -> str:
     lines = [
         "Requests per second and GPU at which 90 % meet their targets:",
         "",
-        "| work | targets | vLLM 0.26 | colocated servers | prefill and decode nodes | more | physics, aim |",
+        "| work | targets | vLLM 0.26 | colocated servers | prefill and decode nodes | more | "
+        "physics, aim |",
         "|---|---|---|---|---|---|---|",
     ]
     for work in works:
@@ -70,12 +75,19 @@ def tables(found: Sequence[Measured]) -> str:
 
 def _best_row(work: str, of: Sequence[Measured], *, smooth: bool) -> str:
     slo = of[0].result.slo
-    targets = f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} ms{f', no gap above {GAP_MS:g} ms' if smooth else ''}"
+    targets = (
+        f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} "
+        f"ms{f', no gap above {GAP_MS:g} ms' if smooth else ''}"
+    )
     ours = _best([each for each in of if each.arm == _RELAY], smooth=smooth)
     colocated = _best([each for each in of if each.arm in _COLOCATED], smooth=smooth)
     other = _theirs(work, of)
     theirs = "" if other is None else (other.smooth if smooth else other.rate)
-    more = f"{ours[0].rate / colocated[0].rate - 1:+.0%}" if ours[0].known and colocated[0].known else ""
+    more = (
+        f"{ours[0].rate / colocated[0].rate - 1:+.0%}"
+        if ours[0].known and colocated[0].known
+        else ""
+    )
     physics = PHYSICS.get(f"{work}, smooth" if smooth else work) if other is not None else None
     aim = f"{physics[0]:g}, {physics[1]:g}" if physics else ""
     asked = of[0].result.work
@@ -92,13 +104,17 @@ def _works(found: Sequence[Measured]) -> list[str]:
 def _theirs(work: str, of: Sequence[Measured]) -> Fixed | None:
     """Figures of others, if that is what they were asked."""
     usual, asked = WORKS.get(work), of[0].result.work
-    same = usual is not None and (usual.lengths.prompt, usual.lengths.output) == (asked.prompt, asked.output)
+    same = usual is not None and (usual.lengths.prompt, usual.lengths.output) == (
+        asked.prompt,
+        asked.output,
+    )
     return VLLM.get(work) if same else None
 
 
 def _best(of: Sequence[Measured], *, smooth: bool) -> tuple[Held, str]:
-    """What several arms hold per GPU: the best of them, which may be any that is not known to break; and each of them
-    in words."""
+    """What several arms hold per GPU: the best of them, which may be any that is not known to
+    break; and each of them in words.
+    """
     told: list[tuple[Held, str]] = []
     for each in of:
         seen = held(each.result.runs, smooth=smooth, gpus=each.result.gpus)
@@ -110,14 +126,16 @@ def _best(of: Sequence[Measured], *, smooth: bool) -> tuple[Held, str]:
     told.sort(key=lambda one: one[0].rate, reverse=True)
     breaks = [seen.breaks for seen, _ in told if seen.breaks is not None]
     best = Held(
-        max((seen.rate for seen, _ in told), default=0.0), max(breaks) if 0 < len(breaks) == len(told) else None
+        max((seen.rate for seen, _ in told), default=0.0),
+        max(breaks) if 0 < len(breaks) == len(told) else None,
     )
     return best, "; ".join(words for _, words in told) or "not measured"
 
 
 def _all_runs(found: Sequence[Measured]) -> list[str]:
     lines = [
-        "| work | served by | requests/s per GPU | requests | met | smooth, too | TTFT p50, p90, p99 ms | "
+        "| work | served by | requests/s per GPU | requests | met | smooth, too | TTFT p50, p90, "
+        "p99 ms | "
         "TPOT p50, p90 | ITL p99 | longest gap of an answer p90 | failed | sent late p99 ms |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -147,12 +165,14 @@ def _run_row(each: Measured, run: Run) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-# --- the plot --------------------------------------------------------------------------------------------------------
+# --- the plot
+# --------------------------------------------------------------------------------------------------------
 
 _WIDTH, _HEIGHT, _TITLE, _LEGEND = 640, 330, 30, 40
 _COLOURS = {"relay": 0, "direct": 1, "routed": 2, "vllm": 3, "serve": 4}
 _STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#5a6475}.title{font-size:14px;font-weight:600;fill:#1b212c}"
+    "text{font:12px "
+    "system-ui,sans-serif;fill:#5a6475}.title{font-size:14px;font-weight:600;fill:#1b212c}"
     ".grid{stroke:#dfe3ea;fill:none}.mark{stroke:#5a6475;stroke-dasharray:5 4;fill:none}"
     ".line{fill:none;stroke-width:2}.dashed{stroke-dasharray:7 4}.dot{stroke:none}"
     ".line.s0{stroke:#3b5bdb}.dot.s0{fill:#3b5bdb}.line.s1{stroke:#c9660f}.dot.s1{fill:#c9660f}"
@@ -162,7 +182,9 @@ _STYLE = (
 
 
 def drawn(found: Sequence[Measured]) -> str:
-    """An SVG with a plot for each work, and one for answers without gaps: attainment against rate per GPU."""
+    """An SVG with a plot for each work, and one for answers without gaps: attainment against rate
+    per GPU.
+    """
     works = _works(found)
     panels = [(work, False) for work in works]
     panels += [(work, True) for work in works if work == "summarise" or len(works) == 1]
@@ -178,10 +200,17 @@ def drawn(found: Sequence[Measured]) -> str:
         x, y = at % columns * _WIDTH, at // columns * (_HEIGHT + _TITLE)
         of = [each for each in found if each.work == work]
         asked = of[0].result.work
-        title = f"{work} {asked.prompt:,} / {asked.output:,}{f', no gap above {GAP_MS:g} ms' if smooth else ''}"
+        title = (
+            f"{work} {asked.prompt:,} / "
+            f"{asked.output:,}{f', no gap above {GAP_MS:g} ms' if smooth else ''}"
+        )
         parts.append(f'<text class="title" x="{x + 62}" y="{y + 20}">{html.escape(title)}</text>')
         inner = _panel(work, of, smooth=smooth)
-        parts.append(inner.replace("<svg ", f'<svg x="{x}" y="{y + _TITLE}" width="{_WIDTH}" height="{_HEIGHT}" ', 1))
+        parts.append(
+            inner.replace(
+                "<svg ", f'<svg x="{x}" y="{y + _TITLE}" width="{_WIDTH}" height="{_HEIGHT}" ', 1
+            )
+        )
     parts += _legend(found, height - 14)
     return "".join([*parts, "</svg>\n"])
 
@@ -194,9 +223,13 @@ def _panel(work: str, of: Sequence[Measured], *, smooth: bool) -> str:
         lines.append(Line(each.result.label, points, dots=True, colour=_colour(each)))
     other = _theirs(work, of)
     if other is not None and not smooth:
-        lines.append(Line(other.name, other.points, dots=True, dashed=True, colour=_COLOURS["vllm"]))
+        lines.append(
+            Line(other.name, other.points, dots=True, dashed=True, colour=_COLOURS["vllm"])
+        )
     marks = [Mark("90%", y=WANTED)]
-    return drawing(work, "requests/s per GPU", "met their targets", lines, marks, y_most=1.04, percent=True)
+    return drawing(
+        work, "requests/s per GPU", "met their targets", lines, marks, y_most=1.04, percent=True
+    )
 
 
 def _colour(each: Measured) -> int:

@@ -1,7 +1,8 @@
-"""Which rates are tried, on whom, and what is kept: a file for each work and arm, written again after each probe.
+"""Which rates are tried, on whom, and what is kept: a file for each work and arm, written again
+after each probe.
 
-A probe is one rate of `kvrelay bench`: a warm-up, seconds that count, and load behind them until the last that count
-are answered. Owns the time: no probe begins that could not end by then.
+A probe is one rate of `kvrelay bench`: a warm-up, seconds that count, and load behind them until
+the last that count are answered. Owns the time: no probe begins that could not end by then.
 """
 
 from __future__ import annotations
@@ -26,15 +27,29 @@ from load.results import Result, Run, read_result, write_result
 from load.search import RateSearch
 from wire.errors import ConfigError
 
-__all__ = ["PRECISION", "WANTED", "Held", "OutOfTime", "Place", "difference", "held", "judged", "met_share", "probe_s"]
+__all__ = [
+    "PRECISION",
+    "WANTED",
+    "Held",
+    "OutOfTime",
+    "Place",
+    "difference",
+    "held",
+    "judged",
+    "met_share",
+    "probe_s",
+]
 
 WANTED, PRECISION = 0.9, 0.05
-"""The share that has to meet its targets; and how far apart a rate that holds and one that does not may be."""
+"""The share that has to meet its targets; and how far apart a rate that holds and one that does not
+may be.
+"""
 _WARM_UP_S, _PRACTICE_S, _OVERHEAD_S, _DRAIN_S = 3.0, 3.0, 4.0, 2.0
 _PRACTICE_TOKENS = 32
 _STRIDE, _FAR_STRIDE = 1.15, 2.0
-"""The second for answers without gaps, where hardly any was seen at the lowest rate: colocated servers have them at
-each prompt, at whatever rate."""
+"""The second for answers without gaps, where hardly any was seen at the lowest rate: colocated
+servers have them at each prompt, at whatever rate.
+"""
 _NEAR = 1.12
 
 
@@ -50,12 +65,18 @@ def met_share(run: Run, *, smooth: bool) -> float:
 
 def judged(runs: Iterable[Run], *, smooth: bool) -> list[Run]:
     """Those that say something of the server: not one that missed while its client was too slow."""
-    return [run for run in runs if not run.measures.client.bottleneck or met_share(run, smooth=smooth) >= WANTED]
+    return [
+        run
+        for run in runs
+        if not run.measures.client.bottleneck or met_share(run, smooth=smooth) >= WANTED
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`rate`: the highest seen to hold below any that did not, 0 if none; `breaks`: the lowest that did not."""
+    """`rate`: the highest seen to hold below any that did not, 0 if none; `breaks`: the lowest that
+    did not.
+    """
 
     rate: float
     breaks: float | None
@@ -63,7 +84,9 @@ class Held:
     @property
     def known(self) -> bool:
         """Whether the two are near enough for the first to be the answer."""
-        return self.rate > 0 and self.breaks is not None and self.breaks / self.rate <= 1 + PRECISION
+        return (
+            self.rate > 0 and self.breaks is not None and self.breaks / self.rate <= 1 + PRECISION
+        )
 
     def __str__(self) -> str:
         if self.breaks is None:
@@ -80,7 +103,11 @@ def held(runs: Sequence[Run], *, smooth: bool = False, gpus: int = 1) -> Held:
         shares.setdefault(run.rate, []).append(met_share(run, smooth=smooth))
     means = {rate: sum(of) / len(of) for rate, of in shares.items()}
     breaks = min((rate for rate, share in means.items() if share < WANTED), default=None)
-    holding = [rate for rate, share in means.items() if share >= WANTED and (breaks is None or rate < breaks)]
+    holding = [
+        rate
+        for rate, share in means.items()
+        if share >= WANTED and (breaks is None or rate < breaks)
+    ]
     return Held(max(holding, default=0.0) / gpus, None if breaks is None else breaks / gpus)
 
 
@@ -124,7 +151,9 @@ class Place:
         hardware: str = "",
         label: str = "",
     ) -> None:
-        """`until`: monotonic seconds. `label`: what the arm is called; empty takes the work's name for it."""
+        """`until`: monotonic seconds. `label`: what the arm is called; empty takes the work's name
+        for it.
+        """
         self.work, self.arm, self._until, self._router = work, arm, until, nodes.router
         self.label = label or work.arm_name(arm)
         self._path = out / f"{work.name}-{arm}.json"
@@ -200,8 +229,9 @@ class Place:
         return run
 
     def wanted(self, *, smooth: bool) -> float | None:
-        """The rate whose probe would tell most of the highest one at which 90 % meet their targets; None if that is
-        known."""
+        """The rate whose probe would tell most of the highest one at which 90 % meet their targets;
+        None if that is known.
+        """
         runs = judged(self.runs, smooth=smooth)
         lowest = min(runs, key=lambda run: run.rate, default=None)
         far = smooth and lowest is not None and met_share(lowest, smooth=True) < WANTED / 4
@@ -217,7 +247,9 @@ class Place:
         return held(self.runs, smooth=smooth)
 
     def beside(self, factors: Sequence[float]) -> list[float]:
-        """These multiples of the highest rate that holds, for a plot; not those that were probed already."""
+        """These multiples of the highest rate that holds, for a plot; not those that were probed
+        already.
+        """
         rates = [float(f"{self.held(smooth=False).rate * factor:.3g}") for factor in factors]
         return [
             rate
@@ -228,7 +260,9 @@ class Place:
     def _of_now(self) -> Result:
         """What is known of who was met, without runs."""
         if self._header is None:
-            self._header = msgspec.structs.replace(result_of(self._config, self._experiment, self._began), runs=[])
+            self._header = msgspec.structs.replace(
+                result_of(self._config, self._experiment, self._began), runs=[]
+            )
         return self._header
 
     def _write(self) -> None:
@@ -242,7 +276,8 @@ def _told(work: Work, config: BenchConfig, run: Run, took_s: float, router: floa
     gap = gaps[math.ceil(0.9 * len(gaps)) - 1] if gaps else math.nan
     failed = ", ".join(f"{count} {kind}" for kind, count in of.failures.items())
     return (
-        f"{work.name:10} {config.label:28} {run.rate:7.4g}/s {run.rate / config.gpus:6.3g}/GPU n={of.requests:5} "
+        f"{work.name:10} {config.label:28} {run.rate:7.4g}/s {run.rate / config.gpus:6.3g}/GPU "
+        f"n={of.requests:5} "
         f"met {of.attainment:6.1%} smooth {met_share(run, smooth=True):6.1%} "
         f"ttft {of.ttft_ms.p50:.0f} {of.ttft_ms.p90:.0f} {of.ttft_ms.p99:.0f} "
         f"tpot {of.tpot_ms.p50:.1f} {of.tpot_ms.p90:.1f} itl99 {of.itl_ms.p99:.1f} gap90 {gap:.0f} "

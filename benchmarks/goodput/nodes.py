@@ -1,4 +1,5 @@
-"""The processes that are measured: `kvrelay up`, or as many `kvrelay serve` as there are GPUs; started, flipped, ended.
+"""The processes that are measured: `kvrelay up`, or as many `kvrelay serve` as there are GPUs;
+started, flipped, ended.
 
 Owns processes and roles; knows no load.
 """
@@ -35,37 +36,59 @@ _CALL = aiohttp.ClientTimeout(total=10.0)
 
 
 class Nodes:
-    """Up and ready. `router` is empty where there is none; `key` is what the nodes want of those who ask them; `gpus`
-    is what all of them compute on."""
+    """Up and ready. `router` is empty where there is none; `key` is what the nodes want of those
+    who ask them; `gpus` is what all of them compute on.
+    """
 
-    def __init__(self, router: str, urls: Sequence[str], key: str, started_s: float, gpus: int) -> None:
-        self.router, self.urls, self.key, self.started_s, self.gpus = router, list(urls), key, started_s, gpus
+    def __init__(
+        self, router: str, urls: Sequence[str], key: str, started_s: float, gpus: int
+    ) -> None:
+        self.router, self.urls, self.key, self.started_s, self.gpus = (
+            router,
+            list(urls),
+            key,
+            started_s,
+            gpus,
+        )
 
     async def have(self, prefill: int) -> bool:
-        """Have so many of them be prefill nodes, all others decode nodes; whether any was not. Raises RuntimeError if
-        one of them is not up."""
+        """Have so many of them be prefill nodes, all others decode nodes; whether any was not.
+        Raises RuntimeError if one of them is not up.
+        """
         async with aiohttp.ClientSession(timeout=_CALL) as session:
             flips = flips_to(await self._roles(session), prefill)
             for url, role in flips:
                 said = {"url": url, "role": role, "force": True}
                 headers = operator(self.router)
-                async with session.post(f"{self.router}/admin/nodes/role", json=said, headers=headers) as answer:
+                async with session.post(
+                    f"{self.router}/admin/nodes/role", json=said, headers=headers
+                ) as answer:
                     if answer.status != 200:
                         raise RuntimeError(f"{url} does not become {role}: {await answer.text()}")
             await self._roles(session, prefill)
         return bool(flips)
 
-    async def _roles(self, session: aiohttp.ClientSession, prefill: int | None = None) -> dict[str, str]:
-        """Of all, once each is up and none changes; and so many are prefill nodes. Raises RuntimeError if that takes
-        too long."""
+    async def _roles(
+        self, session: aiohttp.ClientSession, prefill: int | None = None
+    ) -> dict[str, str]:
+        """Of all, once each is up and none changes; and so many are prefill nodes. Raises
+        RuntimeError if that takes too long.
+        """
         until = time.monotonic() + _FLIP_S
         while True:
             rows = await nodes_of(session, self.router)
-            roles = {row["url"]: row["role"] for row in rows if row["up"] and row["flips_to"] is None}
-            if len(roles) == len(self.urls) and prefill in (None, list(roles.values()).count("prefill")):
+            roles = {
+                row["url"]: row["role"] for row in rows if row["up"] and row["flips_to"] is None
+            }
+            if len(roles) == len(self.urls) and prefill in (
+                None,
+                list(roles.values()).count("prefill"),
+            ):
                 return roles
             if time.monotonic() > until:
-                raise RuntimeError(f"of the nodes {self.urls} these are up after {_FLIP_S:g} s: {roles}")
+                raise RuntimeError(
+                    f"of the nodes {self.urls} these are up after {_FLIP_S:g} s: {roles}"
+                )
             await asyncio.sleep(_TICK_S)
 
 
@@ -85,11 +108,19 @@ async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str
 async def cluster(
     prefill: int, decode: int, flags: Sequence[str], router_flags: Sequence[str], logs: Path
 ) -> AsyncIterator[Nodes]:
-    """`kvrelay up`, and a router with `router_flags` before its nodes, which keep their roles. Raises RuntimeError."""
+    """`kvrelay up`, and a router with `router_flags` before its nodes, which keep their roles.
+    Raises RuntimeError.
+    """
     began, key = time.monotonic(), secrets.token_urlsafe(24)
     port, other = free_ports(2)
     environment = environ() | {NODE_API_KEY: key}
-    words = [f"--prefill={prefill}", f"--decode={decode}", f"--port={port}", f"--log-dir={logs}", *flags]
+    words = [
+        f"--prefill={prefill}",
+        f"--decode={decode}",
+        f"--port={port}",
+        f"--log-dir={logs}",
+        *flags,
+    ]
     words.append("--strict-roles")
     async with _running([("up", words, environment, port)], logs):
         async with aiohttp.ClientSession(timeout=_CALL) as session:
@@ -120,7 +151,9 @@ async def servers(count: int, flags: Sequence[str], logs: Path) -> AsyncIterator
 
 
 def gpus_taken(ranks: Sequence[int], visible: Sequence[str]) -> int:
-    """How many GPUs nodes of so many ranks compute on; where there are none each rank stands for one."""
+    """How many GPUs nodes of so many ranks compute on; where there are none each rank stands for
+    one.
+    """
     taken = gpus_of_nodes(ranks, visible) if visible else []
     return len({gpu for node in taken for gpu in node.visible.split(",")}) or sum(ranks)
 
@@ -138,7 +171,9 @@ async def _ranks(session: aiohttp.ClientSession, url: str) -> int:
 
 
 @asynccontextmanager
-async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], logs: Path) -> AsyncIterator[None]:
+async def _running(
+    asked: Sequence[tuple[str, list[str], dict[str, str], int]], logs: Path
+) -> AsyncIterator[None]:
     """These commands of ours, until the block is left; whatever happens, none of them is left."""
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)  # `kvrelay up` takes no other
     children: list[tuple[subprocess.Popen[bytes], Path]] = []
@@ -149,7 +184,10 @@ async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], 
                 argv = [sys.executable, "-m", "kvrelay.cli", command, *words]
                 tied = environment | {PARENT_PID: str(os.getpid())}
                 children.append((subprocess.Popen(argv, stdout=log, stderr=log, env=tied), path))
-        async with asyncio.timeout(START_DEADLINE_S), aiohttp.ClientSession(timeout=_CALL) as session:
+        async with (
+            asyncio.timeout(START_DEADLINE_S),
+            aiohttp.ClientSession(timeout=_CALL) as session,
+        ):
             for (child, path), (*_, port) in zip(children, asked, strict=True):
                 await _ready(session, f"http://127.0.0.1:{port}/health", child, path)
         yield
@@ -166,10 +204,14 @@ async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], 
                 child.wait()
 
 
-async def _ready(session: aiohttp.ClientSession, url: str, child: subprocess.Popen[bytes], log: Path) -> None:
+async def _ready(
+    session: aiohttp.ClientSession, url: str, child: subprocess.Popen[bytes], log: Path
+) -> None:
     while True:
         if child.poll() is not None:
-            raise RuntimeError(f"it ended with code {child.returncode} before it was ready:\n{_tail(log)}")
+            raise RuntimeError(
+                f"it ended with code {child.returncode} before it was ready:\n{_tail(log)}"
+            )
         with suppress(aiohttp.ClientError, TimeoutError):
             async with session.get(url) as answer:
                 if answer.status == 200:
@@ -182,7 +224,9 @@ def _tail(log: Path) -> str:
 
 
 def router_cpu_s(router: str) -> float:
-    """Seconds of CPU that the router at this address has taken, its workers included; 0 where there is none."""
+    """Seconds of CPU that the router at this address has taken, its workers included; 0 where there
+    is none.
+    """
     port, tick = router.rpartition(":")[2].encode(), os.sysconf("SC_CLK_TCK")
     seen: dict[int, tuple[int, float]] = {}
     found = set()
@@ -193,4 +237,8 @@ def router_cpu_s(router: str) -> float:
             seen[int(folder.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / tick
             if b"router" in words and any(word.endswith(port) for word in words if word):
                 found.add(int(folder.name))
-    return sum(cpu_s for pid, (parent, cpu_s) in seen.items() if pid in found or parent in found) if router else 0.0
+    return (
+        sum(cpu_s for pid, (parent, cpu_s) in seen.items() if pid in found or parent in found)
+        if router
+        else 0.0
+    )

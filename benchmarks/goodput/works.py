@@ -1,8 +1,10 @@
-"""What is compared: works with their targets, and the ways to serve them with the same nodes. Values only.
+"""What is compared: works with their targets, and the ways to serve them with the same nodes.
+Values only.
 
-All nodes are alike, and a node's role is a run-time value: so one cluster is measured as xPyD behind its router; with
-each node asked directly, in turn, which is what `kvrelay serve` is (an engine knows no roles); and as decode nodes
-behind the router without any prefill node, where each computes its own prompts and the router spreads by load.
+All nodes are alike, and a node's role is a run-time value: so one cluster is measured as xPyD
+behind its router; with each node asked directly, in turn, which is what `kvrelay serve` is (an
+engine knows no roles); and as decode nodes behind the router without any prefill node, where each
+computes its own prompts and the router spreads by load.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from dataclasses import dataclass
 
 from load.sessions import LENGTHS, Lengths
 
-__all__ = ["GAP_MS", "PHYSICS", "VLLM", "VLLM_SOURCE", "WORKS", "Arm", "Fixed", "Work", "flips_to", "parse_work"]
+__all__ = [
+    "GAP_MS",
+    "PHYSICS",
+    "VLLM",
+    "VLLM_SOURCE",
+    "WORKS",
+    "Arm",
+    "Fixed",
+    "Work",
+    "flips_to",
+    "parse_work",
+]
 
 GAP_MS = 50.0
 """Between two tokens of a smooth answer."""
@@ -70,29 +83,51 @@ WORKS = {
 
 
 def parse_work(text: str) -> Work:
-    """A name of WORKS, or NAME=IN:OUT:TTFT_MS:TPOT_MS:P:D:RATE:COLOCATED_RATE:SECONDS, whose answers have to be smooth
-    if those of this name in WORKS have. Raises ValueError."""
+    """A name of WORKS, or NAME=IN:OUT:TTFT_MS:TPOT_MS:P:D:RATE:COLOCATED_RATE:SECONDS, whose
+    answers have to be smooth if those of this name in WORKS have. Raises ValueError.
+    """
     name, equals, rest = text.partition("=")
     if not equals:
         if name not in WORKS:
-            raise ValueError(f"{name!r} is none of {', '.join(WORKS)}, and no NAME=IN:OUT:TTFT:TPOT:P:D:R:R:S")
+            raise ValueError(
+                f"{name!r} is none of {', '.join(WORKS)}, and no NAME=IN:OUT:TTFT:TPOT:P:D:R:R:S"
+            )
         return WORKS[name]
     parts = rest.split(":")
     if len(parts) != 9:
-        raise ValueError(f"{text!r} must have nine numbers: IN:OUT:TTFT:TPOT:P:D:RATE:COLOCATED_RATE:SECONDS")
+        raise ValueError(
+            f"{text!r} must have nine numbers: IN:OUT:TTFT:TPOT:P:D:RATE:COLOCATED_RATE:SECONDS"
+        )
     prompt, output, prefill, decode = (int(parts[at]) for at in (0, 1, 4, 5))
     ttft_ms, tpot_ms, rate, colocated, window_s = (float(parts[at]) for at in (2, 3, 6, 7, 8))
-    if min(prompt, output, prefill, decode) < 1 or min(ttft_ms, tpot_ms, rate, colocated, window_s) <= 0:
+    if (
+        min(prompt, output, prefill, decode) < 1
+        or min(ttft_ms, tpot_ms, rate, colocated, window_s) <= 0
+    ):
         raise ValueError(f"{text!r}: all of its numbers must be above 0")
     smooth = name in WORKS and WORKS[name].smooth
-    return Work(name, Lengths(prompt, output, ttft_ms, tpot_ms), prefill, decode, rate, colocated, window_s, smooth)
+    return Work(
+        name,
+        Lengths(prompt, output, ttft_ms, tpot_ms),
+        prefill,
+        decode,
+        rate,
+        colocated,
+        window_s,
+        smooth,
+    )
 
 
 def flips_to(roles: dict[str, str], prefill: int) -> list[tuple[str, str]]:
-    """Which nodes (url, role) must take another role, so that `prefill` of them are prefill nodes: as few as can be.
+    """Which nodes (url, role) must take another role, so that `prefill` of them are prefill nodes:
+    as few as can be.
 
-    Those that become decode nodes come first, so that there always is one."""
-    of = {role: sorted(url for url, its in roles.items() if its == role) for role in ("prefill", "decode")}
+    Those that become decode nodes come first, so that there always is one.
+    """
+    of = {
+        role: sorted(url for url, its in roles.items() if its == role)
+        for role in ("prefill", "decode")
+    }
     more = prefill - len(of["prefill"])
     if more >= 0:
         return [(url, "prefill") for url in of["decode"][len(of["decode"]) - more :]]
@@ -101,7 +136,9 @@ def flips_to(roles: dict[str, str], prefill: int) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What others were seen to do, per GPU: (requests a second, share that met its targets), and where that is from."""
+    """What others were seen to do, per GPU: (requests a second, share that met its targets), and
+    where that is from.
+    """
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -114,15 +151,34 @@ class Fixed:
 
 VLLM = {
     "chat": Fixed(
-        "vLLM 0.26", ((8.0, 1.0), (14.0, 1.0), (20.0, 1.0), (26.0, 1.0)), "above 26", "", "at 26: ITL p99 26.5 ms"
+        "vLLM 0.26",
+        ((8.0, 1.0), (14.0, 1.0), (20.0, 1.0), (26.0, 1.0)),
+        "above 26",
+        "",
+        "at 26: ITL p99 26.5 ms",
     ),
-    "code": Fixed("vLLM 0.26", ((4.0, 0.99), (8.0, 0.91), (12.0, 0.72)), "8", "", "at 8: ITL p99 48 ms"),
-    "summarise": Fixed("vLLM 0.26", ((0.8, 1.0), (1.6, 1.0), (2.4, 0.48)), "1.9", "near 0", "at 1.6: ITL p99 189 ms"),
+    "code": Fixed(
+        "vLLM 0.26", ((4.0, 0.99), (8.0, 0.91), (12.0, 0.72)), "8", "", "at 8: ITL p99 48 ms"
+    ),
+    "summarise": Fixed(
+        "vLLM 0.26",
+        ((0.8, 1.0), (1.6, 1.0), (2.4, 0.48)),
+        "1.9",
+        "near 0",
+        "at 1.6: ITL p99 189 ms",
+    ),
 }
 VLLM_SOURCE = (
-    "vLLM 0.26.0 was measured on one GPU of the same kind (2026-11-21; Llama-3.1-8B shape, bf16, random weights, FA3, "
-    "full CUDA graphs, async scheduling, no prefix cache; open-loop Poisson, windows of 20 s, by `vllm bench serve`). "
+    "vLLM 0.26.0 was measured on one GPU of the same kind (2026-11-21; Llama-3.1-8B shape, bf16, "
+    "random weights, FA3, "
+    "full CUDA graphs, async scheduling, no prefix cache; open-loop Poisson, windows of 20 s, by "
+    "`vllm bench serve`). "
     "It is drawn per GPU, as if four of it scaled perfectly."
 )
-PHYSICS = {"chat": (40.0, 30.0), "code": (15.0, 12.0), "summarise": (2.9, 2.7), "summarise, smooth": (2.9, 2.4)}
+PHYSICS = {
+    "chat": (40.0, 30.0),
+    "code": (15.0, 12.0),
+    "summarise": (2.9, 2.7),
+    "summarise, smooth": (2.9, 2.4),
+}
 """Requests a second and GPU: about what the hardware allows, and the aim."""

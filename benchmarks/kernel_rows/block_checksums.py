@@ -1,7 +1,8 @@
-"""Checksums of blocks of Llama-3.1-8B (8 KV heads, blocks of 64 tokens): of one, as a sample has it, and of many.
+"""Checksums of blocks of Llama-3.1-8B (8 KV heads, blocks of 64 tokens): of one, as a sample has
+it, and of many.
 
-The limit is memory: each byte is read once. The bounded number of programs must read faster than a link brings KV
-(0.4 TB/s); what is beyond that is taken from the steps beside it.
+The limit is memory: each byte is read once. The bounded number of programs must read faster than a
+link brings KV (0.4 TB/s); what is beyond that is taken from the steps beside it.
 """
 
 from __future__ import annotations
@@ -54,4 +55,10 @@ def _measure(pool: torch.Tensor, count: int, programs: int = PROGRAMS, config: s
         for first in range(0, min(8, order.numel() // count) * count, count)
     ]
     work = f"{count} blocks of 8 MiB"
-    return Row("block_checksums", work, median_us(calls), bytes_moved=float(count * BLOCK_BYTES), config=config)
+    return Row(
+        "block_checksums",
+        work,
+        median_us(calls),
+        bytes_moved=float(count * BLOCK_BYTES),
+        config=config,
+    )

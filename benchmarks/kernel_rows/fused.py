@@ -1,7 +1,8 @@
-"""Rows of the element-wise kernels: norms, rotary embedding with KV write, activations, embedding; 8B shape, bf16.
+"""Rows of the element-wise kernels: norms, rotary embedding with KV write, activations, embedding;
+8B shape, bf16.
 
-At T = 1 and 32 everything stays in the L2 cache, as in a decode step, and the time is latency; at T = 8192 the inputs
-exceed the cache and the rate is that of device memory.
+At T = 1 and 32 everything stays in the L2 cache, as in a decode step, and the time is latency; at T
+= 8192 the inputs exceed the cache and the rate is that of device memory.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def sweep() -> Iterator[Row]:
         "rope_write fp8": [{"tile": tile} for tile in rope_tiles if tile[0] == 1],
         "silu_mul": [{"tile": tile} for tile in tiles],
         "relu": [{"tile": tile} for tile in tiles[1::2]],
-        "embed": [{"tile": tile} for tile in ((512, 1), (1024, 2), (1024, 4), (4096, 4), (4096, 8))],
+        "embed": [
+            {"tile": tile} for tile in ((512, 1), (1024, 2), (1024, 4), (4096, 4), (4096, 8))
+        ],
     }
     for name, options in tried.items():
         for tokens in (1, 256, 8192):
@@ -67,7 +70,13 @@ def sweep() -> Iterator[Row]:
                     us = median_us(calls, replays=5, min_ms=1.0)
                 except (TritonError, RuntimeError):
                     us = math.inf
-                yield Row(name, f"T {tokens}", us, moved, config=" ".join(f"{k}={v}" for k, v in option.items()))
+                yield Row(
+                    name,
+                    f"T {tokens}",
+                    us,
+                    moved,
+                    config=" ".join(f"{k}={v}" for k, v in option.items()),
+                )
 
 
 class _Bench:
@@ -92,34 +101,61 @@ class _Bench:
         """One tensor for each use and shape, filled once."""
         key = (use, dtype, *shape)
         if key not in self._made:
-            made = torch.empty(*shape, dtype=torch.bfloat16 if dtype == FP8 else dtype, device="cuda").normal_()
+            made = torch.empty(
+                *shape, dtype=torch.bfloat16 if dtype == FP8 else dtype, device="cuda"
+            ).normal_()
             self._made[key] = made.to(dtype)
         return self._made[key]
 
     def _norm(self, tokens: int, *, fp8: bool = False, **options: object) -> Work:
         moved, copies = tokens * H * (2 + 2 + 2 + (1 if fp8 else 2)), _copies(tokens * H * 8)
         x, residual = (self._normal(copies, tokens, H, use=use) for use in ("x", "residual"))
-        weight, scales = self._normal(H, use="weight"), torch.empty(tokens, 1, device="cuda") if fp8 else None
+        weight, scales = (
+            self._normal(H, use="weight"),
+            torch.empty(tokens, 1, device="cuda") if fp8 else None,
+        )
 
         def call(i: int) -> Callable[[], object]:
-            return lambda: rms_norm(x[i], weight, 1e-5, residual=residual[i], scales_out=scales, **options)  # type: ignore[arg-type]
+            return lambda: rms_norm(
+                x[i],
+                weight,
+                1e-5,
+                residual=residual[i],
+                scales_out=scales,
+                **options,  # type: ignore[arg-type]
+            )
 
         return [call(i) for i in range(copies)], moved
 
-    def _rope(self, tokens: int, *, fp8: bool = False, norm: bool = False, **options: object) -> Work:
+    def _rope(
+        self, tokens: int, *, fp8: bool = False, norm: bool = False, **options: object
+    ) -> Work:
         kv_bytes = HKV * ((D + 4) if fp8 else 2 * D)
         moved = tokens * ((2 * HQ + 2 * HKV) * D * 2 + 2 * kv_bytes + D * 4)
         copies = min(_copies(moved), LAYERS)
         qkv = self._normal(copies, tokens, (HQ + 2 * HKV) * D, use="qkv")
-        pool = self._normal(BLOCKS, HKV, LAYERS, 2, BLOCK_TOKENS, D, use="pool", dtype=FP8 if fp8 else torch.bfloat16)
-        scales = self._normal(BLOCKS, HKV, LAYERS, 2, BLOCK_TOKENS, use="scales", dtype=torch.float32)
+        pool = self._normal(
+            BLOCKS,
+            HKV,
+            LAYERS,
+            2,
+            BLOCK_TOKENS,
+            D,
+            use="pool",
+            dtype=FP8 if fp8 else torch.bfloat16,
+        )
+        scales = self._normal(
+            BLOCKS, HKV, LAYERS, 2, BLOCK_TOKENS, use="scales", dtype=torch.float32
+        )
         slots = torch.randperm(BLOCKS * BLOCK_TOKENS, device="cuda")[:tokens].int()
         blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         positions = torch.randint(POSITIONS, (tokens,), dtype=torch.int32, device="cuda")
         weight = self._normal(D, use="weight") if norm else None
 
         def call(i: int) -> Callable[[], object]:
-            key_scales, value_scales = (scales[:, :, i, 0], scales[:, :, i, 1]) if fp8 else (None, None)
+            key_scales, value_scales = (
+                (scales[:, :, i, 0], scales[:, :, i, 1]) if fp8 else (None, None)
+            )
             return lambda: rope_and_write(
                 qkv[i], positions, self._cos_sin, blocks, offsets, pool[:, :, i, 0], pool[:, :, i, 1],
                 num_heads=HQ, num_kv_heads=HKV, head_dim=D, q_norm=weight, k_norm=weight, eps=1e-6,
@@ -130,7 +166,10 @@ class _Bench:
 
     def _act(self, tokens: int, **options: object) -> Work:
         moved, copies = tokens * I * 6, _copies(tokens * I * 6)
-        gate_up, out = self._normal(copies, tokens, 2 * I, use="gate_up"), self._normal(copies, tokens, I, use="inner")
+        gate_up, out = (
+            self._normal(copies, tokens, 2 * I, use="gate_up"),
+            self._normal(copies, tokens, I, use="inner"),
+        )
 
         def call(i: int) -> Callable[[], object]:
             return lambda: act_and_mul(gate_up[i], "silu", out=out[i], **options)  # type: ignore[arg-type]
@@ -155,5 +194,7 @@ class _Bench:
 
 
 def _copies(input_bytes: int) -> int:
-    """Inputs to rotate over: several times the L2 cache where one is large, and a few where all fit it anyway."""
+    """Inputs to rotate over: several times the L2 cache where one is large, and a few where all fit
+    it anyway.
+    """
     return 16 if input_bytes < 1e6 else max(2, min(16, math.ceil(4 * L2_BYTES / input_bytes)))

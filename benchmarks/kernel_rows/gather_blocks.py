@@ -1,8 +1,8 @@
 """Gathering the blocks of a transfer, 512 MiB, from one pool into another on the same GPU.
 
-Between two GPUs the link is the limit, and the same bytes come over it. Here it is how much the bounded number of
-programs can move, read and written in one memory: more than NVLink brings (0.4 TB/s each way) is enough, and what is
-beyond that is taken from the decodes.
+Between two GPUs the link is the limit, and the same bytes come over it. Here it is how much the
+bounded number of programs can move, read and written in one memory: more than NVLink brings (0.4
+TB/s each way) is enough, and what is beyond that is taken from the decodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def sweep() -> Iterator[Row]:
         for programs in (8, 16, 32, PROGRAMS, 132, 264):
             for tile_bytes in (8 << 10, TILE_BYTES, 32 << 10):
                 yield _measure(
-                    pools, name, programs, tile_bytes, f"{programs} programs, tiles of {tile_bytes >> 10} KiB"
+                    pools,
+                    name,
+                    programs,
+                    tile_bytes,
+                    f"{programs} programs, tiles of {tile_bytes >> 10} KiB",
                 )
 
 
@@ -58,7 +62,8 @@ def _measure(
     calls = []
     for _ in range(2):
         source, target = (
-            torch.randperm(POOL_BYTES // block_bytes, device="cuda")[:count].to(torch.int32) for _ in range(2)
+            torch.randperm(POOL_BYTES // block_bytes, device="cuda")[:count].to(torch.int32)
+            for _ in range(2)
         )
         calls.append(
             partial(
@@ -73,5 +78,11 @@ def _measure(
                 tile_bytes=tile_bytes,
             )
         )
-    work = f"{count} blocks of {name}, {PROGRAMS} programs" if not config else f"{count} blocks of {name}"
-    return Row("gather_blocks", work, median_us(calls), bytes_moved=2.0 * TRANSFER_BYTES, config=config)
+    work = (
+        f"{count} blocks of {name}, {PROGRAMS} programs"
+        if not config
+        else f"{count} blocks of {name}"
+    )
+    return Row(
+        "gather_blocks", work, median_us(calls), bytes_moved=2.0 * TRANSFER_BYTES, config=config
+    )

@@ -1,7 +1,9 @@
-"""Low-rank adapters beside the linear layers of Llama-3.1-8B: what shrink and expand add to the layer's own product.
+"""Low-rank adapters beside the linear layers of Llama-3.1-8B: what shrink and expand add to the
+layer's own product.
 
-`none`: rows without adapters in a step that has some elsewhere; `one`: all rows of one; `eight`: as many rows of
-each of eight, side by side as a step has them. The limit is the adapters' matrices, and y read and written.
+`none`: rows without adapters in a step that has some elsewhere; `one`: all rows of one; `eight`: as
+many rows of each of eight, side by side as a step has them. The limit is the adapters' matrices,
+and y read and written.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ TILES = {
         for columns in (64, 128, 256)
         for warps in (2, 4)
     ],
-    4096: [LoraTiles(rows, split, columns, 4) for rows in (64, 128) for split in (1, 2) for columns in (64, 128, 256)],
+    4096: [
+        LoraTiles(rows, split, columns, 4)
+        for rows in (64, 128)
+        for split in (1, 2)
+        for columns in (64, 128, 256)
+    ],
 }
 
 
@@ -43,14 +50,30 @@ def _adapters(kind: str, tokens: int) -> torch.Tensor:
     return made.to(torch.int32).cuda()
 
 
-def _calls(shape: str, tokens: int, rank: int, kind: str, tiles: LoraTiles) -> list[Callable[[], object]]:
+def _calls(
+    shape: str, tokens: int, rank: int, kind: str, tiles: LoraTiles
+) -> list[Callable[[], object]]:
     k, widths = SHAPES[shape]
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device="cuda", dtype=torch.bfloat16) * 0.02
 
-    def call(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
-        expand(shrink(x, down, adapters, pdl=True, tiles=tiles), up, adapters, y, widths, pdl=True, tiles=tiles)
+    def call(
+        x: torch.Tensor,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        y: torch.Tensor,
+        adapters: torch.Tensor,
+    ) -> None:
+        expand(
+            shrink(x, down, adapters, pdl=True, tiles=tiles),
+            up,
+            adapters,
+            y,
+            widths,
+            pdl=True,
+            tiles=tiles,
+        )
 
     adapters = _adapters(kind, tokens)
     return [
@@ -77,10 +100,16 @@ def rows() -> Iterator[Row]:
     """The table, with the shipped tiles."""
     for shape, (k, _) in SHAPES.items():
         for tokens in TOKENS:
-            for rank, kind in (*((rank, kind) for rank in RANKS for kind in ("one", "eight")), (16, "none")):
+            for rank, kind in (
+                *((rank, kind) for rank in RANKS for kind in ("one", "eight")),
+                (16, "none"),
+            ):
                 took = median_us(_calls(shape, tokens, rank, kind, default_tiles(tokens, k)))
                 yield Row(
-                    "lora", f"{shape}, {tokens} tokens, rank {rank}, {kind}", took, _bytes(shape, tokens, rank, kind)
+                    "lora",
+                    f"{shape}, {tokens} tokens, rank {rank}, {kind}",
+                    took,
+                    _bytes(shape, tokens, rank, kind),
                 )
 
 
@@ -94,4 +123,6 @@ def sweep() -> Iterator[Row]:
                 except TritonError as why:
                     print(f"lora {shape} {tiles}: {why}")
                     continue
-                yield Row("lora", f"{shape}, {tokens} tokens, rank 16, eight", took, config=str(tiles))
+                yield Row(
+                    "lora", f"{shape}, {tokens} tokens, rank 16, eight", took, config=str(tiles)
+                )

@@ -1,7 +1,8 @@
-"""The mixture of experts of Mixtral-8x7B and of Qwen3-30B-A3B: the whole of it, and its two grouped products.
+"""The mixture of experts of Mixtral-8x7B and of Qwen3-30B-A3B: the whole of it, and its two grouped
+products.
 
-Random routing: every expert is as likely as another. The limit is the weights of the experts that are hit, read once,
-or from 4,096 tokens on the arithmetic.
+Random routing: every expert is as likely as another. The limit is the weights of the experts that
+are hit, read once, or from 4,096 tokens on the arithmetic.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def _layers(shape: Shape) -> list[Layer]:
         weight = torch.randn(shape.experts, rows, columns, device="cuda", dtype=torch.bfloat16)
         return weight.mul_(columns**-0.5)
 
-    return [Layer(random(2 * shape.inner, shape.hidden), random(shape.hidden, shape.inner)) for _ in range(2)]
+    return [
+        Layer(random(2 * shape.inner, shape.hidden), random(shape.hidden, shape.inner))
+        for _ in range(2)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,16 @@ def _inputs(shape: Shape, tokens: int, layers: list[Layer]) -> list[Input]:
 
 
 def _limits(shape: Shape, inputs: list[Input], matrices: int) -> tuple[float, float]:
-    """Bytes, operations of a call over `matrices` (of gate, up, down) of the experts that are hit; what limits it."""
+    """Bytes, operations of a call over `matrices` (of gate, up, down) of the experts that are hit;
+    what limits it.
+    """
     tokens = len(inputs[0].x)
     each = shape.hidden * shape.inner * matrices
     if tokens >= 4096:
         return 0.0, 2.0 * tokens * shape.top_k * each
-    hit = sum(len(set(one.logits.topk(shape.top_k).indices.flatten().tolist())) for one in inputs) / len(inputs)
+    hit = sum(
+        len(set(one.logits.topk(shape.top_k).indices.flatten().tolist())) for one in inputs
+    ) / len(inputs)
     return hit * each * BF16, 0.0
 
 
@@ -101,13 +109,25 @@ def _work(shape: Shape, tokens: int) -> str:
 
 def _whole(shape: Shape, one: Input, out: torch.Tensor) -> Callable[[], object]:
     return lambda: moe(
-        one.x, one.logits, one.layer.gate_up, one.layer.down, top_k=shape.top_k, renormalize=True, out=out, pdl=True
+        one.x,
+        one.logits,
+        one.layer.gate_up,
+        one.layer.down,
+        top_k=shape.top_k,
+        renormalize=True,
+        out=out,
+        pdl=True,
     )
 
 
 # Tile shapes tried, by rows of a tile: gate-up's, then down's.
-_SMALL = [Tiling(*t) for t in ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (16, 256, 4, 4), (64, 128, 8, 5))]
-_SMALL_DOWN = [Tiling(*t) for t in ((64, 128, 4, 4), (32, 256, 4, 3), (32, 128, 4, 4), (16, 256, 4, 4))]
+_SMALL = [
+    Tiling(*t)
+    for t in ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (16, 256, 4, 4), (64, 128, 8, 5))
+]
+_SMALL_DOWN = [
+    Tiling(*t) for t in ((64, 128, 4, 4), (32, 256, 4, 3), (32, 128, 4, 4), (16, 256, 4, 4))
+]
 _LARGE = [Tiling(128, 64, 8, 4, True), Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3, True)]
 _LARGE_DOWN = [Tiling(256, 64, 8, 4, True), Tiling(256, 64, 8, 4), Tiling(128, 64, 8, 4, True)]
 CANDIDATES: dict[int, tuple[list[Tiling], list[Tiling]]] = {
@@ -130,7 +150,12 @@ def sweep() -> Iterator[Row]:
             inputs = _inputs(shape, tokens, layers)
             shipped = _tilings(tokens * shape.top_k, shape.experts, inputs[0].x.device)[0]
             calls = [_sorting(shape, one, shipped) for one in inputs]
-            yield Row("moe route and sort", _work(shape, tokens), median_us(calls), config=f"rows {shipped}")
+            yield Row(
+                "moe route and sort",
+                _work(shape, tokens),
+                median_us(calls),
+                config=f"rows {shipped}",
+            )
             for tile_rows in ROWS_TRIED[tokens]:
                 yield from _products(shape, inputs, tile_rows)
         del layers, inputs, calls
@@ -149,15 +174,38 @@ def _products(shape: Shape, inputs: list[Input], tile_rows: int) -> Iterator[Row
 
     def gate_up(one: Input, mine: SortedPlaces, tiling: Tiling) -> None:
         _product(
-            one.x, one.layer.gate_up, gated, mine, tile_rows, tiling, places_per_row=shape.top_k, act="silu", pdl=False
+            one.x,
+            one.layer.gate_up,
+            gated,
+            mine,
+            tile_rows,
+            tiling,
+            places_per_row=shape.top_k,
+            act="silu",
+            pdl=False,
         )
 
     def down(one: Input, mine: SortedPlaces, tiling: Tiling) -> None:
-        _product(gated, one.layer.down, results, mine, tile_rows, tiling, places_per_row=1, act=None, pdl=False)
+        _product(
+            gated,
+            one.layer.down,
+            results,
+            mine,
+            tile_rows,
+            tiling,
+            places_per_row=1,
+            act=None,
+            pdl=False,
+        )
 
-    for product, matrices, tilings in zip((gate_up, down), (2, 1), CANDIDATES[tile_rows], strict=True):
+    for product, matrices, tilings in zip(
+        (gate_up, down), (2, 1), CANDIDATES[tile_rows], strict=True
+    ):
         for tiling in tilings:
-            calls = [partial(product, one, mine, tiling) for one, mine in zip(inputs, places, strict=True)]
+            calls = [
+                partial(product, one, mine, tiling)
+                for one, mine in zip(inputs, places, strict=True)
+            ]
             config = f"rows {tile_rows}, {tiling}"
             try:
                 took = median_us(calls)

@@ -1,7 +1,8 @@
-"""Rows of the paged decode kernel: one call per layer of a pool in the engine's own layout, over shuffled blocks.
+"""Rows of the paged decode kernel: one call per layer of a pool in the engine's own layout, over
+shuffled blocks.
 
-8B shape: 32 query heads, 8 KV heads of 128. The plan, made once per step, is timed in a row of its own. The bytes are
-those of keys and values (and fp8 scales), read once.
+8B shape: 32 query heads, 8 KV heads of 128. The plan, made once per step, is timed in a row of its
+own. The bytes are those of keys and values (and fp8 scales), read once.
 """
 
 from __future__ import annotations
@@ -75,13 +76,18 @@ def rows() -> Iterator[Row]:
     for work in (ONE, MEDIUM):
         yield _row(buffer, work, 64, False, pdl=True)
     for batch in (1, 256):
-        workspace, lengths = _workspace(batch), torch.full((batch,), 1000, dtype=torch.int32, device="cuda")
+        workspace, lengths = (
+            _workspace(batch),
+            torch.full((batch,), 1000, dtype=torch.int32, device="cuda"),
+        )
         us = median_us([lambda w=workspace, n=lengths: plan_decode(n, w, block_size=64)] * 8)  # type: ignore[misc]
         yield Row("plan_decode", f"b{batch}", us)
 
 
 def sweep() -> Iterator[Row]:
-    """Tiles, warps, stages, programs per SM; then for the shipped tile, how the plan cuts. Failures are left out."""
+    """Tiles, warps, stages, programs per SM; then for the shipped tile, how the plan cuts. Failures
+    are left out.
+    """
     buffer = _random_buffer()
     wide = [
         _Shape(32, 2, 4, 4), _Shape(32, 2, 3, 5), _Shape(32, 2, 3, 4), _Shape(32, 2, 5, 3), _Shape(32, 1, 4, 4),
@@ -105,7 +111,9 @@ def _tried(
         tiling = Tiling(shape.keys, shape.warps, shape.stages, registers)
         launch = (tiling, shape.per_sm * SMS_OF_H200)
         with ExitStack() as patches:
-            patches.enter_context(patch.object(decode_plan, "_launch_shape", lambda *_, launch=launch: launch))
+            patches.enter_context(
+                patch.object(decode_plan, "_launch_shape", lambda *_, launch=launch: launch)
+            )
             patches.enter_context(patch.object(decode_plan, "MAX_WAVES", shape.waves))
             patches.enter_context(patch.object(decode_plan, "WAVE_UNITS", shape.wave_units))
             try:
@@ -114,22 +122,42 @@ def _tried(
                 break
 
 
-def _row(buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool = False, config: str = "") -> Row:
+def _row(
+    buffer: torch.Tensor,
+    work: _Work,
+    block_size: int,
+    fp8: bool,
+    *,
+    pdl: bool = False,
+    config: str = "",
+) -> Row:
     calls = _calls(buffer, work, block_size, fp8, pdl=pdl)
     vector_bytes = HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM
     name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_size}{', pdl' if pdl else ''}"
-    return Row("paged_decode", name, median_us(calls), 2.0 * sum(work.lengths) * KV_HEADS * vector_bytes, config=config)
+    return Row(
+        "paged_decode",
+        name,
+        median_us(calls),
+        2.0 * sum(work.lengths) * KV_HEADS * vector_bytes,
+        config=config,
+    )
 
 
-def _calls(buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool) -> list[Callable[[], object]]:
+def _calls(
+    buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool
+) -> list[Callable[[], object]]:
     """One call per layer, all planned at once."""
     batch, counts = len(work.lengths), [-(-length // block_size) for length in work.lengths]
     owned = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
-    tables[owned] = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int() + 1
+    tables[owned] = (
+        torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int() + 1
+    )
     layers = _layers(buffer, sum(counts) + 1, work.layers, block_size, fp8)
     tables, lengths = tables.cuda(), torch.tensor(work.lengths, dtype=torch.int32, device="cuda")
-    fused = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    fused = torch.randn(
+        batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+    )
     query = fused[:, : HEADS * HEAD_DIM].view(batch, HEADS, HEAD_DIM)
     out, workspace = torch.empty_like(query), _workspace(batch, 1 if fp8 else 2)
     plan_decode(lengths, workspace, block_size=block_size)
@@ -149,7 +177,9 @@ def _calls(buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl
 def _layers(
     buffer: torch.Tensor, blocks: int, layers: int, block_size: int, fp8: bool
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """(keys, values, scales of keys, scales of values) of each layer of a pool that begins where the buffer does."""
+    """(keys, values, scales of keys, scales of values) of each layer of a pool that begins where
+    the buffer does.
+    """
     vectors = layers * 2 * block_size
     head_bytes = vectors * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
     raw = buffer[: blocks * KV_HEADS * head_bytes].view(blocks, KV_HEADS, head_bytes)
@@ -160,13 +190,20 @@ def _layers(
     numbers = raw[:, :, : vectors * HEAD_DIM].view(torch.float8_e4m3fn).view(*shape, HEAD_DIM)
     scales = raw[:, :, vectors * HEAD_DIM :].view(torch.float32).view(shape)
     return [
-        (numbers[:, :, layer, 0], numbers[:, :, layer, 1], scales[:, :, layer, 0], scales[:, :, layer, 1])
+        (
+            numbers[:, :, layer, 0],
+            numbers[:, :, layer, 1],
+            scales[:, :, layer, 0],
+            scales[:, :, layer, 1],
+        )
         for layer in range(layers)
     ]
 
 
 def _random_buffer() -> torch.Tensor:
-    """Random bytes that are finite numbers as bf16, as fp8 and as fp32: the highest bit of each exponent is zero."""
+    """Random bytes that are finite numbers as bf16, as fp8 and as fp32: the highest bit of each
+    exponent is zero.
+    """
     buffer = torch.empty(POOL_BYTES // 4, dtype=torch.int32, device="cuda")
     buffer.random_(-(2**31), 2**31).bitwise_and_(0xBFBFBFBF - 2**32)
     return buffer.view(torch.uint8)

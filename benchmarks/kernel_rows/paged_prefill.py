@@ -1,4 +1,6 @@
-"""Paged prefill attention, Llama-3.1-8B shape: prompts, short ones in company, a chunk behind a prefix, decodes."""
+"""Paged prefill attention, Llama-3.1-8B shape: prompts, short ones in company, a chunk behind a
+prefix, decodes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["rows", "sweep"]
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
-# Layers of the pool, used in turn: no call finds its keys in the L2 cache because the call before read the same ones.
+# Layers of the pool, used in turn: no call finds its keys in the L2 cache because the call before
+# read the same ones.
 LAYERS = 4
 # (tokens, tokens cached before) of each sequence
 WORKS = {
@@ -43,7 +46,8 @@ HOPPER_SHAPES = [
     HopperShape(strip=64, slots=4, take_turns=False),
 ]
 PORTABLE_SHAPES = [
-    LaunchShape(strip, warps, stages) for strip, warps, stages in itertools.product((64, 128), (4, 8), (2, 3))
+    LaunchShape(strip, warps, stages)
+    for strip, warps, stages in itertools.product((64, 128), (4, 8), (2, 3))
 ]
 
 
@@ -95,7 +99,9 @@ def _step(work: str, block_size: int) -> Step:
         query=query,
         pool=torch.randn(shape, dtype=dtype, device=device, generator=generator),
         block_tables=order.view(len(lens), width).int(),
-        query_starts=torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device),
+        query_starts=torch.tensor(
+            np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device
+        ),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         tiles=torch.from_numpy(tiles).to(device),
         out=torch.empty_like(query),
@@ -116,7 +122,9 @@ def rows() -> Iterator[Row]:
 
 
 def sweep() -> Iterator[Row]:
-    """Launch shapes of both kernels; one that does not fit the GPU is left out, with its error as the config."""
+    """Launch shapes of both kernels; one that does not fit the GPU is left out, with its error as
+    the config.
+    """
     for work, block_size in (("1 x 4k", 64), ("1 x 16k", 16)):
         step = _step(work, block_size)
         name = _work_name(work, block_size)

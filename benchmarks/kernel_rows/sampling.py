@@ -1,4 +1,5 @@
-"""Sampling: logits bf16 [rows, 128256] -> tokens, as the GpuSampler launches it. The limit is to read the logits once.
+"""Sampling: logits bf16 [rows, 128256] -> tokens, as the GpuSampler launches it. The limit is to
+read the logits once.
 
 Few rows fit in the L2 cache, where the product that makes them leaves them: here as in the engine.
 """
@@ -40,7 +41,9 @@ def rows() -> Iterator[Row]:
 
 
 def sweep() -> Iterator[Row]:
-    """Dependent launch; warps and tiles of the passes over all logits; what one pass of the search for top-p does."""
+    """Dependent launch; warps and tiles of the passes over all logits; what one pass of the search
+    for top-p does.
+    """
     for work in WORKS:
         for pdl in (False, True):
             yield from _try(work, 1, f"pdl {pdl}", pdl=pdl)
@@ -48,19 +51,26 @@ def sweep() -> Iterator[Row]:
         for num_warps in (1, 2, 4):
             for tiles in (1, 2, 4, 8):
                 config = f"num_warps {num_warps}, tiles per program {tiles}"
-                yield from _try("temperature", count, config, num_warps=num_warps, tiles_per_program=tiles)
+                yield from _try(
+                    "temperature", count, config, num_warps=num_warps, tiles_per_program=tiles
+                )
     for count in (1, 256):
         for tiles in (2, 4, 8):
             for pivots, passes in ((4, 4), (8, 3), (16, 2)):
                 config = f"{tiles} tiles per split, {pivots} pivots, {passes} passes"
-                with patch.multiple(sampling_floors, _TILES_PER_SPLIT=tiles, _PIVOTS=pivots, _PASSES=passes):
+                with patch.multiple(
+                    sampling_floors, _TILES_PER_SPLIT=tiles, _PIVOTS=pivots, _PASSES=passes
+                ):
                     yield from _try("top-p 0.95, flat logits", count, config)
 
 
 def _try(work: str, count: int, config: str, **options: Any) -> Iterator[Row]:
     try:
         yield _measure(work, count, config, **options)
-    except (TritonError, torch.OutOfMemoryError) as why:  # that a configuration does not fit is a result too
+    except (
+        TritonError,
+        torch.OutOfMemoryError,
+    ) as why:  # that a configuration does not fit is a result too
         print(f"sampling, {work}, {count} rows, {config}: {why}")
 
 
@@ -81,4 +91,6 @@ def _measure(work: str, count: int, config: str = "", **options: Any) -> Row:
 
     options |= {"cut": cut, "adjusted": adjusted}
     us = median_us([partial(sample, logits, slots, tables, **options) for logits in inputs])
-    return Row("sampling", f"{count} rows, {work}", us, bytes_moved=count * VOCAB * 2.0, config=config)
+    return Row(
+        "sampling", f"{count} rows, {work}", us, bytes_moved=count * VOCAB * 2.0, config=config
+    )

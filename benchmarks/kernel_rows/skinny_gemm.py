@@ -1,7 +1,9 @@
-"""Linear layers of the 8B shape: skinny products against cuBLAS, 32 layers in a row, batch-invariant, fp8 weights.
+"""Linear layers of the 8B shape: skinny products against cuBLAS, 32 layers in a row,
+batch-invariant, fp8 weights.
 
-Weights are rotated over eight copies (as the layers of a model are), so none is found in L2. The number that matters is
-the chain: 32 layers of qkv, o, gate-up and down with their norms, residuals and activation in one CUDA graph, 13.96 GB.
+Weights are rotated over eight copies (as the layers of a model are), so none is found in L2. The
+number that matters is the chain: 32 layers of qkv, o, gate-up and down with their norms, residuals
+and activation in one CUDA graph, 13.96 GB.
 """
 
 from __future__ import annotations
@@ -20,8 +22,23 @@ from kernels.fp8_linear import Fp8Linear, quantize_rows, quantize_weight
 from kernels.fused_act import act_and_mul
 from kernels.fused_norm import rms_norm
 from kernels.gpu_linear import GpuLinear
-from kernels.invariant_gemm import FEW_OUTPUTS, FEW_ROWS, MANY_ROWS, MIDDLE, InvariantTile, invariant_linear
-from kernels.skinny_gemm import MAX_ROWS, Activation, RingTile, TensorTile, Tile, VectorTile, skinny_linear
+from kernels.invariant_gemm import (
+    FEW_OUTPUTS,
+    FEW_ROWS,
+    MANY_ROWS,
+    MIDDLE,
+    InvariantTile,
+    invariant_linear,
+)
+from kernels.skinny_gemm import (
+    MAX_ROWS,
+    Activation,
+    RingTile,
+    TensorTile,
+    Tile,
+    VectorTile,
+    skinny_linear,
+)
 
 EPS = 1e-5
 COPIES = 8
@@ -54,7 +71,9 @@ def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
     for m in (1, 8, 16, 32, 64, 128, 256):
         x, out = _random(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         act = torch.empty(m, n // 2, dtype=torch.bfloat16, device="cuda")
-        calls: dict[str, list[Call]] = {"cublas": [partial(torch.mm, x, w.T, out=out) for w in weights]}
+        calls: dict[str, list[Call]] = {
+            "cublas": [partial(torch.mm, x, w.T, out=out) for w in weights]
+        }
         if m <= MAX_ROWS:
             calls["skinny pdl"] = [partial(skinny_linear, x, w, out=out, pdl=True) for w in weights]
         if name == "gate_up":
@@ -64,19 +83,36 @@ def _product_rows(name: str, n: int, k: int) -> Iterator[Row]:
                     partial(skinny_linear, x, w, gate="silu", out=act, pdl=True) for w in weights
                 ]
         for kernel, of_kernel in calls.items():
-            moved = 2.0 * (n * k + m * k + (act if "act" in kernel or "gate" in kernel else out).numel())
-            yield Row(kernel, f"{name} {n}x{k} m{m}", median_us(of_kernel), bytes_moved=moved, flop=2.0 * m * n * k)
+            moved = 2.0 * (
+                n * k + m * k + (act if "act" in kernel or "gate" in kernel else out).numel()
+            )
+            yield Row(
+                kernel,
+                f"{name} {n}x{k} m{m}",
+                median_us(of_kernel),
+                bytes_moved=moved,
+                flop=2.0 * m * n * k,
+            )
 
 
-def _cublas_and_act(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> None:
+def _cublas_and_act(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, act: torch.Tensor
+) -> None:
     act_and_mul(torch.mm(x, weight.T, out=out), "silu", out=act)
 
 
 def _chain_rows() -> Iterator[Row]:
-    """A decode step without attention and lm_head: at 4.27 TB/s at least 3.27 ms, with fp8 weights half."""
-    layers = [{name: _random(n, k, scale=k**-0.5) for name, (n, k) in SHAPES.items()} for _ in range(LAYERS)]
+    """A decode step without attention and lm_head: at 4.27 TB/s at least 3.27 ms, with fp8 weights
+    half.
+    """
+    layers = [
+        {name: _random(n, k, scale=k**-0.5) for name, (n, k) in SHAPES.items()}
+        for _ in range(LAYERS)
+    ]
     linears = [{name: GpuLinear(weight) for name, weight in layer.items()} for layer in layers]
-    quantized = [{name: Fp8Linear.quantized(weight) for name, weight in layer.items()} for layer in layers]
+    quantized = [
+        {name: Fp8Linear.quantized(weight) for name, weight in layer.items()} for layer in layers
+    ]
     norm_weight = _random(4096)
     moved = 2.0 * LAYERS * sum(n * k for n, k in SHAPES.values())
 
@@ -84,7 +120,9 @@ def _chain_rows() -> Iterator[Row]:
         for layer in layers:
             qkv = torch.mm(rms_norm(hidden, norm_weight, EPS), layer["qkv"].T)
             torch.addmm(hidden, qkv[:, :4096], layer["o"].T, out=hidden)
-            act = act_and_mul(torch.mm(rms_norm(hidden, norm_weight, EPS), layer["gate_up"].T), "silu")
+            act = act_and_mul(
+                torch.mm(rms_norm(hidden, norm_weight, EPS), layer["gate_up"].T), "silu"
+            )
             torch.addmm(hidden, act, layer["down"].T, out=hidden)
 
     def chain(hidden: torch.Tensor, of_layers: list[dict[str, Any]], pdl: bool) -> None:
@@ -104,7 +142,13 @@ def _chain_rows() -> Iterator[Row]:
         if m in (1, 32, 128):
             chains["Fp8Linear, pdl"] = (partial(chain, hidden, quantized, pdl=True), moved / 2)
         for config, (call, read) in chains.items():
-            yield Row("linear chain", f"32 layers m{m}", median_us([call]), bytes_moved=read, config=config)
+            yield Row(
+                "linear chain",
+                f"32 layers m{m}",
+                median_us([call]),
+                bytes_moved=read,
+                config=config,
+            )
 
 
 def _invariant_rows() -> Iterator[Row]:
@@ -118,11 +162,19 @@ def _invariant_rows() -> Iterator[Row]:
             }
             for kernel, of_kernel in calls.items():
                 moved = 2.0 * (n * k + m * k + m * n)
-                yield Row(kernel, f"{name} {n}x{k} m{m}", median_us(of_kernel), bytes_moved=moved, flop=2.0 * m * n * k)
+                yield Row(
+                    kernel,
+                    f"{name} {n}x{k} m{m}",
+                    median_us(of_kernel),
+                    bytes_moved=moved,
+                    flop=2.0 * m * n * k,
+                )
 
 
 def _fp8_rows() -> Iterator[Row]:
-    """fp8 weights; bytes_moved counts them as what they are, half of bf16. "Fp8Linear": with the launch that does x."""
+    """fp8 weights; bytes_moved counts them as what they are, half of bf16. "Fp8Linear": with the
+    launch that does x.
+    """
     for name, (n, k) in SHAPES.items():
         linears = [Fp8Linear(*quantize_weight(weight)) for weight in _weights(n, k)]
         for m in (1, 8, 32, 64, 128, 512, 4096):
@@ -133,20 +185,37 @@ def _fp8_rows() -> Iterator[Row]:
             if m == 1:
                 calls["fp8 vector pdl"] = [_skinny_call(x, f, None, out) for f in linears]
             if m <= MAX_ROWS:
-                calls["fp8 tile pdl"] = [_skinny_call(x, f, None, out, rows=(x8, scales)) for f in linears]
+                calls["fp8 tile pdl"] = [
+                    _skinny_call(x, f, None, out, rows=(x8, scales)) for f in linears
+                ]
             if m > 1:
                 for fast in (False, True):
                     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
                     calls[f"_scaled_mm{' fast' if fast else ''}"] = [
-                        partial(torch._scaled_mm, x8, f.weight.T, scale_a=scales, scale_b=f.scale[None, :], **options)
+                        partial(
+                            torch._scaled_mm,
+                            x8,
+                            f.weight.T,
+                            scale_a=scales,
+                            scale_b=f.scale[None, :],
+                            **options,
+                        )
                         for f in linears
                     ]
                 calls["Fp8Linear"] = [partial(f, x, out=out, pdl=True) for f in linears]
             if name == "gate_up":
-                calls["Fp8Linear gate pdl"] = [partial(f.gated, x, "silu", out=act, pdl=True) for f in linears]
+                calls["Fp8Linear gate pdl"] = [
+                    partial(f.gated, x, "silu", out=act, pdl=True) for f in linears
+                ]
             for kernel, of_kernel in calls.items():
                 moved = n * k + 2.0 * (m * k + (act if "gate" in kernel else out).numel())
-                yield Row(kernel, f"{name} {n}x{k} m{m}", median_us(of_kernel), bytes_moved=moved, flop=2.0 * m * n * k)
+                yield Row(
+                    kernel,
+                    f"{name} {n}x{k} m{m}",
+                    median_us(of_kernel),
+                    bytes_moved=moved,
+                    flop=2.0 * m * n * k,
+                )
 
 
 def _skinny_call(
@@ -159,14 +228,21 @@ def _skinny_call(
     tile: Tile | None = None,
 ) -> Call:
     """The product of one row as it is, or of fp8 `rows` with their scales."""
-    options: dict[str, Any] = {"weight_scale": linear.scale, "gate": gate, "out": out, "pdl": True, "tile": tile}
+    options: dict[str, Any] = {
+        "weight_scale": linear.scale,
+        "gate": gate,
+        "out": out,
+        "pdl": True,
+        "tile": tile,
+    }
     if rows is None:
         return partial(skinny_linear, x, linear.weight, **options)
     return partial(skinny_linear, rows[0], linear.weight, x_scale=rows[1], **options)
 
 
-# Sweep: what is tried, what lost before is not. Each tile is compiled once per K and gate, by worker processes, before
-# any time is taken. Tiles stand under the most rows of x that their BM serves; `_ROWS` says which number is timed.
+# Sweep: what is tried, what lost before is not. Each tile is compiled once per K and gate, by
+# worker processes, before any time is taken. Tiles stand under the most rows of x that their BM
+# serves; `_ROWS` says which number is timed.
 
 _ROWS = {1: 1, 16: 8, 32: 32, 64: 64, 128: 128}
 Tiles = dict[int, list[Tile]]
@@ -195,19 +271,28 @@ _PLAIN: Tiles = {
         *_tensor((64, 256, 4, 3, (2,)), (64, 128, 4, 5, (4,))),
         *_ring((96, 2, 12), (96, 2, 6), (192, 4, 6), (128, 4, 12), (128, 4, 6), (64, 2, 12)),
     ],
-    32: [*_tensor((64, 128, 4, 4, (-4,))), *_ring((96, 2, 11), (96, 2, 5), (128, 4, 10), (64, 2, 18), (64, 2, 9))],
+    32: [
+        *_tensor((64, 128, 4, 4, (-4,))),
+        *_ring((96, 2, 11), (96, 2, 5), (128, 4, 10), (64, 2, 18), (64, 2, 9)),
+    ],
     64: [*_tensor((64, 64, 4, 5, (-4,))), *_ring((96, 2, 9), (96, 2, 4), (64, 2, 14), (64, 2, 7))],
     128: _tensor((64, 64, 4, 4, (4, 2)), (128, 64, 8, 5, (2,))),
 }
 _GATED: Tiles = {
     1: _vector((1, 1024, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8)),
-    16: [TensorTile(32, 128, tma=True, prefetch=0), *_ring((112, 1, 6), (112, 1, 12), (224, 1, 6), (128, 1, 6))],
-    32: [*_tensor((64, 128, 4, 3, (1,))), *_ring((112, 1, 5), (112, 1, 10), (224, 1, 6), (128, 1, 5))],
+    16: [
+        TensorTile(32, 128, tma=True, prefetch=0),
+        *_ring((112, 1, 6), (112, 1, 12), (224, 1, 6), (128, 1, 6)),
+    ],
+    32: [
+        *_tensor((64, 128, 4, 3, (1,))),
+        *_ring((112, 1, 5), (112, 1, 10), (224, 1, 6), (128, 1, 5)),
+    ],
     64: [*_tensor((128, 64, 8, 4, (1,))), *_ring((112, 1, 4), (112, 1, 9), (224, 1, 5))],
     128: _tensor((128, 64, 8, 4, (1,)), (64, 64, 8, 3, (1,))),
 }
-# Tiles of 32 weight rows do not fill a wgmma: they would be widened to fp16. 128 of them need 8 warps, or each wgmma
-# is waited for.
+# Tiles of 32 weight rows do not fill a wgmma: they would be widened to fp16. 128 of them need 8
+# warps, or each wgmma is waited for.
 _FP8_PLAIN: Tiles = {
     1: _vector(
         (1, 4096, 4), (2, 2048, 4), (2, 4096, 4), (2, 4096, 8), (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 1024, 4)
@@ -223,7 +308,12 @@ _FP8_PLAIN: Tiles = {
 _FP8_GATED: Tiles = {
     1: _vector((1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 2048, 8), (2, 4096, 8), (4, 2048, 8)),
     16: [
-        *_tensor((64, 256, 4, 3, (1, -1)), (64, 128, 4, 5, (1,)), (64, 128, 4, 3, (1,)), (128, 128, 8, 4, (1,))),
+        *_tensor(
+            (64, 256, 4, 3, (1, -1)),
+            (64, 128, 4, 5, (1,)),
+            (64, 128, 4, 3, (1,)),
+            (128, 128, 8, 4, (1,)),
+        ),
         TensorTile(64, 256, 4, 3, tma=True, prefetch=0),
     ],
     32: _tensor((64, 128, 4, 5, (1,)), (64, 128, 4, 3, (1,)), (128, 128, 8, 4, (1,))),
@@ -245,9 +335,13 @@ class Job:
 
 
 def sweep() -> Iterator[Row]:
-    """Tile shapes of the skinny products with bf16 and with fp8 weights, and of the invariant ones at 256 rows."""
+    """Tile shapes of the skinny products with bf16 and with fp8 weights, and of the invariant ones
+    at 256 rows.
+    """
     jobs = [*_skinny_jobs(fp8=False), *_skinny_jobs(fp8=True)]
-    yield from _best_at_the_end(_sweep([*jobs, *(Job(k, 256, tile) for tile in _INVARIANT for k in (4096, 14336))]))
+    yield from _best_at_the_end(
+        _sweep([*jobs, *(Job(k, 256, tile) for tile in _INVARIANT for k in (4096, 14336))])
+    )
 
 
 def _best_at_the_end(measured: Iterator[Row]) -> Iterator[Row]:
@@ -283,14 +377,31 @@ def _sweep(jobs: list[Job]) -> Iterator[Row]:
         quantized = [Fp8Linear(*quantize_weight(weight)) for weight in weights]
         for job in (job for job, why in fails.items() if why is None and job.k == k):
             if isinstance(job.tile, InvariantTile) or job.gated == (name == "gate_up"):
-                calls = [_call(job, *pair, _random(job.rows, k)) for pair in zip(weights, quantized, strict=True)]
-                kind = "invariant" if isinstance(job.tile, InvariantTile) else "fp8" if job.fp8 else "bf16"
+                calls = [
+                    _call(job, *pair, _random(job.rows, k))
+                    for pair in zip(weights, quantized, strict=True)
+                ]
+                kind = (
+                    "invariant"
+                    if isinstance(job.tile, InvariantTile)
+                    else "fp8"
+                    if job.fp8
+                    else "bf16"
+                )
                 moved = (1.0 if job.fp8 else 2.0) * n * k
-                yield Row(kind, f"{kind} {name} m{job.rows}", median_us(calls), bytes_moved=moved, config=str(job.tile))
+                yield Row(
+                    kind,
+                    f"{kind} {name} m{job.rows}",
+                    median_us(calls),
+                    bytes_moved=moved,
+                    config=str(job.tile),
+                )
 
 
 def _call(job: Job, weight: torch.Tensor, quantized: Fp8Linear, x: torch.Tensor) -> Call:
-    out = torch.empty(job.rows, len(weight) // (2 if job.gated else 1), dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(
+        job.rows, len(weight) // (2 if job.gated else 1), dtype=torch.bfloat16, device="cuda"
+    )
     gate: Activation | None = "silu" if job.gated else None
     if isinstance(job.tile, InvariantTile):
         return partial(invariant_linear, x, weight, out=out, tile=job.tile)
@@ -301,7 +412,9 @@ def _call(job: Job, weight: torch.Tensor, quantized: Fp8Linear, x: torch.Tensor)
 
 
 def _compile(job: Job) -> str | None:
-    """In a worker process: run a job's kernel on a small weight, which fills Triton's cache on disk. Why it failed."""
+    """In a worker process: run a job's kernel on a small weight, which fills Triton's cache on
+    disk. Why it failed.
+    """
     weight = _random(1024, job.k)
     try:
         _call(job, weight, Fp8Linear(*quantize_weight(weight)), _random(job.rows, job.k))()

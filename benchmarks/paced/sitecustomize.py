@@ -1,7 +1,9 @@
-"""Has the engine processes below take as long for each step as a rate card says, whatever their model.
+"""Has the engine processes below take as long for each step as a rate card says, whatever their
+model.
 
-For `python -m benchmarks.reality --paced`, which puts this folder into PYTHONPATH: Python imports a module of this name
-at its start. In all other processes it does nothing. The model is computed, too, and the rest of the time is slept.
+For `python -m benchmarks.reality --paced`, which puts this folder into PYTHONPATH: Python imports a
+module of this name at its start. In all other processes it does nothing. The model is computed,
+too, and the rest of the time is slept.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """kvrelay beside vLLM on the same GPUs, by vLLM's own client.
 
-    python -m benchmarks.peer side --out peer-side                        # a node of each, at the same time
-    python -m benchmarks.peer goodput --out peer                          # two GPUs in four ways: requests in time
-    python -m benchmarks.peer goodput --out peer --work mix-20-1-0 --work burst-20-1-0
-    python -m benchmarks.peer goodput --out peer --work trace --trace mooncake_conversation.jsonl.gz
-    python -m benchmarks.peer closed --out peer-closed                    # 32 clients that never pause
-    python -m benchmarks.peer table peer
+    python -m benchmarks.peer side --out peer-side                        # a node of each, at the
+    same time python -m benchmarks.peer goodput --out peer                          # two GPUs in
+    four ways: requests in time python -m benchmarks.peer goodput --out peer --work mix-20-1-0
+    --work burst-20-1-0 python -m benchmarks.peer goodput --out peer --work trace --trace
+    mooncake_conversation.jsonl.gz python -m benchmarks.peer closed --out peer-closed
+    # 32 clients that never pause python -m benchmarks.peer table peer
 
-What is in the folder is not measured again: run the same command until it ends with 0. README.md says what is compared.
+What is in the folder is not measured again: run the same command until it ends with 0. README.md
+says what is compared.
 """
 
 from __future__ import annotations
@@ -64,13 +65,17 @@ class _OutOfTime(Exception):
 class _Course:
     """A run of a command."""
 
-    def __init__(self, asked: argparse.Namespace, servers: Servers, setting: Setting, scratch: Path) -> None:
+    def __init__(
+        self, asked: argparse.Namespace, servers: Servers, setting: Setting, scratch: Path
+    ) -> None:
         self._asked, self._servers, self._setting, self._scratch = asked, servers, setting, scratch
         self._until = time.monotonic() + asked.for_s
         self._run = datetime.now(UTC).isoformat()
 
     def run(self, rows: Sequence[Row]) -> None:
-        """Measure all rows, then those again whose arms are close. Raises _OutOfTime, RuntimeError and ConfigError."""
+        """Measure all rows, then those again whose arms are close. Raises _OutOfTime, RuntimeError
+        and ConfigError.
+        """
         for row in rows:
             self._measure(row)
         for row in close_rows(rows, read_cells([self._asked.out]), self._asked.again_within):
@@ -79,11 +84,18 @@ class _Course:
     def _measure(self, row: Row) -> None:
         loads = self._loads(row)
         done = read_cells([self._asked.out])
-        arms = [arm for arm in self._asked.arms if (row, arm.name) not in done and can_ask(arm, loads[-1])]
+        arms = [
+            arm
+            for arm in self._asked.arms
+            if (row, arm.name) not in done and can_ask(arm, loads[-1])
+        ]
         order = batches(row, arms, self._servers.stage, at_once=self._asked.at_once)
         needed = needed_s(order, self._servers.stage, sum(load.window_s for load in loads))
         if order and time.monotonic() + needed > self._until:
-            raise _OutOfTime(f"{row.name} by {', '.join(arm.name for arm in arms)} takes about {needed:.0f} s more")
+            raise _OutOfTime(
+                f"{row.name} by {', '.join(arm.name for arm in arms)} takes about {needed:.0f} s "
+                f"more"
+            )
         for batch in order:
             self._batch(row, loads, batch)
 
@@ -94,8 +106,13 @@ class _Course:
         asked = self._asked
         parts = [(row.after, _BEFORE_FACTOR, _BEFORE_S, 1)] if row.after else []
         return [
-            work_named(name, asked.limit).load(factor, row.seed, seconds, least, asked.max_model_len, asked.trace)
-            for name, factor, seconds, least in [*parts, (row.work, row.factor, asked.seconds, asked.requests)]
+            work_named(name, asked.limit).load(
+                factor, row.seed, seconds, least, asked.max_model_len, asked.trace
+            )
+            for name, factor, seconds, least in [
+                *parts,
+                (row.work, row.factor, asked.seconds, asked.requests),
+            ]
         ]
 
     def _batch(self, row: Row, loads: Sequence[Load], batch: Batch) -> None:
@@ -103,11 +120,15 @@ class _Course:
         left = iter(self._servers.urls)
         with ExitStack() as kept:
             urls = [
-                kept.enter_context(self._servers.behind_router(arm, [next(left) for _ in arm.servers]))
+                kept.enter_context(
+                    self._servers.behind_router(arm, [next(left) for _ in arm.servers])
+                )
                 for arm in batch.arms
             ]
             for load in loads:
-                told = [load.targets.headers if arm.tells and load.targets else [] for arm in batch.arms]
+                told = [
+                    load.targets.headers if arm.tells and load.targets else [] for arm in batch.arms
+                ]
                 asks = [Ask(*each) for each in zip(urls, [load] * len(urls), told, strict=True)]
                 # Nodes that keep prefixes must not know the texts of the arm before.
                 texts = zlib.crc32(f"{row.name} {batch.arms}".encode())
@@ -119,12 +140,16 @@ class _Course:
 
 
 def can_ask(arm: Arm, load: Load) -> bool:
-    """Tell whether the arm suits the load: targets that differ from request to request cannot be told."""
+    """Tell whether the arm suits the load: targets that differ from request to request cannot be
+    told.
+    """
     return not arm.tells or bool(load.targets and load.targets.headers)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line. Code 0: all is measured; 1: something failed; 2: wrong words; 3: run it again."""
+    """Run the command line. Code 0: all is measured; 1: something failed; 2: wrong words; 3: run it
+    again.
+    """
     asked = _arguments(words)
     try:
         if asked.command == "table":
@@ -160,7 +185,9 @@ def _measured(asked: argparse.Namespace) -> int:
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.peer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("side", "goodput", "closed"):
@@ -180,7 +207,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         if asked.gpus and len(asked.gpus) < most:
             raise ConfigError(f"--gpus={','.join(asked.gpus)} are too few for {most} servers")
         if any(asked.processes % len(arm.servers) for arm in asked.arms if arm.router is None):
-            raise ConfigError("--processes must be a multiple of the servers that are asked in turn")
+            raise ConfigError(
+                "--processes must be a multiple of the servers that are asked in turn"
+            )
     except KeyError as name:
         parser.error(f"there is no arm {name}; there are {', '.join(ARMS)}")
     except (ConfigError, ValueError) as why:
@@ -191,25 +220,45 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def _add_common(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the cells")
     parser.add_argument("--arms", default=_ARMS[name], help=f"some of {', '.join(ARMS)}")
-    parser.add_argument("--gpus", default="0,1", help="one for each server, in order; empty: as they come")
+    parser.add_argument(
+        "--gpus", default="0,1", help="one for each server, in order; empty: as they come"
+    )
     parser.add_argument("--vllm", default="vllm", help="the command of vLLM's own environment")
     parser.add_argument("--vllm-flag", action="append", default=[], help="of each server of vLLM")
-    parser.add_argument("--kvrelay-flag", action="append", default=[], help="of each node of kvrelay")
+    parser.add_argument(
+        "--kvrelay-flag", action="append", default=[], help="of each node of kvrelay"
+    )
     parser.add_argument("--model", type=Path, default=_SHAPE, help="a config.json")
     parser.add_argument("--max-model-len", type=int, default=16_384)
-    parser.add_argument("--processes", type=int, default=_PROCESSES[name], help="of the client, for each arm")
-    parser.add_argument("--for-s", type=float, default=570.0, help="no row begins that would not end within it")
+    parser.add_argument(
+        "--processes", type=int, default=_PROCESSES[name], help="of the client, for each arm"
+    )
+    parser.add_argument(
+        "--for-s", type=float, default=570.0, help="no row begins that would not end within it"
+    )
     parser.set_defaults(again_within=-1.0)
     if name != "goodput":
-        parser.add_argument("--row", action="append", help=f"in:out:clients; {' '.join(_CLOSED_ROWS[name])}")
+        parser.add_argument(
+            "--row", action="append", help=f"in:out:clients; {' '.join(_CLOSED_ROWS[name])}"
+        )
         return
-    parser.add_argument("--work", action="append", help="chat, code, summarise, mix-A-B-C, burst-A-B-C or trace")
+    parser.add_argument(
+        "--work", action="append", help="chat, code, summarise, mix-A-B-C, burst-A-B-C or trace"
+    )
     parser.add_argument("--factors", help="multiples of the work's rate, with commas")
-    parser.add_argument("--limit", action="append", default=[], help="WORK=RATE: requests a second at a factor of 1")
-    parser.add_argument("--after", default="", help="a work that each new router sees before, for 15 s")
-    parser.add_argument("--again-within", type=float, default=4.0, help="points; such rows are measured three times")
+    parser.add_argument(
+        "--limit", action="append", default=[], help="WORK=RATE: requests a second at a factor of 1"
+    )
+    parser.add_argument(
+        "--after", default="", help="a work that each new router sees before, for 15 s"
+    )
+    parser.add_argument(
+        "--again-within", type=float, default=4.0, help="points; such rows are measured three times"
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="of each cell, at least")
-    parser.add_argument("--requests", type=int, help="of each cell, at least; 400, of summarise 150")
+    parser.add_argument(
+        "--requests", type=int, help="of each cell, at least; 400, of summarise 150"
+    )
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's format")
 
 
@@ -226,7 +275,11 @@ def _rows(asked: argparse.Namespace) -> list[Row]:
     if asked.after:
         work_named(asked.after)
     factors = [float(factor) for factor in asked.factors.split(",")] if asked.factors else None
-    return [Row(work.name, factor, after=asked.after) for work in works for factor in factors or work.factors]
+    return [
+        Row(work.name, factor, after=asked.after)
+        for work in works
+        for factor in factors or work.factors
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Ways to serve, as values and command lines: which servers, and which router in front of them. Starts nothing."""
+"""Ways to serve, as values and command lines: which servers, and which router in front of them.
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,13 @@ def server_command(kind: Kind, port: int, setting: Setting, *, caching: bool) ->
 def router_command(arm: Arm, urls: Sequence[str], port: int) -> list[str]:
     """Name the words that start the router of an arm; the first server is its prefill node."""
     prefill, decode = urls
-    return [*_kvrelay("router"), f"--prefill={prefill}", f"--decode={decode}", f"--port={port}", *(arm.router or ())]
+    return [
+        *_kvrelay("router"),
+        f"--prefill={prefill}",
+        f"--decode={decode}",
+        f"--port={port}",
+        *(arm.router or ()),
+    ]
 
 
 def _kvrelay(command: str) -> list[str]:

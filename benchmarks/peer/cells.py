@@ -1,6 +1,7 @@
 """Cells, the order in which they are measured, and their files. A cell that has a file is done.
 
-Arms are compared within a row, and a row is measured in one go: another run may have another machine.
+Arms are compared within a row, and a row is measured in one go: another run may have another
+machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from benchmarks.peer.servers import Stage
 from benchmarks.peer.works import TRACE
 from wire.errors import ConfigError
 
-__all__ = ["Cell", "Row", "batches", "close_rows", "difference", "needed_s", "read_cells", "stage_of", "write_cell"]
+__all__ = [
+    "Cell",
+    "Row",
+    "batches",
+    "close_rows",
+    "difference",
+    "needed_s",
+    "read_cells",
+    "stage_of",
+    "write_cell",
+]
 
 _FURTHER_SEEDS = (2, 3)
 _AGAINST = ("colocated", "strict")
@@ -39,8 +50,14 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Begin the names of its files."""
-        parts = [self.work.replace(":", "-"), f"x{self.factor:g}" if self.factor else "", f"s{self.seed}"]
-        return "_".join([part for part in parts if part] + ([f"after-{self.after}"] if self.after else []))
+        parts = [
+            self.work.replace(":", "-"),
+            f"x{self.factor:g}" if self.factor else "",
+            f"s{self.seed}",
+        ]
+        return "_".join(
+            [part for part in parts if part] + ([f"after-{self.after}"] if self.after else [])
+        )
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -86,7 +103,9 @@ def needed_s(order: Sequence[Batch], now: Stage | None, window_s: float) -> floa
     return took
 
 
-def close_rows(rows: Sequence[Row], done: Mapping[tuple[Row, str], Cell], within: float) -> list[Row]:
+def close_rows(
+    rows: Sequence[Row], done: Mapping[tuple[Row, str], Cell], within: float
+) -> list[Row]:
     """Repeat rows with further seeds where one of ours is `within` so many points of the others."""
     found = []
     for row in rows:

@@ -1,8 +1,9 @@
 """`vllm bench serve` against one or several arms at once, and what it saw.
 
-Several processes share a load: one alone is too slow to read the streams of two GPUs. They get the requests in turn, so
-with as many servers each server gets every second one, as behind a balancer that goes round; no proxy takes part. Each
-prints a line before it sends. There it is stopped until all have come so far, so that their clocks begin together.
+Several processes share a load: one alone is too slow to read the streams of two GPUs. They get the
+requests in turn, so with as many servers each server gets every second one, as behind a balancer
+that goes round; no proxy takes part. Each prints a line before it sends. There it is stopped until
+all have come so far, so that their clocks begin together.
 """
 
 from __future__ import annotations
@@ -81,14 +82,26 @@ class Figures(msgspec.Struct, frozen=True):
     tpot_p50_ms: float | None
     itl_p99_ms: float | None
     late_p99_ms: float | None
-    """How late the client sent, in an open loop: it was too slow, or its processes did not begin together."""
+    """How late the client sent, in an open loop: it was too slow, or its processes did not begin
+    together.
+    """
 
 
 def client_command(
-    setting: Setting, url: str, asks: Path, many: int, result: Path, clients: int, told: Sequence[str]
+    setting: Setting,
+    url: str,
+    asks: Path,
+    many: int,
+    result: Path,
+    clients: int,
+    told: Sequence[str],
 ) -> list[str]:
     """Name the words of one process for `many` requests of a file, each with the headers `told`."""
-    paced = ["--no-self-timed", "--request-rate=inf", f"--max-concurrency={clients}"] if clients else ["--self-timed"]
+    paced = (
+        ["--no-self-timed", "--request-rate=inf", f"--max-concurrency={clients}"]
+        if clients
+        else ["--self-timed"]
+    )
     return [
         setting.vllm, "bench", "serve", "--backend=openai", f"--base-url={url}", f"--model={MODEL_NAME}",
         f"--tokenizer={setting.model}", "--dataset-name=timed_trace", f"--dataset-path={asks}",
@@ -98,8 +111,12 @@ def client_command(
     ]  # fmt: skip
 
 
-def ask(asks: Sequence[Ask], processes: int, seed: int, setting: Setting, folder: Path) -> list[Figures]:
-    """Send all of these loads at the same time. `seed`: of the texts. Raises RuntimeError if a client fails."""
+def ask(
+    asks: Sequence[Ask], processes: int, seed: int, setting: Setting, folder: Path
+) -> list[Figures]:
+    """Send all of these loads at the same time. `seed`: of the texts. Raises RuntimeError if a
+    client fails.
+    """
     return asyncio.run(_ask(asks, processes, seed, setting, folder))
 
 
@@ -118,19 +135,31 @@ class _Sender:
         return self.result.with_suffix(".log")
 
 
-async def _ask(asks: Sequence[Ask], processes: int, seed: int, setting: Setting, folder: Path) -> list[Figures]:
-    env = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONUNBUFFERED": "1"}  # the client draws words by hash()
+async def _ask(
+    asks: Sequence[Ask], processes: int, seed: int, setting: Setting, folder: Path
+) -> list[Figures]:
+    env = os.environ | {
+        "PYTHONHASHSEED": str(seed),
+        "PYTHONUNBUFFERED": "1",
+    }  # the client draws words by hash()
     senders: list[_Sender] = []
     try:
         for number, each in enumerate(asks):
             names = count(1)
             for at, (share, clients) in enumerate(dealt(each.load, processes)):
                 file, result = folder / f"{number}-{at}.jsonl", folder / f"{number}-{at}.json"
-                file.write_text("".join(_line(request, names) for request in share), encoding="utf-8")
+                file.write_text(
+                    "".join(_line(request, names) for request in share), encoding="utf-8"
+                )
                 url = each.urls[at % len(each.urls)]
                 argv = client_command(setting, url, file, len(share), result, clients, each.told)
                 process = await asyncio.create_subprocess_exec(
-                    *argv, stdout=PIPE, stderr=STDOUT, env=env, limit=_LONGEST_LINE, start_new_session=True
+                    *argv,
+                    stdout=PIPE,
+                    stderr=STDOUT,
+                    env=env,
+                    limit=_LONGEST_LINE,
+                    start_new_session=True,
                 )
                 senders.append(_Sender(process, number, share, result))
         async with asyncio.timeout(_START_S):
@@ -159,10 +188,16 @@ def dealt(load: Load, processes: int) -> list[tuple[Sequence[Request], int]]:
 
 
 def _line(request: Request, names: count[int]) -> str:
-    """Write it in Mooncake's format, in seconds. Blocks without a name get one that no other prompt has."""
+    """Write it in Mooncake's format, in seconds. Blocks without a name get one that no other prompt
+    has.
+    """
     missing = -(-request.prompt // BLOCK_TOKENS) - len(request.blocks)
     blocks = [*request.blocks, *(-next(names) for _ in range(missing))]
-    told = {"timestamp": request.at_s, "input_length": request.prompt, "output_length": request.output}
+    told = {
+        "timestamp": request.at_s,
+        "input_length": request.prompt,
+        "output_length": request.output,
+    }
     return json.dumps(told | {"hash_ids": blocks}) + "\n"
 
 
@@ -192,11 +227,14 @@ def _signal(process: Process, number: int) -> None:
         os.killpg(process.pid, number)
 
 
-# --- what it saw -----------------------------------------------------------------------------------------------------
+# --- what it saw
+# -----------------------------------------------------------------------------------------------------
 
 
 def seen_by(told: dict[str, Any], asked: Sequence[Request]) -> list[Seen]:
-    """Read the JSON of a client with --save-detailed. Raises ValueError if it is about other requests."""
+    """Read the JSON of a client with --save-detailed. Raises ValueError if it is about other
+    requests.
+    """
     lists = (told[name] for name in ("start_times", "input_lens", "output_lens", "ttfts", "itls"))
     return [Seen(*each) for each in zip(asked, *lists, strict=True)]
 
@@ -208,7 +246,11 @@ def figures_of(seen: Sequence[Seen], load: Load) -> Figures:
     lasted_s = max(each.sent_s + each.ttft_s + sum(each.gaps_s) for each in seen) - first_s
     lags = [each.sent_s - each.asked.at_s for each in seen]
     targets = load.targets
-    met = [targets.met(each.asked.prompt, each.ttft_s * 1e3, each.tpot_s * 1e3) for each in good] if targets else []
+    met = (
+        [targets.met(each.asked.prompt, each.ttft_s * 1e3, each.tpot_s * 1e3) for each in good]
+        if targets
+        else []
+    )
     return Figures(
         len(seen),
         len(seen) - len(good),

@@ -1,6 +1,8 @@
-"""A model folder that both servers take, with random weights: a shape, and a tokenizer of words of five letters.
+"""A model folder that both servers take, with random weights: a shape, and a tokenizer of words of
+five letters.
 
-Text is asked for, not token ids, and each token is one word in both directions: prompts have the length that was meant.
+Text is asked for, not token ids, and each token is one word in both directions: prompts have the
+length that was meant.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ def write_model(shape: Path, folder: Path) -> None:
     tokenizer.add_special_tokens(list(_SPECIAL.values()))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **_SPECIAL}
+    kind = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **_SPECIAL,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _word(number: int) -> str:
-    """Spell a number as a space and letters: only those stay together before a byte-level vocabulary."""
+    """Spell a number as a space and letters: only those stay together before a byte-level
+    vocabulary.
+    """
     return "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + "".join(
         chr(ord("a") + (number >> bits & 15)) for bits in (16, 12, 8, 4, 0)
     )

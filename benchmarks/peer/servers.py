@@ -1,4 +1,6 @@
-"""The servers of an arm, and its router: started, kept while the next arm has the same ones, and ended."""
+"""The servers of an arm, and its router: started, kept while the next arm has the same ones, and
+ended.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Servers:
         self._end()
 
     def have(self, stage: Stage) -> None:
-        """Start its servers, unless they are there. Raises RuntimeError with the log of one that does not get ready."""
+        """Start its servers, unless they are there. Raises RuntimeError with the log of one that
+        does not get ready.
+        """
         if stage == self.stage:
             return
         self._end()
@@ -60,11 +64,15 @@ class Servers:
         """Raise RuntimeError if a server has ended."""
         for process, log in self._processes:
             if process.poll() is not None:
-                raise RuntimeError(f"a server has ended with code {process.returncode}:\n{_tail(log)}")
+                raise RuntimeError(
+                    f"a server has ended with code {process.returncode}:\n{_tail(log)}"
+                )
 
     @contextmanager
     def behind_router(self, arm: Arm, urls: Sequence[str]) -> Iterator[list[str]]:
-        """Start a new router in front of these servers, if the arm has one. Yields where clients ask."""
+        """Start a new router in front of these servers, if the arm has one. Yields where clients
+        ask.
+        """
         if arm.router is None:
             yield list(urls)
             return
@@ -79,7 +87,11 @@ class Servers:
         urls = []
         for at, kind in enumerate(stage.kinds):
             port = ports[2 * at]
-            env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[2 * at + 1])} if kind is Kind.VLLM_KV else {}
+            env = (
+                {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[2 * at + 1])}
+                if kind is Kind.VLLM_KV
+                else {}
+            )
             if self._gpus:
                 env["CUDA_VISIBLE_DEVICES"] = self._gpus[at]
             argv = server_command(kind, port, self._setting, caching=stage.caching)
@@ -89,7 +101,9 @@ class Servers:
             self._wait(url, process, log)
         self.urls = urls
 
-    def _launch(self, kept: ExitStack, argv: list[str], env: dict[str, str], name: str) -> tuple[Popen[bytes], Path]:
+    def _launch(
+        self, kept: ExitStack, argv: list[str], env: dict[str, str], name: str
+    ) -> tuple[Popen[bytes], Path]:
         self._started += 1
         path = self._logs / f"{os.getpid()}-{self._started}-{name}.log"
         log = kept.enter_context(path.open("wb"))
@@ -99,7 +113,9 @@ class Servers:
         try:
             wait_until_healthy(url, process, _START_S)
         except (RuntimeError, TimeoutError) as why:
-            raise RuntimeError(f"{log.stem} is not ready: {why or 'too late'}\n{_tail(log)}") from why
+            raise RuntimeError(
+                f"{log.stem} is not ready: {why or 'too late'}\n{_tail(log)}"
+            ) from why
 
     def _end(self) -> None:
         self.stage, self.urls, self._processes = None, [], []

@@ -1,6 +1,8 @@
-"""Loads, equal for all arms: lengths, times of arrival, and targets. Pure but for the trace that it reads.
+"""Loads, equal for all arms: lengths, times of arrival, and targets. Pure but for the trace that it
+reads.
 
-A `Work` is an open loop at a multiple of its own rate; `closed` is a load of clients that never pause.
+A `Work` is an open loop at a multiple of its own rate; `closed` is a load of clients that never
+pause.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from load.sessions import Work as Lengths
 from load.workloads import read_trace
 from wire.errors import ConfigError
 
-__all__ = ["BLOCK_TOKENS", "TRACE", "WORKS", "Load", "Request", "Targets", "Work", "closed", "work_named"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "TRACE",
+    "WORKS",
+    "Load",
+    "Request",
+    "Targets",
+    "Work",
+    "closed",
+    "work_named",
+]
 
 BLOCK_TOKENS = 512
 """Size of a prompt's named blocks, as in Mooncake's trace."""
@@ -34,7 +46,9 @@ _MIXED = re.compile(r"(mix|burst)-([\d.]+)-([\d.]+)-([\d.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens follow it, asked `at_s` after the begin. Equal blocks are equal text."""
+    """A prompt and how many tokens follow it, asked `at_s` after the begin. Equal blocks are equal
+    text.
+    """
 
     at_s: float
     prompt: int
@@ -56,7 +70,9 @@ class Targets:
 
     @property
     def headers(self) -> list[str]:
-        """Tell a router of ours; nothing if they differ by request, which the client's headers cannot."""
+        """Tell a router of ours; nothing if they differ by request, which the client's headers
+        cannot.
+        """
         told = [f"x-slo-ttft-ms={self.ttft_ms:g}", f"x-slo-tpot-ms={self.tpot_ms:g}"]
         return [] if self.ttft_ms_per_token else told
 
@@ -77,7 +93,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A mix of requests that arrive independently. `parts`: (requests a second on both GPUs, prompt, output)."""
+    """A mix of requests that arrive independently. `parts`: (requests a second on both GPUs,
+    prompt, output).
+    """
 
     name: str
     parts: tuple[tuple[float, int, int], ...]
@@ -89,7 +107,9 @@ class Work:
     spread: float = 0.0
     """Standard deviation of lengths in their means; they are log-normal."""
     variation: float = 1.0
-    """Standard deviation of the gaps between arrivals in their mean: 1 is Poisson, more comes in bursts."""
+    """Standard deviation of the gaps between arrivals in their mean: 1 is Poisson, more comes in
+    bursts.
+    """
 
     @property
     def rate(self) -> float:
@@ -97,11 +117,18 @@ class Work:
         return sum(rate for rate, *_ in self.parts)
 
     def load(
-        self, factor: float, seed: int, seconds: float, least: int | None, longest: int, trace: Path | None = None
+        self,
+        factor: float,
+        seed: int,
+        seconds: float,
+        least: int | None,
+        longest: int,
+        trace: Path | None = None,
     ) -> Load:
         """Draw at least `seconds` and `least` requests of it, the same ones for the same seed.
 
-        Prompts leave room for the answer in `longest` tokens. Raises ConfigError if there is no trace to read.
+        Prompts leave room for the answer in `longest` tokens. Raises ConfigError if there is no
+        trace to read.
         """
         seconds = max(seconds, (least or self.least) / (self.rate * factor))
         if self.name == TRACE:
@@ -109,8 +136,14 @@ class Work:
             return Load(_of_trace(trace, count, self.rate * factor, seed, longest), self.targets)
         found: list[Request] = []
         for number, (rate, prompt, output) in enumerate(self.parts):
-            arrival = Arrival("bursty" if self.variation > 1 else "poisson", rate * factor, self.variation)
-            drawn = sessions(Lengths(prompt, output, self.spread), arrival, f"{self.name} {number} {factor} {seed}")
+            arrival = Arrival(
+                "bursty" if self.variation > 1 else "poisson", rate * factor, self.variation
+            )
+            drawn = sessions(
+                Lengths(prompt, output, self.spread),
+                arrival,
+                f"{self.name} {number} {factor} {seed}",
+            )
             if len(self.parts) == 1:
                 drawn = itertools.islice(drawn, math.ceil(rate * factor * seconds))
             else:  # all of them until the end
@@ -122,13 +155,19 @@ class Work:
         return Load(tuple(sorted(found, key=lambda each: each.at_s)), self.targets)
 
 
-def _of_trace(path: Path | None, count: int, rate: float, seed: int, longest: int) -> tuple[Request, ...]:
-    """Take requests in a row that fit into `longest` tokens, at the trace's times, pressed to the rate."""
+def _of_trace(
+    path: Path | None, count: int, rate: float, seed: int, longest: int
+) -> tuple[Request, ...]:
+    """Take requests in a row that fit into `longest` tokens, at the trace's times, pressed to the
+    rate.
+    """
     if path is None:
         raise ConfigError(f"the work {TRACE} needs --trace FILE, in Mooncake's format")
     fit = [asked for asked in read_trace(path) if asked.prompt + asked.output <= longest]
     if len(fit) < count:
-        raise ConfigError(f"{path} has {len(fit)} requests of at most {longest} tokens, {count} are needed")
+        raise ConfigError(
+            f"{path} has {len(fit)} requests of at most {longest} tokens, {count} are needed"
+        )
     first = random.Random(seed).randrange(len(fit) - count + 1)
     fit = fit[first : first + count]
     pressed = count / rate / max(1.0, fit[-1].at - fit[0].at)
@@ -144,7 +183,9 @@ def _of_trace(path: Path | None, count: int, rate: float, seed: int, longest: in
 
 
 def closed(text: str) -> Load:
-    """Parse `in:out:clients`: four requests for each client, more where they are few. Raises ConfigError."""
+    """Parse `in:out:clients`: four requests for each client, more where they are few. Raises
+    ConfigError.
+    """
     parts = text.split(":")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"a row is in:out:clients, all of them at least 1, got {text!r}")
@@ -176,7 +217,8 @@ WORKS: Mapping[str, Work] = MappingProxyType(
 
 
 def work_named(name: str, limits: Mapping[str, float] = MappingProxyType({})) -> Work:
-    """Find one of WORKS, at the rate that `limits` has for it, or make a mixture. Raises ConfigError.
+    """Find one of WORKS, at the rate that `limits` has for it, or make a mixture. Raises
+    ConfigError.
 
     `mix-A-B-C` and `burst-A-B-C` are so many requests of chat, summarise and code a second and GPU.
     """
@@ -187,7 +229,9 @@ def work_named(name: str, limits: Mapping[str, float] = MappingProxyType({})) ->
         ((rate, prompt, output),) = WORKS[name].parts
         return replace(WORKS[name], parts=((limits.get(name, rate), prompt, output),))
     rates = zip(("chat", "summarise", "code"), map(float, found.groups()[1:]), strict=True)
-    parts = tuple((2 * rate, LENGTHS[kind].prompt, LENGTHS[kind].output) for kind, rate in rates if rate)
+    parts = tuple(
+        (2 * rate, LENGTHS[kind].prompt, LENGTHS[kind].output) for kind, rate in rates if rate
+    )
     if not parts:
         raise ConfigError(f"{name!r} asks for nothing")
     return Work(

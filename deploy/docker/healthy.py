@@ -1,7 +1,7 @@
 """The health check of the images: exits with 0 if the server of this container answers 200.
 
-Owns nothing but that question. KVRELAY_HEALTH_URL is where to ask, if the server listens elsewhere than by default in
-the images.
+Owns nothing but that question. KVRELAY_HEALTH_URL is where to ask, if the server listens elsewhere
+than by default in the images.
 """
 
 from __future__ import annotations

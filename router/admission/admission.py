@@ -1,7 +1,9 @@
-"""Which requests begin now, which wait, and which are told to come back, and when. Pure: times are given, in seconds.
+"""Which requests begin now, which wait, and which are told to come back, and when. Pure: times are
+given, in seconds.
 
-One queue for the nodes of one model, bounded. The first in it begins as soon as it can be placed. How a request would
-be placed is asked of a `Look`: a place, or that there is none now, or that a target would be missed wherever it went.
+One queue for the nodes of one model, bounded. The first in it begins as soon as it can be placed.
+How a request would be placed is asked of a `Look`: a place, or that there is none now, or that a
+target would be missed wherever it went.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["Admission", "Look"]
 
 P = TypeVar("P")
 Look = Callable[[E], P | Wait | Refuse]
-"""Say where a request would be placed now; nothing is taken. Raises KvrelayError: no node could take it."""
+"""Say where a request would be placed now; nothing is taken. Raises KvrelayError: no node could
+take it.
+"""
 _RATE_WEIGHT = 1 / 16
 _LATER = "try again after the time in Retry-After"
 
@@ -40,7 +44,8 @@ class Admission(Generic[E, P]):
         self._displaced: list[tuple[E, Refusal]] = []
 
     def arrive(self, entrant: E, max_of_key: int = 0) -> P | Wait | Refusal:
-        """Take in a newcomer, and say where it begins now, or that it waits, or why it does neither.
+        """Take in a newcomer, and say where it begins now, or that it waits, or why it does
+        neither.
 
         `max_of_key` bounds how many of its key may wait; 0 does not. Raises KvrelayError.
         """
@@ -60,8 +65,14 @@ class Admission(Generic[E, P]):
             if displaced is None:
                 return Refusal("queue_full", full, all_s)
             self.queue.remove(displaced)
-            less = "less important" if displaced.priority > entrant.priority else "of a key with more of them"
-            self._displaced.append((displaced, Refusal("displaced", f"{full} (it was {less})", all_s)))
+            less = (
+                "less important"
+                if displaced.priority > entrant.priority
+                else "of a key with more of them"
+            )
+            self._displaced.append(
+                (displaced, Refusal("displaced", f"{full} (it was {less})", all_s))
+            )
         self._next_late = min(self._next_late, entrant.begin_by)
         self.queue.push(entrant)
         return Wait("others came before")
@@ -89,7 +100,9 @@ class Admission(Generic[E, P]):
                 self.queue.remove(first)
                 yield first, _refusal(found)
                 continue
-            if isinstance(found, Wait | Refuse):  # a target that would be missed now: it is late when that is over
+            if isinstance(
+                found, Wait | Refuse
+            ):  # a target that would be missed now: it is late when that is over
                 return
             self.queue.begin(first)
             if self._begun_at is not None:
@@ -99,10 +112,15 @@ class Admission(Generic[E, P]):
             yield first, found
 
     def _late(self, entrant: E, now: float) -> Refusal:
-        """Say why it leaves whose time is over: of the request, or for a first token as it was wanted."""
+        """Say why it leaves whose time is over: of the request, or for a first token as it was
+        wanted.
+        """
         waited = now - entrant.arrived
         if entrant.deadline <= now:
-            why = f"the request waited for {waited:.1f} s, until its deadline, and no node had room; try again later"
+            why = (
+                f"the request waited for {waited:.1f} s, until its deadline, and no node had "
+                f"room; try again later"
+            )
             return Refusal("deadline", why, None)
         target = f"its target for the first token is {entrant.ttft_s or 0.0:g} s"
         why = f"the request waited for {waited:.2f} s, and {target}; {_LATER}"
@@ -115,8 +133,12 @@ def _refusal(why: Refuse) -> Refusal:
         takes = f"a token takes about {why.expected_ms:.1f} ms on an idle node"
         return Refusal("tpot_never", f"{takes}, and {limit}; send a higher one", None)
     if why.never:
-        takes = f"the first token of this prompt takes about {why.expected_ms:.0f} ms without any queue"
-        return Refusal("ttft_never", f"{takes}, and {limit}; send a shorter prompt or a higher target", None)
+        takes = (
+            f"the first token of this prompt takes about {why.expected_ms:.0f} ms without any queue"
+        )
+        return Refusal(
+            "ttft_never", f"{takes}, and {limit}; send a shorter prompt or a higher target", None
+        )
     takes = f"the first token would take about {why.expected_ms:.0f} ms"
     later = f"{_LATER}, or send a higher target"
     return Refusal("ttft", f"{takes}, and {limit}; {later}", (why.expected_ms - why.limit_ms) / 1e3)

@@ -1,9 +1,11 @@
-"""Who waits for a turn, and in which order: by priority, then by fair shares between keys. Pure, and knows no time.
+"""Who waits for a turn, and in which order: by priority, then by fair shares between keys. Pure,
+and knows no time.
 
-Shares are start-time fair queueing (Goyal, Vin, Cheng 1996): each key has a virtual clock that runs by cost / weight as
-its requests begin, and the key whose clock is furthest behind is next. Over any time in which two keys both wait, what
-they began differs by no more than the costliest request of each, by weight; who was idle saves nothing up. Costs are
-estimates in tokens; `correct` puts the clock right when a request has ended.
+Shares are start-time fair queueing (Goyal, Vin, Cheng 1996): each key has a virtual clock that runs
+by cost / weight as its requests begin, and the key whose clock is furthest behind is next. Over any
+time in which two keys both wait, what they began differs by no more than the costliest request of
+each, by weight; who was idle saves nothing up. Costs are estimates in tokens; `correct` puts the
+clock right when a request has ended.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class FairQueue(Generic[E]):
         return self._length
 
     def __iter__(self) -> Iterator[E]:
-        return (entrant for lines in self._lines.values() for line in lines.values() for entrant in line)
+        return (
+            entrant for lines in self._lines.values() for line in lines.values() for entrant in line
+        )
 
     def __contains__(self, entrant: E) -> bool:
         return entrant in self._lines.get(entrant.priority, {}).get(entrant.key, ())
@@ -89,7 +93,9 @@ class FairQueue(Generic[E]):
         self._length -= 1
 
     def first(self) -> E | None:
-        """Return who is next: of the most important ones, the oldest of the key whose clock is furthest behind."""
+        """Return who is next: of the most important ones, the oldest of the key whose clock is
+        furthest behind.
+        """
         if not self._lines:
             return None
         lines = self._lines[min(self._lines)]
@@ -113,10 +119,12 @@ class FairQueue(Generic[E]):
         self._clocks[entrant.key] = max(right, min(clock, self._now))
 
     def displaced_by(self, entrant: E) -> E | None:
-        """Return who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.
+        """Return who would have to leave for this newcomer if there were no room for both; None:
+        the newcomer itself.
 
-        The newest of the least important ones, if they are less important; else, if they are as important, the newest
-        of the key that has most places by its weight, as long as it would still have more than the newcomer's key.
+        The newest of the least important ones, if they are less important; else, if they are as
+        important, the newest of the key that has most places by its weight, as long as it would
+        still have more than the newcomer's key.
         """
         if not self._lines:
             return None
@@ -125,12 +133,17 @@ class FairQueue(Generic[E]):
             return None
         lines = self._lines[worst]
         if worst > entrant.priority:
-            return max((next(reversed(line)) for line in lines.values()), key=lambda each: each.arrived)
+            return max(
+                (next(reversed(line)) for line in lines.values()), key=lambda each: each.arrived
+            )
 
         def places(key: str) -> float:
             return self._waiting[key] / next(iter(lines[key])).weight
 
         largest = max(lines, key=places)
-        if largest == entrant.key or places(largest) <= (self._waiting[entrant.key] + 1) / entrant.weight:
+        if (
+            largest == entrant.key
+            or places(largest) <= (self._waiting[entrant.key] + 1) / entrant.weight
+        ):
             return None
         return next(reversed(lines[largest]))

@@ -1,4 +1,5 @@
-"""The asyncio shell of admission: one request takes its turn here, and gives it back however it ends.
+"""The asyncio shell of admission: one request takes its turn here, and gives it back however it
+ends.
 
 Limits of its key first (router/admission/rate_limits.py), then the queue of its model's nodes
 (router/admission/admission.py). Owns clock, waiting and metrics of that; decides nothing itself.
@@ -33,14 +34,18 @@ __all__ = ["Gate", "Turn"]
 _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
 _LONGEST_S = 60.0
-"""The longest Retry-After for a queue. OpenAI's clients take more for a mistake, and return at once."""
+"""The longest Retry-After for a queue. OpenAI's clients take more for a mistake, and return at
+once.
+"""
 
 _log = logging.getLogger("kvrelay.router")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Turn(Entrant):
-    """A request at the gate. `begun` before anything of it is sent to a node, `Gate.leave` once, at its end."""
+    """A request at the gate. `begun` before anything of it is sent to a node, `Gate.leave` once, at
+    its end.
+    """
 
     wanted: Wanted
     line: Line
@@ -72,7 +77,9 @@ Line = Admission[Turn, Found | None]
 class Gate:
     """All turns of one router. `close` at the end."""
 
-    def __init__(self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics) -> None:
+    def __init__(
+        self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics
+    ) -> None:
         self._config = config
         self._pool = pool
         self._placer = placer
@@ -94,9 +101,12 @@ class Gate:
 
     def targets(self, ttft_s: float | None, tpot_s: float | None) -> Targets:
         """Return what holds for a request that asks for these."""
-        # The router's time per token is a promise to all who are served: a laxer one is no reason to break it.
+        # The router's time per token is a promise to all who are served: a laxer one is no reason
+        # to break it.
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
-        return Targets(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
+        return Targets(
+            ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None)
+        )
 
     async def enter(self, caller: Caller, job: Job, wanted: Wanted, arrived: float) -> Turn:
         """Let a request begin now, or wait.
@@ -108,7 +118,9 @@ class Gate:
         if line is None:
             line = self._lines[base] = Admission(self._config.max_queue, self._look)
         wanted = self._placer.limited(wanted, job.targets)
-        tokens = job.prompt_tokens + math.ceil(min(wanted.request.output, wanted.request.most_output))
+        tokens = job.prompt_tokens + math.ceil(
+            min(wanted.request.output, wanted.request.most_output)
+        )
         taken = tokens
         if caller.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
@@ -156,9 +168,11 @@ class Gate:
 
     @asynccontextmanager
     async def question(self, caller: Caller) -> AsyncIterator[None]:
-        """Let a short question pass, which runs no leg and waits in no queue, for the length of the block.
+        """Let a short question pass, which runs no leg and waits in no queue, for the length of the
+        block.
 
-        To its key's limits it is a request of no tokens. Raises RateLimited."""
+        To its key's limits it is a request of no tokens. Raises RateLimited.
+        """
         self._take(caller, 0)
         try:
             yield
@@ -177,11 +191,15 @@ class Gate:
             return None
         left_ms = limit_ms - (time.monotonic() - turn.arrived) * 1e3
         try:
-            found = self._placer.find(replace(wanted, request=replace(wanted.request, ttft_limit_ms=left_ms)))
+            found = self._placer.find(
+                replace(wanted, request=replace(wanted.request, ttft_limit_ms=left_ms))
+            )
         except Overloaded as why:
             return Wait(why.message)
         if isinstance(found, Refuse) and found.what == "ttft":
-            return replace(found, limit_ms=limit_ms, never=found.never and found.expected_ms > limit_ms)
+            return replace(
+                found, limit_ms=limit_ms, never=found.never and found.expected_ms > limit_ms
+            )
         return found
 
     def _begin(self, turn: Turn, found: Found | None) -> None:
@@ -190,7 +208,9 @@ class Gate:
         turn.tell()
 
     def _take(self, caller: Caller, tokens: int) -> dict[str, str]:
-        """Take so much of a key's limits, and return the headers that tell of them. Raises RateLimited."""
+        """Take so much of a key's limits, and return the headers that tell of them. Raises
+        RateLimited.
+        """
         refusal = self._limits.take(caller, tokens, time.monotonic())
         headers = self._limits.headers(caller.name)
         if refusal is None:
@@ -204,7 +224,9 @@ class Gate:
             return DeadlineExceeded(refusal.message)
         again_s = refusal.retry_after_s
         error = Overloaded(refusal.message, code=refusal.reason)
-        return _told_when(error, None if again_s is None else min(again_s, _LONGEST_S), turn.headers)
+        return _told_when(
+            error, None if again_s is None else min(again_s, _LONGEST_S), turn.headers
+        )
 
     async def _look_on(self) -> None:
         try:
@@ -233,8 +255,12 @@ class Gate:
             _log.exception("a queue could not be looked at")
 
 
-def _told_when(error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]) -> KvrelayError:
-    """Return an error with Retry-After in whole seconds; without a time OpenAI's clients are not to try again."""
+def _told_when(
+    error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]
+) -> KvrelayError:
+    """Return an error with Retry-After in whole seconds; without a time OpenAI's clients are not to
+    try again.
+    """
     never = {"x-should-retry": "false"}
     error.headers = headers if retry_after_s is not None else headers | never
     error.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))

@@ -1,7 +1,8 @@
 """Who sends a request: the API keys by their hashes, and what each may do. Pure.
 
-Keys are random (256 bits from `kvrelay key`), so a plain SHA-256 is what is kept of them: a slow hash protects words
-that people think up, and would cost every request. A key that is given is compared with all, in constant time.
+Keys are random (256 bits from `kvrelay key`), so a plain SHA-256 is what is kept of them: a slow
+hash protects words that people think up, and would cost every request. A key that is given is
+compared with all, in constant time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Caller(KeyConfig):
-    """A sender of requests, by its key. What belongs to the key does so by its hash, whatever its name."""
+    """A sender of requests, by its key. What belongs to the key does so by its hash, whatever its
+    name.
+    """
 
     most_important: int = -_MAX_PRIORITY
     """The lowest priority that its requests may ask for."""
@@ -50,10 +53,15 @@ class Caller(KeyConfig):
     def check_admin(self) -> None:
         """Raise Forbidden unless the key may change what the cluster serves."""
         if not self.admin:
-            raise Forbidden(f"the key {self.name} may not change what is served; give it `admin: true`, or use another")
+            raise Forbidden(
+                f"the key {self.name} may not change what is served; give it `admin: true`, or "
+                f"use another"
+            )
 
     def check_priority(self, asked: int | None) -> int:
-        """Return the priority of a request that asked for one, or for none. Raises RequestError, Forbidden."""
+        """Return the priority of a request that asked for one, or for none. Raises RequestError,
+        Forbidden.
+        """
         if asked is None:
             return self.priority
         if not -_MAX_PRIORITY <= asked <= _MAX_PRIORITY:
@@ -61,7 +69,8 @@ class Caller(KeyConfig):
             raise RequestError(f"priority must be between {limits}, got {asked}", param="priority")
         if asked < self.most_important:
             raise Forbidden(
-                f"priority {asked} is more important than this key may ask for; send {self.most_important} or more, or "
+                f"priority {asked} is more important than this key may ask for; send "
+                f"{self.most_important} or more, or "
                 "leave it out",
                 param="priority",
             )
@@ -93,7 +102,9 @@ class Keyring:
             if hmac.compare_digest(caller.sha256, digest):
                 found = caller
         if found is None:
-            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
+            raise Unauthorized(
+                "the API key is missing or wrong; send it as `Authorization: Bearer <key>`"
+            )
         return found
 
 

@@ -1,4 +1,5 @@
-"""What is measured of admission: waiting, refusals by reason, and each key's requests and tokens, by its name.
+"""What is measured of admission: waiting, refusals by reason, and each key's requests and tokens,
+by its name.
 
 Names come from the configuration and reasons from the code, so no client can make a new series.
 """
@@ -19,7 +20,9 @@ _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 32
 class AdmissionMetrics:
     """A part of the router's metrics, in its registry."""
 
-    def __init__(self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
+    ) -> None:
         about = "Requests that wait to begin."
         self.waiting = Level("kvrelay_router_queue_waiting", about, registry, "model_name", models)
         self._wait = Histogram(
@@ -29,18 +32,38 @@ class AdmissionMetrics:
             registry=registry,
         )
         self._admitted = Tally(
-            "kvrelay_router_admitted", "Requests that began, at once or out of the queue.", registry, ["how"]
+            "kvrelay_router_admitted",
+            "Requests that began, at once or out of the queue.",
+            registry,
+            ["how"],
         )
         self._refused = Counter(
-            "kvrelay_router_refused", "Requests that never began, by reason.", ["reason"], registry=registry
+            "kvrelay_router_refused",
+            "Requests that never began, by reason.",
+            ["reason"],
+            registry=registry,
         )
         self._requests = Tally(
-            "kvrelay_router_key_requests", "Requests by API key: begun or refused.", registry, ["key", "outcome"]
+            "kvrelay_router_key_requests",
+            "Requests by API key: begun or refused.",
+            registry,
+            ["key", "outcome"],
         )
         self.tokens = Tally(
-            "kvrelay_router_key_tokens", "Tokens by API key: of prompts and of answers.", registry, ["key", "kind"]
+            "kvrelay_router_key_tokens",
+            "Tokens by API key: of prompts and of answers.",
+            registry,
+            ["key", "kind"],
         )
-        for reason in ("queue_full", "displaced", "deadline", "ttft", "ttft_never", "ttft_passed", "tpot_never"):
+        for reason in (
+            "queue_full",
+            "displaced",
+            "deadline",
+            "ttft",
+            "ttft_never",
+            "ttft_passed",
+            "tpot_never",
+        ):
             self._refused.labels(reason)
         for how in ("at_once", "queued"):
             self._admitted.add(0, how)

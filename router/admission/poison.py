@@ -1,8 +1,10 @@
-"""Requests on which nodes die: which ones, and for how long they are refused. Pure: `now` is an argument.
+"""Requests on which nodes die: which ones, and for how long they are refused. Pure: `now` is an
+argument.
 
-A request is known by its fingerprint, a hash of its key and its whole body, so a client that sends it again gets no
-fresh nodes. A process counts once however many requests of a fingerprint it had, and a request that was answered to its
-end is forgotten: whoever has died with others is mostly innocent.
+A request is known by its fingerprint, a hash of its key and its whole body, so a client that sends
+it again gets no fresh nodes. A process counts once however many requests of a fingerprint it had,
+and a request that was answered to its end is forgotten: whoever has died with others is mostly
+innocent.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ __all__ = ["DEATHS", "REFUSED_S", "Poison", "Suspect", "fingerprint_of"]
 DEATHS = 2
 """The node where it was first, and the only other one that it goes to."""
 REFUSED_S = 300.0
-"""How long a request is refused since the last death. A large model takes minutes to load: before the request may try
-the next nodes, those that it has killed are back."""
+"""How long a request is refused since the last death. A large model takes minutes to load: before
+the request may try the next nodes, those that it has killed are back.
+"""
 _MOST = 4096
-"""Fingerprints that are known; beyond, the one with the oldest death is forgotten. A death has as many as requests that
-were unanswered there."""
+"""Fingerprints that are known; beyond, the one with the oldest death is forgotten. A death has as
+many as requests that were unanswered there.
+"""
 
 
 class Suspect(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,9 @@
-"""Limits of a key: requests and tokens per minute, and requests at once. Pure: times are given, in seconds.
+"""Limits of a key: requests and tokens per minute, and requests at once. Pure: times are given, in
+seconds.
 
-Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep. Tokens are taken by
-estimate when a request comes and put right when it is over, so a bucket may owe some; then the next request waits for
-that, too.
+Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep.
+Tokens are taken by estimate when a request comes and put right when it is over, so a bucket may owe
+some; then the next request waits for that, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Refusal:
     reason: str
     message: str
     retry_after_s: float | None
-    """How long it would wait from now on if it came again; None: it will never be taken as it is. 0 is not known."""
+    """How long it would wait from now on if it came again; None: it will never be taken as it is. 0
+    is not known.
+    """
 
 
 @dataclass(slots=True)
@@ -67,19 +70,27 @@ class KeyLimits:
         state = self._states[caller.name]
         _refill(state, caller, now)
         if caller.max_running and state.running >= caller.max_running:
-            message = f"{state.running} requests of this key are under way, and its limit is {caller.max_running}"
+            message = (
+                f"{state.running} requests of this key are under way, and its limit is "
+                f"{caller.max_running}"
+            )
             return Refusal("key_concurrency", f"{message}; wait until one has ended", 0.0)
         if 0 < caller.tokens_per_minute < tokens:
             limit = f"the limit of this key is {caller.tokens_per_minute} per minute"
             remedy = "send a shorter prompt or a lower max_tokens"
-            return Refusal("key_tokens", f"the request may cost about {tokens} tokens, and {limit}; {remedy}", None)
+            return Refusal(
+                "key_tokens",
+                f"the request may cost about {tokens} tokens, and {limit}; {remedy}",
+                None,
+            )
         costs = {"requests": 1, "tokens": tokens}
         for what, bucket in state.buckets.items():
             if bucket.level + _ROUNDING < costs[what]:
                 needs = "" if what == "requests" else f"the request may cost about {tokens}, "
                 return Refusal(
                     f"key_{what}",
-                    f"the limit of this key is {bucket.size} {what} per minute; {needs}{max(0, int(bucket.level))} are "
+                    f"the limit of this key is {bucket.size} {what} per minute; "
+                    f"{needs}{max(0, int(bucket.level))} are "
                     "left now: try again after the time in Retry-After",
                     max(each.until(costs[of]) for of, each in state.buckets.items()),
                 )
@@ -89,7 +100,9 @@ class KeyLimits:
         return None
 
     def give_back(self, key: str, tokens: int, used: int | None, now: float) -> None:
-        """End one that was thought to cost `tokens` after so many; None: it never began, and counts for nothing."""
+        """End one that was thought to cost `tokens` after so many; None: it never began, and counts
+        for nothing.
+        """
         state = self._states[key]
         state.running -= 1
         left = {"requests": 1 if used is None else 0, "tokens": tokens - (used or 0)}
@@ -108,7 +121,10 @@ class KeyLimits:
 
 
 def _refill(state: _State, caller: Caller, now: float) -> None:
-    for what, size in (("requests", caller.requests_per_minute), ("tokens", caller.tokens_per_minute)):
+    for what, size in (
+        ("requests", caller.requests_per_minute),
+        ("tokens", caller.tokens_per_minute),
+    ):
         if not size:
             state.buckets.pop(what, None)
             continue

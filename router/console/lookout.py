@@ -1,7 +1,8 @@
-"""What the console shows, taken from the router: of requests when they are handed over and when they end, of their
-tokens once a second, of nodes and queues when somebody looks.
+"""What the console shows, taken from the router: of requests when they are handed over and when
+they end, of their tokens once a second, of nodes and queues when somebody looks.
 
-Owns the clock of the console. What is counted and put together is in router/console/recent.py and picture.py.
+Owns the clock of the console. What is counted and put together is in router/console/recent.py and
+picture.py.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ __all__ = ["Lookout"]
 class Lookout:
     """A view of one process, and of what other workers have told it."""
 
-    def __init__(self, pool: Pool, models: Models, pairs: Pairs, metrics: Metrics, shared: Shared) -> None:
+    def __init__(
+        self, pool: Pool, models: Models, pairs: Pairs, metrics: Metrics, shared: Shared
+    ) -> None:
         self._pool, self._models, self._pairs = pool, models, pairs
         self._metrics, self._shared = metrics, shared
         self.recent = Recent()
         self._began = time.monotonic()
         self.roles: RoleChanges | None = None
         """In the process that has nodes change theirs."""
-        metrics.on_handover = lambda prefill, decode: self.recent.moved(time.monotonic(), Edge(prefill, decode, 1))
+        metrics.on_handover = lambda prefill, decode: self.recent.moved(
+            time.monotonic(), Edge(prefill, decode, 1)
+        )
 
     def ended(
         self,
@@ -50,7 +55,9 @@ class Lookout:
         stages_s: dict[str, float],
         now: float,
     ) -> Ended:
-        """Note a request that is over, and return what is kept of it. `error` is what a log may say of it."""
+        """Note a request that is over, and return what is kept of it. `error` is what a log may say
+        of it.
+        """
         timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
         first, tokens = timeline.first_token, walk.output_tokens
         cached = fetched = 0

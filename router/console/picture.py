@@ -1,9 +1,10 @@
-"""The picture that the console shows: what each worker process sees, put together. Pure; the types are the contract of
-GET /console/state and of what workers tell each other for it.
+"""The picture that the console shows: what each worker process sees, put together. Pure; the types
+are the contract of GET /console/state and of what workers tell each other for it.
 
-What one process knows best is taken from it: legs, waiting requests and ended ones are added up. What each finds out by
-itself (is a node up, its breakers) is told as the worst that any sees, with how many see the node up. A node's own
-report is what the process that is asked was last told: with several workers their parent.
+What one process knows best is taken from it: legs, waiting requests and ended ones are added up.
+What each finds out by itself (is a node up, its breakers) is told as the worst that any sees, with
+how many see the node up. A node's own report is what the process that is asked was last told: with
+several workers their parent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.console.recent import EDGE_SLOTS, KEPT_REQUESTS, SLOT_S, SLOTS, Edge, Ended, Slot, add, quantile, summed
+from router.console.recent import (
+    EDGE_SLOTS,
+    KEPT_REQUESTS,
+    SLOT_S,
+    SLOTS,
+    Edge,
+    Ended,
+    Slot,
+    add,
+    quantile,
+    summed,
+)
 from router.nodes.breaker import BreakerSeen
 from wire.config import Role
 from wire.step_costs import StepCosts
@@ -41,7 +53,9 @@ _WORST = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class NodeSeen(msgspec.Struct, frozen=True):
-    """One node, as GET /health and GET /admin/nodes tell it too. Load as it has last told; `legs` are there now."""
+    """One node, as GET /health and GET /admin/nodes tell it too. Load as it has last told; `legs`
+    are there now.
+    """
 
     url: str
     role: str
@@ -172,7 +186,9 @@ class Health(enum.StrEnum):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """All of it. `now` is the Unix time; `wanted` workers are to serve, those in `workers` have answered."""
+    """All of it. `now` is the Unix time; `wanted` workers are to serve, those in `workers` have
+    answered.
+    """
 
     now: float
     version: str
@@ -216,15 +232,18 @@ def picture_of(
     now: float,
     monotonic: float,
 ) -> Picture:
-    """Join what all workers see. `own`: what the process sees that is asked, which need not be a worker.
+    """Join what all workers see. `own`: what the process sees that is asked, which need not be a
+    worker.
 
-    `now` is the Unix time of `monotonic`; requests count as news that ended after `since`."""
+    `now` is the Unix time of `monotonic`; requests count as news that ended after `since`.
+    """
     seen = sorted(workers, key=lambda each: each.index)
     requests = (request for each in seen for request in each.requests if request.ended > since)
     of_all = [slot for each in seen for slot in each.slots]
     newest = int(monotonic // SLOT_S)
     slots = [
-        summed(slot for slot in of_all if slot.number == number) for number in range(newest - SLOTS + 1, newest + 1)
+        summed(slot for slot in of_all if slot.number == number)
+        for number in range(newest - SLOTS + 1, newest + 1)
     ]
     whole, lately = summed(slots), summed(slots[-1 - _RATE_SLOTS :])
     lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
@@ -242,7 +261,13 @@ def picture_of(
         models=models,
         wanted=wanted,
         workers=[
-            WorkerRow(each.index, each.uptime_s, each.running, each.waiting, sum(node.up for node in each.nodes))
+            WorkerRow(
+                each.index,
+                each.uptime_s,
+                each.running,
+                each.waiting,
+                sum(node.up for node in each.nodes),
+            )
             for each in seen
         ],
         running=sum(each.running for each in seen),
@@ -287,7 +312,9 @@ def joined_nodes(own: WorkerSeen, workers: Sequence[WorkerSeen]) -> list[NodeSee
                 continue
             breakers = dict(known.breakers)
             for leg, breaker in node.breakers.items():
-                if leg not in breakers or _WORST.get(breaker.state, 0) > _WORST.get(breakers[leg].state, 0):
+                if leg not in breakers or _WORST.get(breaker.state, 0) > _WORST.get(
+                    breakers[leg].state, 0
+                ):
                     breakers[leg] = breaker
             rows[node.url] = msgspec.structs.replace(
                 known,

@@ -1,8 +1,9 @@
-"""What the router remembers of requests that have ended: the newest of them, and counts by slots of a few seconds.
+"""What the router remembers of requests that have ended: the newest of them, and counts by slots of
+a few seconds.
 
-Bounded, whatever comes. Pure: times are given, in seconds; slots are counted by a clock that all processes of the
-machine share. No prompt, answer or body is kept. It is told of every request, so what costs time is done when somebody
-looks: that is seldom.
+Bounded, whatever comes. Pure: times are given, in seconds; slots are counted by a clock that all
+processes of the machine share. No prompt, answer or body is kept. It is told of every request, so
+what costs time is done when somebody looks: that is seldom.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class Recent:
         self._slot(now).output_tokens += tokens
 
     def moved(self, now: float, edge: Edge) -> None:
-        """Count what goes from one node to another: a hand-over that begins, or a fetch that has ended."""
+        """Count what goes from one node to another: a hand-over that begins, or a fetch that has
+        ended.
+        """
         edges, pair = self._slot(now).edges, (edge.prefill, edge.decode)
         if pair in edges:
             edges[pair].add(edge)
@@ -196,9 +199,13 @@ class Recent:
         return slots[-1]
 
     def slots(self, now: float) -> list[Slot]:
-        """Return those of the last SLOTS in which anything happened, the newest last, without edges."""
+        """Return those of the last SLOTS in which anything happened, the newest last, without
+        edges.
+        """
         first = int(now // SLOT_S) - SLOTS
-        return [msgspec.structs.replace(slot, edges={}) for slot in self._slots if slot.number > first]
+        return [
+            msgspec.structs.replace(slot, edges={}) for slot in self._slots if slot.number > first
+        ]
 
     def edges(self, now: float) -> list[Edge]:
         """Return what went between nodes within the last EDGE_SLOTS."""

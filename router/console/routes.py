@@ -1,7 +1,8 @@
-"""The routes of the console: its page, and what the page shows. Owns headers of both and nothing else.
+"""The routes of the console: its page, and what the page shows. Owns headers of both and nothing
+else.
 
-The page itself holds no secret and needs no key; all that it shows and does wants the admin key (router/guard.py).
-It loads nothing from anywhere else, and its headers keep it from doing so.
+The page itself holds no secret and needs no key; all that it shows and does wants the admin key
+(router/guard.py). It loads nothing from anywhere else, and its headers keep it from doing so.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
+    "'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -68,15 +70,22 @@ def _since(request: Request) -> float:
     except ValueError:
         since = math.inf
     if not abs(since) < _LATEST:
-        raise RequestError(f"since must be a Unix time in seconds, got {said[:40]!r}", param="since")
+        raise RequestError(
+            f"since must be a Unix time in seconds, got {said[:40]!r}", param="since"
+        )
     return since
 
 
 def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
     """Return the route of one file, which is read now."""
     held, kind = file.read_bytes(), _TYPES[file.suffix]
-    # Asked for again each time, and answered with nothing new: a page is never older than the router that serves it.
-    headers = {**_HEADERS, "etag": f'"{hashlib.sha256(held).hexdigest()[:24]}"', "cache-control": "no-cache"}
+    # Asked for again each time, and answered with nothing new: a page is never older than the
+    # router that serves it.
+    headers = {
+        **_HEADERS,
+        "etag": f'"{hashlib.sha256(held).hexdigest()[:24]}"',
+        "cache-control": "no-cache",
+    }
 
     async def serve(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["etag"]:

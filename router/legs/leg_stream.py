@@ -1,8 +1,10 @@
-"""The router's end of leg streams (wire/leg_stream.py): one connection for each node, and all legs there.
+"""The router's end of leg streams (wire/leg_stream.py): one connection for each node, and all legs
+there.
 
-A frame goes from the connection to whoever takes it without a task in between. A leg whose client does not read keeps
-its own frames, at most a window of them, and nobody else's. What a stream cannot do (the node speaks none, it is broken
-and not mended yet, its node does not read) is left to HTTP, so a stream that is missing costs time and nothing else.
+A frame goes from the connection to whoever takes it without a task in between. A leg whose client
+does not read keeps its own frames, at most a window of them, and nobody else's. What a stream
+cannot do (the node speaks none, it is broken and not mended yet, its node does not read) is left to
+HTTP, so a stream that is missing costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ _log = logging.getLogger("kvrelay.router")
 class _Leg:
     """One leg on a stream. `ended` is its last frame's kind, or what went wrong."""
 
-    def __init__(self, number: int, lease: Lease, take: TakeFrame, say: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, number: int, lease: Lease, take: TakeFrame, say: Callable[[bytes], None]
+    ) -> None:
         """`say` tells the node."""
         self.number = number
         self.ended: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
@@ -143,11 +147,15 @@ class LegStream(asyncio.Protocol):
         self._reader = MessageReader()
         self._pinged: float | None = None
 
-    async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
+    async def run(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
+    ) -> FrameKind:
         """As Legs.run."""
         self._numbers += 1
         leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._say)
-        self._say(message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body))))
+        self._say(
+            message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body)))
+        )
         lease.cut = lambda: leg.fail(LegFailed(LOST, lost=True))
         try:
             return await leg.ended
@@ -164,7 +172,9 @@ class LegStream(asyncio.Protocol):
             self._pinged = now
             self._say(message(Kind.PING))
         elif now - self._pinged > deadline_s:
-            self.give_up("the connection failed", f"the leg stream was silent for {now - self._pinged:.1f} s")
+            self.give_up(
+                "the connection failed", f"the leg stream was silent for {now - self._pinged:.1f} s"
+            )
 
     def give_up(self, why: str, detail: str = "") -> None:
         """End it; all of its legs fail."""
@@ -185,7 +195,10 @@ class LegStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """By the node, or the network."""
-        self.give_up("the connection failed", f"the leg stream was cut, {self._reader.pending} bytes into a message")
+        self.give_up(
+            "the connection failed",
+            f"the leg stream was cut, {self._reader.pending} bytes into a message",
+        )
 
     def pause_writing(self) -> None:
         """New legs go another way."""
@@ -198,7 +211,8 @@ class LegStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand on all frames that are complete, and send what came of them."""
         if len(data) >= _MUCH_BYTES:
-            # The event loop would go on reading as long as there is anything, and all else, health checks too, wait.
+            # The event loop would go on reading as long as there is anything, and all else, health
+            # checks too, wait.
             self._transport.pause_reading()
             self._loop.call_soon(self._read_on)
         legs = self._legs
@@ -278,7 +292,9 @@ class _Link:
 
 
 class LegStreams:
-    """The leg streams of all nodes that speak it. They are opened and mended when a node reports its health."""
+    """The leg streams of all nodes that speak it. They are opened and mended when a node reports
+    its health.
+    """
 
     def __init__(
         self,
@@ -301,7 +317,9 @@ class LegStreams:
         return None if stream is None or stream.broken or stream.paused else stream
 
     async def heard(self, node: Node, report: HealthReport) -> None:
-        """A node has reported its health: see that its stream stands, and that it is this process's."""
+        """A node has reported its health: see that its stream stands, and that it is this
+        process's.
+        """
         version = report.leg_version
         if version is None:
             self.forget(node)
@@ -312,7 +330,11 @@ class LegStreams:
         if link.stream is not None and not link.stream.broken:
             link.stream.ping(now, self._silence_s)
         # Checks of a node that is down overlap: the one that connects has not ended yet.
-        if (link.stream is None or link.stream.broken) and now >= link.next_try and not link.connecting:
+        if (
+            (link.stream is None or link.stream.broken)
+            and now >= link.next_try
+            and not link.connecting
+        ):
             link.stream, link.generation, link.connecting = None, report.generation, True
             try:
                 await self._connect(node, link, version)
@@ -332,7 +354,11 @@ class LegStreams:
 
     async def _connect(self, node: Node, link: _Link, version: int) -> None:
         at = urlsplit(node.url)
-        lines = [f"POST {at.path}{LEGS_PATH} HTTP/1.1", f"host: {at.netloc}", f"content-type: {LEGS_MEDIA_TYPE}"]
+        lines = [
+            f"POST {at.path}{LEGS_PATH} HTTP/1.1",
+            f"host: {at.netloc}",
+            f"content-type: {LEGS_MEDIA_TYPE}",
+        ]
         lines += ["transfer-encoding: chunked", f"{LEGS_VERSION_HEADER}: {version}"]
         lines += [f"{name}: {value}" for name, value in self._headers.items()]
         head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
@@ -351,8 +377,14 @@ class LegStreams:
                 link.stream, link.failures = stream, 0
         except OSError as why:
             link.failures += 1
-            link.next_try = time.monotonic() + min(_LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10))
-            _log.warning("node %s has no leg stream, its legs go over HTTP: %s", node.url, why or type(why).__name__)
+            link.next_try = time.monotonic() + min(
+                _LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10)
+            )
+            _log.warning(
+                "node %s has no leg stream, its legs go over HTTP: %s",
+                node.url,
+                why or type(why).__name__,
+            )
         finally:
             # Whoever waited for it was cancelled, or the node was forgotten meanwhile.
             if stream is not None and link.stream is not stream:

@@ -49,9 +49,16 @@ class LegWatch:
     """A context around one leg."""
 
     def __init__(
-        self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
+        self,
+        among: LegWatches,
+        lease: Lease,
+        passage: Passage,
+        patience_s: float,
+        may_cut: Callable[[], bool],
     ) -> None:
-        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
+        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time
+        again.
+        """
         self.silent = False
         """It was cut for its silence."""
         self._among, self._lease, self._passage = among, lease, passage
@@ -63,13 +70,19 @@ class LegWatch:
         self._among.add(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None
+    ) -> None:
         """Look no more."""
         self._among.drop(self)
 
     def look(self, now: float) -> None:
         """Cut the leg if its node has said nothing for too long."""
-        if max(self._since, self._passage.heard_at) + self._patience_s > now or self._lease.cut is None or self.silent:
+        if (
+            max(self._since, self._passage.heard_at) + self._patience_s > now
+            or self._lease.cut is None
+            or self.silent
+        ):
             return
         self._since = now
         self.silent = self._may_cut()

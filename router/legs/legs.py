@@ -1,7 +1,8 @@
-"""One leg: post a body to a node, hand on its frames, say how it ended. Decides nothing about retries.
+"""One leg: post a body to a node, hand on its frames, say how it ended. Decides nothing about
+retries.
 
-Over the node's leg stream (router/legs/leg_stream.py) if there is one, else as an HTTP request of its own; and what
-else is asked of nodes over HTTP.
+Over the node's leg stream (router/legs/leg_stream.py) if there is one, else as an HTTP request of
+its own; and what else is asked of nodes over HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.legs.leg_endings import LOST, LegFailed, Refused, TakeFrame, ending, message_of, refusal, told_error
+from router.legs.leg_endings import (
+    LOST,
+    LegFailed,
+    Refused,
+    TakeFrame,
+    ending,
+    message_of,
+    refusal,
+    told_error,
+)
 from router.legs.leg_stream import LegStreams
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
@@ -32,8 +42,8 @@ _DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
 _MAX_ERROR_BYTES = 1 << 20
-# Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
-# failure of the node.
+# Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which
+# would look like a failure of the node.
 _KEEP_CONNECTION_S = 2.0
 # Others of the node would wait for it while it is on its way: it gets a connection of its own.
 _LARGE_BODY_BYTES = 256 << 10
@@ -42,19 +52,27 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class Legs:
-    """The client side of the router: one pool of HTTP connections for all nodes, and a leg stream for each."""
+    """The client side of the router: one pool of HTTP connections for all nodes, and a leg stream
+    for each.
+    """
 
     def __init__(self, config: RouterConfig, chores: Chores) -> None:
         self._config = config
         self._chores = chores
-        self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
+        self._auth = (
+            {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
+        )
         self._json = {"content-type": "application/json", **self._auth}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)
+            ),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
-        self._streams = LegStreams(self._auth, trusted(config), config.connect_deadline_s, config.health_deadline_s)
+        self._streams = LegStreams(
+            self._auth, trusted(config), config.connect_deadline_s, config.health_deadline_s
+        )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -65,7 +83,9 @@ class Legs:
         """No legs go there any more."""
         self._streams.forget(node)
 
-    async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
+    async def run(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
+    ) -> FrameKind:
         """Run one leg on the leased node to its HANDOVER or END frame. Raises LegFailed, Refused.
 
         Cancelling aborts the request on the node.
@@ -73,9 +93,13 @@ class Legs:
         stream = self._streams.ready(lease.node)
         if stream is not None and len(body) <= _LARGE_BODY_BYTES:
             return await stream.run(lease, path, body, headers, take)
-        async with self.posted(lease, path, body, {"accept": FRAMES_MEDIA_TYPE, **headers}) as answer:
+        async with self.posted(
+            lease, path, body, {"accept": FRAMES_MEDIA_TYPE, **headers}
+        ) as answer:
             if answer.content_type != FRAMES_MEDIA_TYPE:
-                raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
+                raise LegFailed(
+                    f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}"
+                )
             return await _read_frames(lease, answer.content, take)
 
     @asynccontextmanager
@@ -84,12 +108,16 @@ class Legs:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Run one leg as an HTTP request of its own: a 200 answer. Raises LegFailed, Refused.
 
-        The connection is kept if the block ends well. If it does not, the node aborts the request."""
+        The connection is kept if the block ends well. If it does not, the node aborts the request.
+        """
         try:
             async with asyncio.timeout(None) as scope:
                 lease.cut = lambda: scope.reschedule(0)
                 answer = await self._session.post(
-                    lease.node.url + path, data=body, headers={**self._json, **headers}, allow_redirects=False
+                    lease.node.url + path,
+                    data=body,
+                    headers={**self._json, **headers},
+                    allow_redirects=False,
                 )
                 try:
                     _note_load_header(lease, answer.headers.get(LOAD_HEADER))
@@ -103,20 +131,27 @@ class Legs:
         except aiohttp.ClientError as why:
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
             detail = f"{name}: {why}"
-            raise LegFailed(f"the connection failed ({name})", detail=detail, lost=True, reached=reached) from why
+            raise LegFailed(
+                f"the connection failed ({name})", detail=detail, lost=True, reached=reached
+            ) from why
         except TimeoutError as why:
             raise LegFailed(LOST, lost=True) from why
         except OSError as why:
-            raise LegFailed("the connection failed", detail=f"the connection failed: {why}", lost=True) from why
+            raise LegFailed(
+                "the connection failed", detail=f"the connection failed: {why}", lost=True
+            ) from why
         finally:
             lease.cut = None
 
     async def health(self, node: Node) -> HealthReport | str:
         """Return the node's report, or why it answers that it takes no work.
 
-        Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError."""
+        Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError.
+        """
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
-        async with self._session.get(f"{node.url}/health", timeout=timeout, allow_redirects=False) as answer:
+        async with self._session.get(
+            f"{node.url}/health", timeout=timeout, allow_redirects=False
+        ) as answer:
             body = await _read_short(answer.content)
         if answer.status == 200 and not body.strip():
             return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
@@ -134,14 +169,18 @@ class Legs:
             raise EngineDead(error.message)
         return f"its health check answers {answer.status}"
 
-    async def _fetch(self, node: Node, path: str, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
+    async def _fetch(
+        self, node: Node, path: str, timeout: aiohttp.ClientTimeout
+    ) -> tuple[int, bytes]:
         async with self._session.get(
             node.url + path, headers=self._auth, timeout=timeout, allow_redirects=False
         ) as answer:
             return answer.status, await _read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        """Return the answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
+        """Return the answer to a short question that runs no leg. Raises LegFailed, Refused,
+        DeadlineExceeded.
+        """
         try:
             async with self._session.post(
                 node.url + path,
@@ -154,35 +193,57 @@ class Legs:
                     raise _refusal(answer, await _read_short(answer.content))
                 return await answer.read()
         except TimeoutError as why:
-            raise DeadlineExceeded(f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less") from why
+            raise DeadlineExceeded(
+                f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less"
+            ) from why
         except (aiohttp.ClientError, OSError) as why:
-            raise LegFailed(f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}") from why
+            raise LegFailed(
+                f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}"
+            ) from why
 
-    async def tell_of_kv(self, node: Node, what: Literal["release", "renew"], request_id: str) -> bool:
-        """Tell a prefill node that nobody will fetch this KV, or that somebody will once there is room.
+    async def tell_of_kv(
+        self, node: Node, what: Literal["release", "renew"], request_id: str
+    ) -> bool:
+        """Tell a prefill node that nobody will fetch this KV, or that somebody will once there is
+        room.
 
         Returns False if it could not be told: then the lease ends by itself.
         """
         body = msgspec.json.encode({"request_ids": [request_id]})
         status, said = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
         if status >= 300:
-            _log.warning("prefill node %s was not told to %s %s: %d, %s", node.url, what, request_id, status, said)
+            _log.warning(
+                "prefill node %s was not told to %s %s: %d, %s",
+                node.url,
+                what,
+                request_id,
+                status,
+                said,
+            )
         return status < 300
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
-        """Post a small request to a node, and return its status and message. 503 if it cannot be reached."""
+        """Post a small request to a node, and return its status and message. 503 if it cannot be
+        reached.
+        """
         status, said = await self.call("POST", node, path, body, deadline_s)
         return status, said if isinstance(said, str) else message_of(said)
 
-    async def call(self, method: str, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, bytes | str]:
-        """Send a node a small request. Returns its status and body, or 503 and why it could not be reached."""
+    async def call(
+        self, method: str, node: Node, path: str, body: bytes, deadline_s: float
+    ) -> tuple[int, bytes | str]:
+        """Send a node a small request. Returns its status and body, or 503 and why it could not be
+        reached.
+        """
         try:
             async with self._session.request(
                 method,
                 node.url + path,
                 data=body,
                 headers=self._json,
-                timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
+                timeout=aiohttp.ClientTimeout(
+                    total=deadline_s, connect=self._config.connect_deadline_s
+                ),
                 allow_redirects=False,
             ) as answer:
                 return answer.status, await _read_short(answer.content)
@@ -211,7 +272,9 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     """Return what an answer other than 200 means."""
     after = answer.headers.get("retry-after", "")
     error, _ = told_error(body, answer.status)
-    return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
+    return refusal(
+        answer.status, error, int(after) if after.isascii() and after.isdigit() else None
+    )
 
 
 async def _read_short(content: aiohttp.StreamReader) -> bytes:

@@ -1,7 +1,8 @@
-"""Nodes that announce themselves: a table of who was heard when (pure), and the UDP port on which they are heard.
+"""Nodes that announce themselves: a table of who was heard when (pure), and the UDP port on which
+they are heard.
 
-Whoever is not heard for LOST_AFTER_S is no longer named by this source; whether a node serves is seen by its health, as
-always. Nothing is ever sent to a node here.
+Whoever is not heard for LOST_AFTER_S is no longer named by this source; whether a node serves is
+seen by its health, as always. Nothing is ever sent to a node here.
 """
 
 from __future__ import annotations
@@ -48,14 +49,18 @@ class Announced:
         """specs() says something else than when this was last set to False."""
 
     def take(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
-        """Return what a message says; None if it is older than what is known. Raises KvrelayError to refuse it."""
+        """Return what a message says; None if it is older than what is known. Raises KvrelayError
+        to refuse it.
+        """
         beat = opened(message, self._key, unix_now)
         spec = NodeSpec(beat.url, beat.role, beat.model, beat.generation)
         known = self._heard.get(spec.url)
         if known is not None and beat.sent_at <= known.sent_at:
             return None
         if known is None and len(self._heard) >= MAX_NODES:
-            raise RequestError(f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many")
+            raise RequestError(
+                f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many"
+            )
         there = None if beat.state is NodeState.LEAVING else spec
         self.changed |= there != (known.spec if known is not None else None)
         self._heard[spec.url] = _Heard(beat.sent_at, now, there)
@@ -65,10 +70,19 @@ class Announced:
         """Forget whoever was not heard for long enough."""
         for heard in self._heard.values():
             if heard.spec is not None and now - heard.at > LOST_AFTER_S:
-                _log.warning("%s node %s was not heard for %.1f s", heard.spec.role, heard.spec.url, now - heard.at)
+                _log.warning(
+                    "%s node %s was not heard for %.1f s",
+                    heard.spec.role,
+                    heard.spec.url,
+                    now - heard.at,
+                )
                 heard.spec, self.changed = None, True
         # Remembered for as long as an old message of it could be played again.
-        for url in [url for url, heard in self._heard.items() if not heard.spec and now - heard.at > 2 * MAX_SKEW_S]:
+        for url in [
+            url
+            for url, heard in self._heard.items()
+            if not heard.spec and now - heard.at > 2 * MAX_SKEW_S
+        ]:
             del self._heard[url]
 
     def specs(self) -> list[NodeSpec]:
@@ -78,16 +92,22 @@ class Announced:
 
 @contextlib.asynccontextmanager
 async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[None]:
-    """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises RequestError."""
+    """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises
+    RequestError.
+    """
     if not port:
         yield
         return
     address = {"localhost": "127.0.0.1"}.get(host, host), port
     ear = _Ear(pool, Announced(key))
     try:
-        transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: ear, local_addr=address)
+        transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: ear, local_addr=address
+        )
     except OSError as why:
-        raise RequestError(f"cannot listen for heartbeats on {host}:{port}: {why}; give another port") from why
+        raise RequestError(
+            f"cannot listen for heartbeats on {host}:{port}: {why}; give another port"
+        ) from why
     with contextlib.closing(transport):
         async with meanwhile(ear.expire_for_ever()):
             yield
@@ -96,8 +116,9 @@ async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[N
 class _Ear(asyncio.DatagramProtocol):
     """A protocol that takes what comes, and keeps nothing of a stranger's datagram.
 
-    A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and the kernel drops what
-    it has no room for: a flood takes CPU time, but no memory, and from requests no turn.
+    A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and
+    the kernel drops what it has no room for: a flood takes CPU time, but no memory, and from
+    requests no turn.
     """
 
     def __init__(self, pool: Pool, announced: Announced) -> None:

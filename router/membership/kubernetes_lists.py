@@ -1,12 +1,14 @@
-"""Follows the pods of a Kubernetes namespace and tells the pool. This file alone knows the `kubernetes` package.
+"""Follows the pods of a Kubernetes namespace and tells the pool. This file alone knows the
+`kubernetes` package.
 
-Pods are listed once a second. The first list is read from where the truth is (and in pages); later ones ask for what is
-not older than the newest version seen, which the API server answers from memory (a page limit would have older ones
-read etcd), and without going back in time, as version 0 may after one server of several has fallen behind. A list costs
-it our pods as JSON; they are those that the selector and the label of the role match.
+Pods are listed once a second. The first list is read from where the truth is (and in pages); later
+ones ask for what is not older than the newest version seen, which the API server answers from
+memory (a page limit would have older ones read etcd), and without going back in time, as version 0
+may after one server of several has fallen behind. A list costs it our pods as JSON; they are those
+that the selector and the label of the role match.
 
-An API server that is away, slow or refuses takes no node down: what it said last stays, and each node's health decides.
-The client is synchronous: it has a thread of its own.
+An API server that is away, slow or refuses takes no node down: what it said last stays, and each
+node's health decides. The client is synchronous: it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _log = logging.getLogger("kvrelay.router")
 class Pace:
     """A pace: how often and how long, in seconds.
 
-    A pod that is gone is named for relist_s and as long as two lists take: below 5 s with lists of up to 2 s.
+    A pod that is gone is named for relist_s and as long as two lists take: below 5 s with lists of
+    up to 2 s.
     """
 
     relist_s: float = 1.0
@@ -89,11 +92,15 @@ async def discovering(
         yield
     finally:
         follower.stopped.set()
-        await asyncio.to_thread(thread.join, _STOP_S)  # a daemon: what it still waits for holds nobody up
+        await asyncio.to_thread(
+            thread.join, _STOP_S
+        )  # a daemon: what it still waits for holds nobody up
 
 
 class _Api:
-    """A way to the pods of a namespace by the official client: its configuration, credentials, TLS and connections."""
+    """A way to the pods of a namespace by the official client: its configuration, credentials, TLS
+    and connections.
+    """
 
     def __init__(self, selector: str, namespace: str, pace: Pace) -> None:
         """Raises ConfigError if there is no client, or nothing says where the API server is."""
@@ -102,10 +109,14 @@ class _Api:
 
         self.selector = f"{selector},{ROLE}"
         self.pace = pace
-        self._list_pods = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings)).list_namespaced_pod
+        self._list_pods = kubernetes.client.CoreV1Api(
+            kubernetes.client.ApiClient(settings)
+        ).list_namespaced_pod
 
     def listed(self, version: str) -> tuple[list[Pod], str]:
-        """Return the pods, not older than `version`, or without one as they are now; and the version of the list."""
+        """Return the pods, not older than `version`, or without one as they are now; and the
+        version of the list.
+        """
         if version:
             page = self._page(resource_version=version, resource_version_match="NotOlderThan")
         else:
@@ -126,18 +137,24 @@ class _Api:
             _request_timeout=(self.pace.connect_s, self.pace.list_deadline_s),
             **asked,
         )
-        with contextlib.closing(response):  # one that was read to its end has given its connection back already
+        with contextlib.closing(
+            response
+        ):  # one that was read to its end has given its connection back already
             for piece in response.stream(1 << 20):
                 body += piece
                 if time.monotonic() > until:
                     raise TimeoutError(f"a list takes longer than {self.pace.list_deadline_s:g} s")
                 if len(body) > _MAX_LIST_BYTES:
-                    raise ValueError(f"a list of more than {_MAX_LIST_BYTES} bytes; give a narrower selector")
+                    raise ValueError(
+                        f"a list of more than {_MAX_LIST_BYTES} bytes; give a narrower selector"
+                    )
         return _list.decode(body)
 
 
 def server_of(namespace: str) -> tuple[Any, str]:
-    """Return the client's settings, and the namespace; an empty one is our own. Raises ConfigError; asks nobody."""
+    """Return the client's settings, and the namespace; an empty one is our own. Raises ConfigError;
+    asks nobody.
+    """
     try:
         import kubernetes.client
         import kubernetes.config
@@ -150,14 +167,23 @@ def server_of(namespace: str) -> tuple[Any, str]:
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST"):
             kubernetes.config.load_incluster_config(client_configuration=settings)
-            own = _OWN_NAMESPACE.read_text(encoding="utf-8").strip() if _OWN_NAMESPACE.exists() else ""
+            own = (
+                _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
+                if _OWN_NAMESPACE.exists()
+                else ""
+            )
         else:
-            file = os.environ.get("KUBECONFIG")  # the client's own default is read when it is imported
+            file = os.environ.get(
+                "KUBECONFIG"
+            )  # the client's own default is read when it is imported
             kubernetes.config.load_kube_config(config_file=file, client_configuration=settings)
-            own = kubernetes.config.list_kube_config_contexts(config_file=file)[1]["context"].get("namespace", "")
+            own = kubernetes.config.list_kube_config_contexts(config_file=file)[1]["context"].get(
+                "namespace", ""
+            )
     except (kubernetes.config.ConfigException, OSError) as why:
         raise ConfigError(
-            f"a Kubernetes API server is to be asked, and none is known: {why}; run the router in a pod with a "
+            f"a Kubernetes API server is to be asked, and none is known: {why}; run the router in "
+            f"a pod with a "
             "service account, or set KUBECONFIG"
         ) from why
     settings.retries = False  # we do that
@@ -217,12 +243,15 @@ class _Follower:
         if now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now
             _log.warning(
-                "the Kubernetes API server does not tell of its pods (%s); the %d nodes that it named stay, and their "
+                "the Kubernetes API server does not tell of its pods (%s); the %d nodes that it "
+                "named stay, and their "
                 "health decides; trying on",
                 _said(why),
                 len(self._told.nodes),
             )
-        longest = min(self._api.pace.most_back_off_s, _LEAST_BACK_OFF_S * 2 ** min(self._failures, 10))
+        longest = min(
+            self._api.pace.most_back_off_s, _LEAST_BACK_OFF_S * 2 ** min(self._failures, 10)
+        )
         return random.uniform(longest / 2, longest)
 
 

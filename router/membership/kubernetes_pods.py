@@ -1,4 +1,5 @@
-"""Pods, as an API server tells of them -> the nodes that they are. Pure: knows no API server and no clock.
+"""Pods, as an API server tells of them -> the nodes that they are. Pure: knows no API server and no
+clock.
 
 A pod is a node while it is Ready, not terminating, and says by its labels that it is one.
 """
@@ -19,14 +20,18 @@ __all__ = ["MODEL", "PORT", "PORT_NAME", "ROLE", "ListedPods", "Pod", "Pods", "T
 ROLE = "kvrelay/role"
 """Label: prefill or decode."""
 MODEL = "kvrelay/model"
-"""Label, or annotation for names that a label cannot have: the model that the node must report. May be missing."""
+"""Label, or annotation for names that a label cannot have: the model that the node must report. May
+be missing.
+"""
 PORT = "kvrelay/port"
 """Annotation: the port of the node. Without it the container port of this name is taken:"""
 PORT_NAME = "http"
 
 
 class _Struct(msgspec.Struct, frozen=True, rename="camel"):
-    """A part of an object that is read; the rest is skipped. Null and missing are the same: Go writes either."""
+    """A part of an object that is read; the rest is skipped. Null and missing are the same: Go
+    writes either.
+    """
 
 
 class ObjectMeta(_Struct, frozen=True):
@@ -94,7 +99,9 @@ class Pod(_Struct, frozen=True):
     @property
     def serves(self) -> bool:
         """Say whether it may get new legs: it is Ready, and nobody has asked for its end."""
-        ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions or ())
+        ready = any(
+            each.type == "Ready" and each.status == "True" for each in self.status.conditions or ()
+        )
         return ready and not self.terminating
 
     @property
@@ -116,7 +123,9 @@ class Pod(_Struct, frozen=True):
         return bool(states) and all(state.get("running") is None for state in states)
 
     def node(self) -> NodeSpec:
-        """Return the node that it is, whether it serves or not. Raises RequestError if it cannot be one."""
+        """Return the node that it is, whether it serves or not. Raises RequestError if it cannot be
+        one.
+        """
         metadata, address = self.metadata, self.status.pod_ip or ""
         labels, annotations = metadata.labels or {}, metadata.annotations or {}
         role = labels.get(ROLE, "")
@@ -134,7 +143,9 @@ class Pod(_Struct, frozen=True):
                 raise RequestError(f"its annotation {PORT} must be a port, got {said!r}")
             return int(said)
         if self._named_port is None:
-            raise RequestError(f"it has neither a container port named {PORT_NAME} nor an annotation {PORT}")
+            raise RequestError(
+                f"it has neither a container port named {PORT_NAME} nor an annotation {PORT}"
+            )
         return self._named_port[1]
 
     @property
@@ -179,8 +190,9 @@ class Told:
 class Pods:
     """A record of all pods that the selector matches, as they were listed last.
 
-    That a pod is not there any more proves its process's end only if it was terminating or ended before: one that has
-    lost its label runs on. `gone` is told once, because others may have the address by then.
+    That a pod is not there any more proves its process's end only if it was terminating or ended
+    before: one that has lost its label runs on. `gone` is told once, because others may have the
+    address by then.
     """
 
     def __init__(self) -> None:
@@ -199,9 +211,11 @@ class Pods:
                 ends.add(address)
         nodes: dict[str, NodeSpec] = {}
         complaints: dict[str, str] = {}
-        # Of two pods at one address the younger one is there: an address is given away again when its pod has ended.
+        # Of two pods at one address the younger one is there: an address is given away again when
+        # its pod has ended.
         for uid, pod in sorted(
-            self._pods.items(), key=lambda known: (known[1].metadata.creation_timestamp or "", known[0])
+            self._pods.items(),
+            key=lambda known: (known[1].metadata.creation_timestamp or "", known[0]),
         ):
             if pod.ended:
                 ends.add(self._named.pop(uid, None))

@@ -1,9 +1,10 @@
-"""Whether one node may be sent legs of one kind: a breaker, and how long the node has asked to be left alone. Pure:
-`now` is an argument, all randomness comes from `rng`.
+"""Whether one node may be sent legs of one kind: a breaker, and how long the node has asked to be
+left alone. Pure: `now` is an argument, all randomness comes from `rng`.
 
-Closed until FAILURES_IN_A_ROW legs have failed; then open for a time that doubles with each opening; then half-open:
-one real request at a time goes through as a probe, whose success closes it and whose failure opens it again. Only a
-node's own faults are told here, by whoever has sent the leg: never a 4xx, a refusal, or a client that went away.
+Closed until FAILURES_IN_A_ROW legs have failed; then open for a time that doubles with each
+opening; then half-open: one real request at a time goes through as a probe, whose success closes it
+and whose failure opens it again. Only a node's own faults are told here, by whoever has sent the
+leg: never a 4xx, a refusal, or a client that went away.
 
 Prior art: Nygard, Release It! (2007).
 """
@@ -34,7 +35,9 @@ class State(enum.StrEnum):
 
 
 class Verdict(enum.IntEnum):
-    """A word on whether a leg may go to a node, the best first. LAST: if there is no other; RESTS: not for a while."""
+    """A word on whether a leg may go to a node, the best first. LAST: if there is no other; RESTS:
+    not for a while.
+    """
 
     TAKES = 0
     RESTS = 1
@@ -100,7 +103,9 @@ class Breaker:
             self._probe = None
 
     def answered(self, leg: object, now: float) -> None:
-        """Note that a leg has told of tokens: a probe has succeeded, of any other leg its end says more."""
+        """Note that a leg has told of tokens: a probe has succeeded, of any other leg its end says
+        more.
+        """
         if self._probe is leg:
             self.succeeded(leg, now)
 
@@ -124,7 +129,9 @@ class Breaker:
             return False
         if now - self._open_until > FORGET_S:
             self._openings = 0
-        open_s = min(OPEN_CAP_S, OPEN_S * 2.0 ** min(self._openings, 32) * (1 + JITTER * self._rng.random()))
+        open_s = min(
+            OPEN_CAP_S, OPEN_S * 2.0 ** min(self._openings, 32) * (1 + JITTER * self._rng.random())
+        )
         self._openings += 1
         self._open_until, self.why = now + open_s, why
         return True

@@ -1,7 +1,9 @@
-"""Which nodes may take a leg now, and what the end of a leg means for its node. Pure: `now` is an argument.
+"""Which nodes may take a leg now, and what the end of a leg means for its node. Pure: `now` is an
+argument.
 
-A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, or it rests: it has said for how long
-it has no room. Where only open breakers are left, one leg at a time may try: a cluster's last node is never given up.
+A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, or it rests: it has
+said for how long it has no room. Where only open breakers are left, one leg at a time may try: a
+cluster's last node is never given up.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from wire.errors import NoNode, Overloaded
 __all__ = ["Doors"]
 
 _REST_CAP_S = 30.0
-# A leg without a word for so long is lost. Only a backstop: a node that hangs is seen by its health checks.
+# A leg without a word for so long is lost. Only a backstop: a node that hangs is seen by its health
+# checks.
 _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.01
 _PATIENCE_TIMES = 8.0
@@ -55,10 +58,14 @@ class Doors:
             node.breakers[leg] = Breaker(self._rng)
         return node.breakers[leg]
 
-    def takers(self, ask: Ask, exclude: Collection[Node], now: float, *, computes: bool = False) -> list[Node]:
-        """Return the nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if they rest.
+    def takers(
+        self, ask: Ask, exclude: Collection[Node], now: float, *, computes: bool = False
+    ) -> list[Node]:
+        """Return the nodes that may take this leg, whatever room they have. Raises NoNode, or
+        Overloaded if they rest.
 
-        `computes`: a decode leg that computes its prompt itself."""
+        `computes`: a decode leg that computes its prompt itself.
+        """
         nodes = self._pool.up(ask.role, exclude, ask.model, NodeKind.KVRELAY)
         if not nodes:
             raise self._pool.no_node(ask.role, ask.model)
@@ -67,7 +74,10 @@ class Doors:
         self._troubled = {
             node
             for node in self._troubled
-            if any(each.state(now) is not State.CLOSED or each.opens_in(now) for each in node.breakers.values())
+            if any(
+                each.state(now) is not State.CLOSED or each.opens_in(now)
+                for each in node.breakers.values()
+            )
         }
         legs = (Role.PREFILL, Role.DECODE) if computes else (ask.role,)
         breakers = {node: [self.breaker(node, leg) for leg in legs] for node in nodes}
@@ -75,8 +85,12 @@ class Doors:
         best = min(verdicts.values())
         if best in (Verdict.TAKES, Verdict.LAST):
             return [node for node in nodes if verdicts[node] is best]
-        soonest_s = max(1, math.ceil(min(max(one.opens_in(now) for one in each) for each in breakers.values())))
-        raise _nobody(ask.role, soonest_s, rest=best is Verdict.RESTS)  # kept in no local variable: a circle
+        soonest_s = max(
+            1, math.ceil(min(max(one.opens_in(now) for one in each) for each in breakers.values()))
+        )
+        raise _nobody(
+            ask.role, soonest_s, rest=best is Verdict.RESTS
+        )  # kept in no local variable: a circle
 
     def link_ms(self, now: float) -> Callable[[str, str], float] | None:
         """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
@@ -94,10 +108,14 @@ class Doors:
 
     def enter(self, node: Node, leg: Role, now: float, *, computes: bool) -> Passage:
         """Begin a leg on this node."""
-        return Passage(self.breaker(node, Role.PREFILL if computes else leg), self.breaker(node, leg), now)
+        return Passage(
+            self.breaker(node, Role.PREFILL if computes else leg), self.breaker(node, leg), now
+        )
 
     def patience_s(self, tokens: int) -> float:
-        """Return for how many seconds a leg that waits for so many tokens may say nothing before it counts as lost."""
+        """Return for how many seconds a leg that waits for so many tokens may say nothing before it
+        counts as lost.
+        """
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
 
     def began(self, passage: Passage) -> None:
@@ -106,7 +124,9 @@ class Doors:
 
     def rest(self, node: Node, leg: Role, seconds: float | None, now: float) -> None:
         """Send the node no such legs for a while: it has no room, and says for how long."""
-        self.breaker(node, leg).rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
+        self.breaker(node, leg).rest(
+            min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now
+        )
         self._troubled.add(node)
 
     def failed(self, passage: Passage, node: Node, why: str, now: float) -> None:
@@ -116,8 +136,15 @@ class Doors:
             self._troubled.add(node)
 
     def could_not_read(self, node: Node, leg: Role, now: float) -> None:
-        """Count a request against a node that has failed as it read it, and that another one could read."""
-        self.failed(self.enter(node, leg, now, computes=False), node, "it fails on requests that others can read", now)
+        """Count a request against a node that has failed as it read it, and that another one could
+        read.
+        """
+        self.failed(
+            self.enter(node, leg, now, computes=False),
+            node,
+            "it fails on requests that others can read",
+            now,
+        )
 
     def kv_came(self, peer: Node, node: Node) -> None:
         """Note that the decode node has the prefill node's KV."""
@@ -129,9 +156,13 @@ class Doors:
         self.faults.failed(_name(peer), _name(node), cause, now)
 
     def met(self, peer: Node, node: Node, *, failed: bool, now: float) -> None:
-        """Note that they were asked to hand a block over (router/nodes/warm_up.py), and will be again if it failed."""
+        """Note that they were asked to hand a block over (router/nodes/warm_up.py), and will be
+        again if it failed.
+        """
         if failed:
-            self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
+            self.faults.failed(
+                _name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S
+            )
         else:
             self.kv_came(peer, node)
 

@@ -1,9 +1,10 @@
-"""Learns if a process has died since a leg was lost on it, by what is heard of its node later. Pure: times are given.
+"""Learns if a process has died since a leg was lost on it, by what is heard of its node later.
+Pure: times are given.
 
-A connection that breaks proves nothing. A process has died if its address refuses connections, another generation
-answers there, its node says that its engine is dead, or Kubernetes says that it has ended. It lives if it answers a
-health check that began after the leg was lost. While its node is silent nobody knows. The end of a process that drains
-is no death: it was told to end.
+A connection that breaks proves nothing. A process has died if its address refuses connections,
+another generation answers there, its node says that its engine is dead, or Kubernetes says that it
+has ended. It lives if it answers a health check that began after the leg was lost. While its node
+is silent nobody knows. The end of a process that drains is no death: it was told to end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Fates:
         self._asked: list[tuple[str, float, Callable[[bool], None]]] = []
 
     def ask(self, generation: str, since: float, tell: Callable[[bool], None]) -> None:
-        """Call `tell` once it is known whether this process, on which a leg was lost at `since`, has died."""
+        """Call `tell` once it is known whether this process, on which a leg was lost at `since`,
+        has died.
+        """
         self._asked.append((generation, since, tell))
         self._settle()
 

@@ -23,10 +23,14 @@ _log = logging.getLogger("kvrelay.router")
 
 
 @asynccontextmanager
-async def watching(pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> AsyncIterator[None]:
-    """Check all nodes for the length of the block, from when they join until they are gone, and follow their KV events.
+async def watching(
+    pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float
+) -> AsyncIterator[None]:
+    """Check all nodes for the length of the block, from when they join until they are gone, and
+    follow their KV events.
 
-    A slow one does not delay the others. `events`: None if nobody wants to know what nodes have in their caches.
+    A slow one does not delay the others. `events`: None if nobody wants to know what nodes have in
+    their caches.
     """
     watches: dict[Node, asyncio.Task[None]] = {}
 
@@ -47,9 +51,13 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents | None, interval_s: 
         await ended(watches.values())
 
 
-async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float) -> None:
-    """Check a node again and again. One that is down is asked each interval, whether or not it has answered the last
-    time: what was sent into a cut network comes late or never when it is whole again, a new question at once."""
+async def _watch(
+    node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float
+) -> None:
+    """Check a node again and again. One that is down is asked each interval, whether or not it has
+    answered the last time: what was sent into a cut network comes late or never when it is whole
+    again, a new question at once.
+    """
     checks: set[asyncio.Task[None]] = set()
     try:
         while True:
@@ -91,7 +99,9 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents | None) ->
     except TimeoutError:
         pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
     except (aiohttp.ClientError, OSError) as why:
-        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(why.os_error, ConnectionRefusedError):
+        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
+            why.os_error, ConnectionRefusedError
+        ):
             pool.refuses(node, time.monotonic())  # the machine is there
         else:
             pool.miss(node, f"its health check failed: {why}", started, time.monotonic())

@@ -1,7 +1,9 @@
-"""Which nodes are to be there: what each source of membership says, and what changes with what it says next. Pure.
+"""Which nodes are to be there: what each source of membership says, and what changes with what it
+says next. Pure.
 
-Level-triggered: a source tells the whole of what it sees now, as often as it likes, and a lost message is mended by the
-next one. A node stays for as long as any source names it. Knows nothing of health: that is router/nodes/pool.py's.
+Level-triggered: a source tells the whole of what it sees now, as often as it likes, and a lost
+message is mended by the next one. A node stays for as long as any source names it. Knows nothing of
+health: that is router/nodes/pool.py's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ __all__ = ["Change", "Members", "NodeSpec", "Source", "static_nodes"]
 
 
 class Source(enum.StrEnum):
-    """A voice that says which nodes there are. Where two disagree about a role, the first of these is believed."""
+    """A voice that says which nodes there are. Where two disagree about a role, the first of these
+    is believed.
+    """
 
     ADMIN = "admin"
     STATIC = "static"
@@ -29,10 +33,12 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A node that a source names. Raises RequestError for an address or a role that no node can have.
+    """A node that a source names. Raises RequestError for an address or a role that no node can
+    have.
 
-    `model`: if the source knows it; what the node itself says counts. `generation` names the process behind the address
-    (or its pod) in the source's own words: another one there is another process.
+    `model`: if the source knows it; what the node itself says counts. `generation` names the
+    process behind the address (or its pod) in the source's own words: another one there is another
+    process.
     """
 
     url: str
@@ -43,7 +49,8 @@ class NodeSpec:
     def __post_init__(self) -> None:
         if not is_base_url(self.url):
             raise RequestError(
-                f"node address {self.url[:MAX_URL_CHARS]!r} must be http:// or https://, a host and a port, within "
+                f"node address {self.url[:MAX_URL_CHARS]!r} must be http:// or https://, a host "
+                f"and a port, within "
                 f"{MAX_URL_CHARS} characters",
                 param="url",
             )
@@ -54,7 +61,10 @@ class NodeSpec:
 
 def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec]:
     """Return the nodes that a configuration lists. Raises RequestError."""
-    return [*(NodeSpec(url, Role.PREFILL) for url in prefill), *(NodeSpec(url, Role.DECODE) for url in decode)]
+    return [
+        *(NodeSpec(url, Role.PREFILL) for url in prefill),
+        *(NodeSpec(url, Role.DECODE) for url in decode),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,11 @@ class Members:
         return Change(
             joined=tuple(spec for url, spec in after.items() if url not in same),
             left=tuple(url for url in before if url not in same),
-            replaced=tuple(spec for url, spec in self.told[source].items() if url in was and _replaced(was[url], spec)),
+            replaced=tuple(
+                spec
+                for url, spec in self.told[source].items()
+                if url in was and _replaced(was[url], spec)
+            ),
             relisted=tuple(after[url] for url in same if before[url].role is not after[url].role),
         )
 

@@ -1,7 +1,8 @@
-"""The names that requests may ask for: models, adapters, and aliases of both. Nodes of one model are a group.
+"""The names that requests may ask for: models, adapters, and aliases of both. Nodes of one model
+are a group.
 
-An alias is resolved at the door, so the nodes see the name that they serve and the answer's `model` is the one that has
-answered (as vLLM does with several --served-model-name).
+An alias is resolved at the door, so the nodes see the name that they serve and the answer's `model`
+is the one that has answered (as vLLM does with several --served-model-name).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ __all__ = ["Models"]
 
 
 class Models:
-    """A list of what the nodes of a pool serve, and of aliases for it. `created` is the Unix second that cards tell."""
+    """A list of what the nodes of a pool serve, and of aliases for it. `created` is the Unix second
+    that cards tell.
+    """
 
     def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
         self._pool = pool
@@ -26,15 +29,22 @@ class Models:
         self._created = created
 
     def named(self, name: str) -> str:
-        """Return the model or adapter that a request means. Raises NotFound, naming what is served, or NoNode."""
+        """Return the model or adapter that a request means. Raises NotFound, naming what is served,
+        or NoNode.
+        """
         meant = self.aliases.get(name, name)
         if self._pool.base_of(meant):
             return meant
         served = self.names()
         if not served:
-            raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
+            raise NoNode(
+                "no node has reported its model yet; try again, or look at the router's /health"
+            )
         if name in self.aliases:
-            raise NoNode(f"{name!r} stands for {meant!r}, and no node has reported it; look at the router's /health")
+            raise NoNode(
+                f"{name!r} stands for {meant!r}, and no node has reported it; look at the "
+                f"router's /health"
+            )
         raise NotFound(
             f"model {name!r} is not served here; served: {', '.join(map(repr, served))}",
             param="model",
@@ -46,9 +56,14 @@ class Models:
         return [card.id for card in self.cards()]
 
     def cards(self) -> list[ModelCard]:
-        """Return OpenAI's model objects: models; adapters, with their model as `parent`; aliases, with a `root`."""
+        """Return OpenAI's model objects: models; adapters, with their model as `parent`; aliases,
+        with a `root`.
+        """
         known = self._pool.models()
-        cards = {name: ModelCard.of(name, self._created, longest) for name, longest in sorted(known.items())}
+        cards = {
+            name: ModelCard.of(name, self._created, longest)
+            for name, longest in sorted(known.items())
+        }
         for name, parent in sorted(self._pool.adapters().items()):
             if name not in cards:
                 cards[name] = cards[parent].named(name, parent=parent)

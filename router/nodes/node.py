@@ -1,6 +1,8 @@
-"""One node as the router knows it: what it says of itself, its load, and the places on it that legs have.
+"""One node as the router knows it: what it says of itself, its load, and the places on it that legs
+have.
 
-Keeps its own sums up to date, so that a choice among many nodes copies nothing. Opens no connection, reads no clock.
+Keeps its own sums up to date, so that a choice among many nodes copies nothing. Opens no
+connection, reads no clock.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ NEW = "not checked yet"
 
 
 class NodeKind(enum.StrEnum):
-    """A make of node, and the contract by which it hands over: only nodes of one kind can be a pair."""
+    """A make of node, and the contract by which it hands over: only nodes of one kind can be a
+    pair.
+    """
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
@@ -72,7 +76,9 @@ class HealthReport(msgspec.Struct, frozen=True):
     """Of a vLLM node, those behind its address; each has a prefix cache of its own."""
     held_blocks: int = 0
     leg_stream: int = 0
-    """The oldest version of the leg stream that it speaks; 0: none. Routers of version 1 want theirs here."""
+    """The oldest version of the leg stream that it speaks; 0: none. Routers of version 1 want
+    theirs here.
+    """
     leg_stream_newest: int = 0
     """The newest; 0 says nothing: then it is the oldest."""
     release: str = ""
@@ -86,26 +92,37 @@ class HealthReport(msgspec.Struct, frozen=True):
     costs: StepCosts | None = None
     """What its steps cost, as it has measured them when it started."""
     max_gap_ms: float = 0.0
-    """What a step with prompts takes at most there beside requests that decode; 0: it has no such limit."""
+    """What a step with prompts takes at most there beside requests that decode; 0: it has no such
+    limit.
+    """
 
     @property
     def leg_versions(self) -> Versions | None:
         """Return those of the leg stream that it speaks."""
-        return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest)) if self.leg_stream else None
+        return (
+            Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest))
+            if self.leg_stream
+            else None
+        )
 
     @property
     def leg_version(self) -> int | None:
-        """Return the one that it and this router speak with each other. None: it speaks none, or none of ours."""
+        """Return the one that it and this router speak with each other. None: it speaks none, or
+        none of ours.
+        """
         return None if self.leg_versions is None else LEGS.common(self.leg_versions)
 
     @property
     def unspoken(self) -> str | None:
-        """Return why no leg can go there, of a node whose leg streams are all of other versions than ours."""
+        """Return why no leg can go there, of a node whose leg streams are all of other versions
+        than ours.
+        """
         if self.leg_versions is None or self.leg_version is not None:
             return None
         older = "router" if self.leg_versions.oldest > LEGS.newest else "node"
         return (
-            f"it speaks version {self.leg_versions} of the leg stream and this router {LEGS}: upgrade the {older}, one "
+            f"it speaks version {self.leg_versions} of the leg stream and this router {LEGS}: "
+            f"upgrade the {older}, one "
             "release at a time"
         )
 
@@ -170,14 +187,17 @@ class Node:
     model: str = ""
     adapters: frozenset[str] = frozenset()
     adapters_at: float = float("-inf")
-    """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
+    """When an adapter was last loaded or unloaded here through this router: older reports do not
+    know of it.
+    """
     max_model_len: int = 0
     generation: str = ""
     fates: Fates = field(default_factory=Fates)
     """Of the processes at its address."""
     drain_asked: bool = False
-    """An operator drains it through this router, and it has not been told itself: until it is asked to end that, or
-    another process stands there."""
+    """An operator drains it through this router, and it has not been told itself: until it is asked
+    to end that, or another process stands there.
+    """
     held_blocks: int = 0
     """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
     release: str = ""

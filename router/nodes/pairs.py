@@ -1,8 +1,8 @@
 """Which pairs of a prefill and a decode node have met, and which are to meet next. Pure.
 
-A pair is of two processes: with another generation of either it is another pair. In a large cluster not all pairs meet
-beforehand: a node meets so many others, those with the fewest meetings and then the busiest first. Pairs that have not
-met work as well; their first hand-over takes longer.
+A pair is of two processes: with another generation of either it is another pair. In a large cluster
+not all pairs meet beforehand: a node meets so many others, those with the fewest meetings and then
+the busiest first. Pairs that have not met work as well; their first hand-over takes longer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ PARTNERS = 32
 _AGAIN_S = {"failed": 60.0, "busy": 1.0}
 
 Met = tuple[int, list[tuple[str, str, str, float]]]
-"""How many pairs have met, and those that could not: their addresses, why, and when they are asked again."""
+"""How many pairs have met, and those that could not: their addresses, why, and when they are asked
+again.
+"""
 _Side = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An end of a meeting, and why it went wrong. `busy`: soon again. `never`: they cannot be asked."""
+    """An end of a meeting, and why it went wrong. `busy`: soon again. `never`: they cannot be
+    asked.
+    """
 
     how: Literal["met", "failed", "busy", "never"]
     why: str = ""
@@ -47,18 +51,23 @@ class Meeting:
 
 
 class Pairs:
-    """A record of pairs that meet or have met. Nodes without a generation are none: who knows when they begin anew?"""
+    """A record of pairs that meet or have met. Nodes without a generation are none: who knows when
+    they begin anew?
+    """
 
     def __init__(self) -> None:
         self._meetings: dict[tuple[_Side, _Side], Meeting] = {}
 
     def begin(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> Meeting | None:
-        """Return a meeting to begin now, of nodes that are up, if any is due. It is under way until `ended`."""
+        """Return a meeting to begin now, of nodes that are up, if any is due. It is under way until
+        `ended`.
+        """
         sources, readers = ({_side(node) for node in nodes} for nodes in (prefill, decode))
         self._meetings = {
             (source, reader): each
             for (source, reader), each in self._meetings.items()
-            if each.outcome is None or (now < each.again_at and source in sources and reader in readers)
+            if each.outcome is None
+            or (now < each.again_at and source in sources and reader in readers)
         }
         partners: Counter[str] = Counter()
         busy: set[str] = set()
@@ -70,7 +79,9 @@ class Pairs:
 
         def in_turn(nodes: Sequence[Node]) -> list[Node]:
             free = [
-                node for node in nodes if node.generation and node.url not in busy and partners[node.url] < PARTNERS
+                node
+                for node in nodes
+                if node.generation and node.url not in busy and partners[node.url] < PARTNERS
             ]
             return sorted(free, key=lambda node: (partners[node.url], -node.depth, node.url))
 
@@ -90,9 +101,13 @@ class Pairs:
 
     def met(self) -> Met:
         """Say who has met; those that were busy or cannot be asked are on neither side."""
-        over = [(each, each.outcome) for each in self._meetings.values() if each.outcome is not None]
+        over = [
+            (each, each.outcome) for each in self._meetings.values() if each.outcome is not None
+        ]
         apart = [
-            (each.prefill.url, each.decode.url, end.why, each.again_at) for each, end in over if end.how == "failed"
+            (each.prefill.url, each.decode.url, end.why, each.again_at)
+            for each, end in over
+            if end.how == "failed"
         ]
         return sum(end.how == "met" for _, end in over), apart
 

@@ -1,7 +1,8 @@
 """One leg's way through the breakers of its node. Pure: `now` is an argument.
 
-Legs of prefill and of decoding count apart, also where one node does both: a decode leg that computes its prompt itself
-counts as the first kind until its first token, and as the second from then on, which its second one speaks for.
+Legs of prefill and of decoding count apart, also where one node does both: a decode leg that
+computes its prompt itself counts as the first kind until its first token, and as the second from
+then on, which its second one speaks for.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ class Passage:
         self.answered = False
         """Whether the node has told of tokens."""
         self.plain = False
-        """Whether a frame with tokens says nothing new but that it came: it is asked of every token."""
+        """Whether a frame with tokens says nothing new but that it came: it is asked of every
+        token.
+        """
         self._first, self._then = first, then
         first.enter(self, now)
         then.enter(self, now)
         self._began = now
 
     def heard(self, now: float, *, tokens: bool) -> bool:
-        """Note that frames came, with tokens or without. Returns whether they are the leg's first tokens."""
+        """Note that frames came, with tokens or without. Returns whether they are the leg's first
+        tokens.
+        """
         self.heard_at = now
         if self.first_s is None:
             self.first_s = now - self._began
@@ -52,6 +57,8 @@ class Passage:
         self._then.succeeded(self, now)
 
     def close(self) -> None:
-        """End it without a word on the node, if none was said: a refusal, or a client that went away."""
+        """End it without a word on the node, if none was said: a refusal, or a client that went
+        away.
+        """
         self._first.leave(self)
         self._then.leave(self)

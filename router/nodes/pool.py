@@ -1,11 +1,13 @@
-"""The known nodes: role, health, load, and which legs run on each. Opens no connection and reads no clock.
+"""The known nodes: role, health, load, and which legs run on each. Opens no connection and reads no
+clock.
 
-A node takes legs only while it is up. A blamed failure takes it down until a health check that was *started* later
-succeeds. Three health checks missed in a row, a dead engine, or a new generation also cut the legs that still wait for
-it: a process that is stopped never closes its connections, and one whose engine hangs keeps them.
+A node takes legs only while it is up. A blamed failure takes it down until a health check that was
+*started* later succeeds. Three health checks missed in a row, a dead engine, or a new generation
+also cut the legs that still wait for it: a process that is stopped never closes its connections,
+and one whose engine hangs keeps them.
 
-Nodes come and go at run time (router/nodes/members.py says which are to be there). One that no source names any
-more takes no new legs and is watched until its last one has ended.
+Nodes come and go at run time (router/nodes/members.py says which are to be there). One that no
+source names any more takes no new legs and is watched until its last one has ended.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ class Pool:
     """A record of all nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        """Begin with these, the static list of nodes. Raises RequestError for an address that is none."""
+        """Begin with these, the static list of nodes. Raises RequestError for an address that is
+        none.
+        """
         self.nodes: list[Node] = []
-        """Those that are wanted: a new list with every change, so that who goes through one may wait meanwhile."""
+        """Those that are wanted: a new list with every change, so that who goes through one may
+        wait meanwhile.
+        """
         self._by_url: dict[str, Node] = {}
         self._foreign = False
         """Whether a node of another kind than ours was seen."""
@@ -63,8 +69,11 @@ class Pool:
         self._typical: dict[str, StepCosts] = {}
         self.tell(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
-    def follow(self, joined: Callable[[Node], None], left: Callable[[Node], None]) -> Callable[[], None]:
-        """Call `joined` for every node that is there or will be, `left` when one is gone with its last leg.
+    def follow(
+        self, joined: Callable[[Node], None], left: Callable[[Node], None]
+    ) -> Callable[[], None]:
+        """Call `joined` for every node that is there or will be, `left` when one is gone with its
+        last leg.
 
         Until the function is called that is returned.
         """
@@ -74,11 +83,14 @@ class Pool:
             joined(node)
         return lambda: self._followers.remove(follower)
 
-    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
-        """Note that a source sees these nodes now, and no others. `gone`: addresses whose process has ended.
+    def tell(
+        self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()
+    ) -> None:
+        """Note that a source sees these nodes now, and no others. `gone`: addresses whose process
+        has ended.
 
-        Nodes that no source names any more take no new legs; those that they have end by themselves, or are cut if the
-        process has ended, or when it is seen to be lost.
+        Nodes that no source names any more take no new legs; those that they have end by
+        themselves, or are cut if the process has ended, or when it is seen to be lost.
         """
         self._change(self.members.tell(source, specs), now)
         for url in gone:
@@ -91,7 +103,11 @@ class Pool:
     def remove(self, url: str, sources: Collection[Source], now: float) -> None:
         """Note that these sources see this node no more."""
         for source in sources:
-            self.tell(source, [spec for spec in self.members.told[source].values() if spec.url != url], now)
+            self.tell(
+                source,
+                [spec for spec in self.members.told[source].values() if spec.url != url],
+                now,
+            )
 
     def _change(self, change: Change, now: float) -> None:
         self._changed()
@@ -100,7 +116,9 @@ class Pool:
             self.nodes = [each for each in self.nodes if each is not node]
             self.leaving.append(node)
             node.wanted = False
-            _log.info("%s node %s is removed with %d legs under way", node.role, url, len(node.leases))
+            _log.info(
+                "%s node %s is removed with %d legs under way", node.role, url, len(node.leases)
+            )
             self._take_down(node, "it was removed", now)
             self._end_if_idle(node)
         for spec in change.joined:
@@ -126,14 +144,18 @@ class Pool:
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
 
     def _refile(self, node: Node, role: Role) -> None:
-        """Give a node another role. Its legs go on; its prefix index, breakers and connections stay."""
+        """Give a node another role. Its legs go on; its prefix index, breakers and connections
+        stay.
+        """
         if node.role is not role:
             _log.info("%s node %s is a %s node now", node.role, node.url, role)
             node.role, node.flips_to = role, None
             self._changed()
 
     def _replaced(self, spec: NodeSpec, now: float) -> None:
-        """Take no more legs there until it is known which process stands there: a source says that it is another."""
+        """Take no more legs there until it is known which process stands there: a source says that
+        it is another.
+        """
         node = self.find(spec.url)
         if node is None or node.generation == spec.generation:
             return  # its health has told already
@@ -165,9 +187,14 @@ class Pool:
         return self._by_url.get(url.rstrip("/"))
 
     def up(
-        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
+        self,
+        role: Role,
+        exclude: Collection[Node] = (),
+        model: str = "",
+        kind: NodeKind | None = None,
     ) -> list[Node]:
-        """Return the nodes of a role that take legs now, for this model or adapter; empty stands for any.
+        """Return the nodes of a role that take legs now, for this model or adapter; empty stands
+        for any.
 
         Of any kind if none is named. The list is not the caller's to change.
         """
@@ -176,7 +203,9 @@ class Pool:
         if up is None:
             base = self.base_of(model)
             up = [
-                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
+                node
+                for node in self.nodes
+                if node.role == role and node.up and (not model or node.serves(base, model))
             ]
             if kind:
                 up = [node for node in up if node.kind is kind]
@@ -186,20 +215,27 @@ class Pool:
 
     def node_kinds(self, model: str = "") -> list[NodeKind]:
         """Return those of which nodes of both roles are up for this model or adapter."""
-        there = [{node.kind for node in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
+        there = [
+            {node.kind for node in self.up(role, model=model)}
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
         return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
 
     def base_of(self, name: str) -> str:
-        """Return the model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
+        """Return the model that a name stands for: itself, or that of an adapter; empty if no node
+        has reported either.
 
-        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
+        An adapter's name that nodes of several models have means one of them only, so that both
+        legs agree.
         """
         base = self._bases.get(name)
         if base is None:
             if not name or any(node.model == name for node in self.nodes):
                 base = name
             else:
-                base = min((node.model for node in self._holders() if name in node.adapters), default="")
+                base = min(
+                    (node.model for node in self._holders() if name in node.adapters), default=""
+                )
             if base:  # else clients could name as many as they like
                 self._bases[name] = base
         return base
@@ -210,7 +246,9 @@ class Pool:
         self._bases.clear()
 
     def require_ready(self, model: str = "") -> None:
-        """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
+        """Raise NoNode unless a request for this model or adapter could walk through both of its
+        legs now.
+        """
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
                 raise self.no_node(role, model)
@@ -218,9 +256,11 @@ class Pool:
             raise self.no_node(Role.DECODE, model)
 
     def models(self) -> dict[str, int]:
-        """Return the models of all nodes, down ones too, with the longest context that each node of one can take.
+        """Return the models of all nodes, down ones too, with the longest context that each node of
+        one can take.
 
-        In tokens: what those say that were up once, 0 if none was."""
+        In tokens: what those say that were up once, 0 if none was.
+        """
         known: dict[str, int] = {}
         for node in self.nodes:
             if node.model:
@@ -240,33 +280,57 @@ class Pool:
         """Return why no leg of this role can be sent."""
         if self.up(role, model=model):
             found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
-            return NoNode(f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})")
+            return NoNode(
+                f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})"
+            )
         if model and self.up(role):
             return NoNode(
-                f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
+                f"no {role} node that is up has {model!r}; load it there too, or look at the "
+                f"router's /health"
             )
         listed = sum(node.role == role for node in self.nodes)
-        return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")
+        return NoNode(
+            f"no {role} node is up ({listed} listed); try again, or look at the router's /health"
+        )
 
     def kind_for(self, model: str) -> NodeKind:
-        """Return of which kind the nodes are to be that a request goes to: that of the shortest queue."""
+        """Return of which kind the nodes are to be that a request goes to: that of the shortest
+        queue.
+        """
         kinds = self.node_kinds(model) if self._foreign else ()
         if len(kinds) < 2:
             return kinds[0] if kinds else NodeKind.KVRELAY
-        return min((node for node in self.up(Role.PREFILL, model=model) if node.kind in kinds), key=_depth).kind
+        return min(
+            (node for node in self.up(Role.PREFILL, model=model) if node.kind in kinds), key=_depth
+        ).kind
 
     def typical(self, model: str) -> StepCosts:
-        """Return the card of a middling node of a model, by which what users expect of it is reckoned."""
+        """Return the card of a middling node of a model, by which what users expect of it is
+        reckoned.
+        """
         base = self.base_of(model)
         costs = self._typical.get(base)
         if costs is None:
-            known = [node.state.costs for node in self.nodes if node.model == base and node.state.costs is not UNKNOWN]
+            known = [
+                node.state.costs
+                for node in self.nodes
+                if node.model == base and node.state.costs is not UNKNOWN
+            ]
             ordered = sorted(known, key=lambda each: each.decode_ms(1, 0))
             costs = self._typical[base] = ordered[len(ordered) // 2] if ordered else UNKNOWN
         return costs
 
-    def hold(self, node: Node, share: Share, tokens: int, prefix: Prefix | None, cached: Mapping[str, int]) -> Lease:
-        """Take a place on a node, to be given back, for a leg that computes so many tokens less those cached."""
+    def hold(
+        self,
+        node: Node,
+        share: Share,
+        tokens: int,
+        prefix: Prefix | None,
+        cached: Mapping[str, int],
+    ) -> Lease:
+        """Take a place on a node, to be given back, for a leg that computes so many tokens less
+        those cached.
+        """
         self._turns += 1
         node.turn = self._turns
         has = cached.get(node.url, 0)
@@ -295,7 +359,8 @@ class Pool:
 
     def report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
         """Take over what a health check says that was started at `started`."""
-        # A vLLM node whose metrics are not to be had does not say which process it is: none other, for all we know.
+        # A vLLM node whose metrics are not to be had does not say which process it is: none other,
+        # for all we know.
         generation = report.generation or node.generation
         if node.generation and generation != node.generation:
             self._cut(node)
@@ -307,7 +372,11 @@ class Pool:
         node.generation, node.kind = generation, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
         node.fates.answered(generation, started, drains=report.draining or node.drain_asked)
-        node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
+        node.held_blocks, node.release, node.leg_version = (
+            report.held_blocks,
+            report.release,
+            report.leg_version or 1,
+        )
         node.note_load(report.load)
         if started >= node.blamed_at:
             self._follow_role(node, report)
@@ -315,7 +384,11 @@ class Pool:
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            if report.costs is not None and report.costs.is_sane and report.costs != node.state.costs:
+            if (
+                report.costs is not None
+                and report.costs.is_sane
+                and report.costs != node.state.costs
+            ):
                 node.state.measured(report.costs, report.max_gap_ms or node.state.gap_ms)
                 self._typical.clear()
             node.model, node.max_model_len = report.model, report.max_model_len
@@ -331,7 +404,9 @@ class Pool:
             self._changed()
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
-        """File a node whose role has changed while it ran under what it says, any other as it is listed."""
+        """File a node whose role has changed while it ran under what it says, any other as it is
+        listed.
+        """
         node.flips_to = report.flips_to
         listed = self.members.listed(node.url)
         if report.flips and report.role is not Role.AGGREGATED:
@@ -340,7 +415,9 @@ class Pool:
             self._refile(node, listed.role)
 
     def note_emptied(self, node: Node) -> None:
-        """Forget what was sent there: its prefix cache was reset. A node that tells KV events says so itself."""
+        """Forget what was sent there: its prefix cache was reset. A node that tells KV events says
+        so itself.
+        """
         self._note("emptied", node.url)
         if not self.prefixes.trusts(node.url):
             self.prefixes.forget(node.url)
@@ -367,7 +444,9 @@ class Pool:
             node.p2p_address = address
 
     def drains(self, node: Node, now: float) -> None:
-        """Note that the node takes no new legs: a health check that was started later may say otherwise."""
+        """Note that the node takes no new legs: a health check that was started later may say
+        otherwise.
+        """
         if node.up or node.reason != DRAINS:
             self._note("drains", node.url)
         node.fates.drains(node.generation)
@@ -379,7 +458,9 @@ class Pool:
         self.drains(node, now)
 
     def flips(self, node: Node, role: Role, now: float) -> None:
-        """Note that the node changes its role: a health check that was started later says how that went."""
+        """Note that the node changes its role: a health check that was started later says how that
+        went.
+        """
         node.flips_to = role
         self._note("flips", node.url, role)
         self.blame(node, f"it changes its role from {node.role} to {role}", now)
@@ -389,24 +470,32 @@ class Pool:
         node.drain_asked, node.blamed_at = False, now
 
     def unready(self, node: Node, why: str, now: float) -> None:
-        """Send no legs to a node that answered its health check, but not with 200: it ends those it has itself."""
+        """Send no legs to a node that answered its health check, but not with 200: it ends those it
+        has itself.
+        """
         node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
 
     def refuses(self, node: Node, now: float) -> None:
-        """Note that nobody listens there. A draining process goes on with its legs, a dead one has lost them."""
+        """Note that nobody listens there. A draining process goes on with its legs, a dead one has
+        lost them.
+        """
         node.fates.died(node.generation)
         self.unready(node, "it refuses connections", now)
 
     def dead(self, node: Node, why: str, now: float) -> None:
-        """Note that no leg will be answered: the process has ended, or says that its engine has, or hangs."""
+        """Note that no leg will be answered: the process has ended, or says that its engine has, or
+        hangs.
+        """
         node.fates.died(node.generation)
         self.blame(node, why, now)
         node.misses, node.flips_to = 0, None
         self._cut(node)
 
     def miss(self, node: Node, why: str, started: float, now: float) -> None:
-        """Count a health check that was not answered at all, and began at `started`. Those that overlap are one."""
+        """Count a health check that was not answered at all, and began at `started`. Those that
+        overlap are one.
+        """
         node.flips_to = None
         if started >= node.missed_at:
             node.misses, node.missed_at = node.misses + 1, now
@@ -423,7 +512,8 @@ class Pool:
             return f"it changes its role from {node.role} to {node.flips_to}"
         if report.role != node.role:
             return (
-                f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
+                f"it is listed as a {node.role} node and says that it is {report.role}; "
+                f"correct the list or its --role"
             )
         if report.unspoken is not None:
             return report.unspoken
@@ -431,7 +521,10 @@ class Pool:
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
         if pod is not None and pod.model and report.model != pod.model:
-            return f"its pod is labelled with the model {pod.model!r} and it serves {report.model!r}; correct the label"
+            return (
+                f"its pod is labelled with the model {pod.model!r} and it serves "
+                f"{report.model!r}; correct the label"
+            )
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
@@ -446,6 +539,9 @@ class Pool:
 
     def _cut(self, node: Node) -> None:
         for lease in list(node.leases):
-            cut, lease.cut = lease.cut, None  # once: a leg that is ending already cannot be cut again
+            cut, lease.cut = (
+                lease.cut,
+                None,
+            )  # once: a leg that is ending already cannot be cut again
             if cut is not None:
                 cut()

@@ -1,8 +1,10 @@
-"""Nodes meet before a request needs them to: one block goes from each prefill node to each decode node of its model.
+"""Nodes meet before a request needs them to: one block goes from each prefill node to each decode
+node of its model.
 
-The first hand-over of a pair dials, compares, connects the data plane and, with NIXL, sets up its endpoints: 60 to 130
-ms, which a client's answer would wait for. A meeting is a probe, as `kvrelay doctor` makes them: a free block with a
-known pattern, under a ticket that the source has signed; so it says at the same time whether the two can talk at all.
+The first hand-over of a pair dials, compares, connects the data plane and, with NIXL, sets up its
+endpoints: 60 to 130 ms, which a client's answer would wait for. A meeting is a probe, as `kvrelay
+doctor` makes them: a free block with a known pattern, under a ticket that the source has signed; so
+it says at the same time whether the two can talk at all.
 """
 
 from __future__ import annotations
@@ -31,22 +33,32 @@ _LOOK_S = 0.5
 """While there is none to begin."""
 _NO_SUCH_ROUTE = (404, 405, 501)
 
-_offered: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(ProbeOffered | ProbeRefused)
-_fetched: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decoder(ProbeFetched | ProbeRefused)
+_offered: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(
+    ProbeOffered | ProbeRefused
+)
+_fetched: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decoder(
+    ProbeFetched | ProbeRefused
+)
 _log = logging.getLogger("kvrelay.router")
 
 
-async def meet_for_ever(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
+async def meet_for_ever(
+    pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]
+) -> None:
     """Arrange meetings. `count` is told how each went: met, failed, busy or never."""
     async with asyncio.TaskGroup() as group:
         for _ in range(_AT_ONCE):
             group.create_task(_meet(pool, pairs, legs, count))
 
 
-async def _meet(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
+async def _meet(
+    pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]
+) -> None:
     """Have one meeting after the other."""
     while True:
-        prefill, decode = (pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE))
+        prefill, decode = (
+            pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE)
+        )
         meeting = pairs.begin(prefill, decode, time.monotonic())
         if meeting is None:
             await asyncio.sleep(_LOOK_S)
@@ -55,7 +67,12 @@ async def _meet(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meet
         pairs.ended(meeting, outcome, time.monotonic())
         count(outcome.how, meeting)
         if outcome.how == "failed":
-            _log.warning("%s and %s cannot hand over: %s", meeting.prefill.url, meeting.decode.url, outcome.why)
+            _log.warning(
+                "%s and %s cannot hand over: %s",
+                meeting.prefill.url,
+                meeting.decode.url,
+                outcome.why,
+            )
 
 
 async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:

@@ -1,13 +1,13 @@
 """What the blocks of vLLM nodes are called here: by their content. Pure.
 
-Each vLLM node hashes with a seed of its own, so the same block has another name on every node, and no prompt leads to
-either. But its events say which tokens a block has and which one is before it. A key made of these is the same for all
-nodes, and can be made of any prompt whose tokens are known. Keys are 64 bits of a hash by a secret of this process: the
-tokens cannot be read back.
+Each vLLM node hashes with a seed of its own, so the same block has another name on every node, and
+no prompt leads to either. But its events say which tokens a block has and which one is before it. A
+key made of these is the same for all nodes, and can be made of any prompt whose tokens are known.
+Keys are 64 bits of a hash by a secret of this process: the tokens cannot be read back.
 
-What else decides KV counts, too, as far as events tell it: the adapter's name, the salt, what images a block has. Older
-versions tell neither (adapters by numbers of their own): their blocks with adapters are left out, and those with a salt
-are taken for blocks without.
+What else decides KV counts, too, as far as events tell it: the adapter's name, the salt, what
+images a block has. Older versions tell neither (adapters by numbers of their own): their blocks
+with adapters are left out, and those with a salt are taken for blocks without.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _TOKEN_BYTES = 8
 
 
-def keys_of_prompt(tokens: Sequence[int], block_size: int, adapter: str = "", salt: str = "") -> array[int]:
+def keys_of_prompt(
+    tokens: Sequence[int], block_size: int, adapter: str = "", salt: str = ""
+) -> array[int]:
     """Return the keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
-    return array("Q", _chain(_first(adapter), _blocks(tokens, block_size), [[salt]] if salt else []))
+    return array(
+        "Q", _chain(_first(adapter), _blocks(tokens, block_size), [[salt]] if salt else [])
+    )
 
 
 class BlockContents:
@@ -39,7 +43,9 @@ class BlockContents:
     def __init__(self, *, whole: bool) -> None:
         """Begin with nothing. `whole`: all that the node holds is told from now on."""
         self.tells_prompts = True
-        """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads to these keys."""
+        """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads
+        to these keys.
+        """
         self.block_size = 0
         """Of its blocks; 0 until some are told of."""
         self.aliases: Collection[str] = ()
@@ -54,11 +60,15 @@ class BlockContents:
 
     @property
     def whole(self) -> bool:
-        """Say whether what is not told of is not there. Else the node has blocks that nobody can find here."""
+        """Say whether what is not told of is not there. Else the node has blocks that nobody can
+        find here.
+        """
         return self._whole and self.tells_prompts
 
     def stored(self, event: BlockStored) -> list[int]:
-        """Return the keys of the blocks that it tells of; none of a chain whose beginning is not known."""
+        """Return the keys of the blocks that it tells of; none of a chain whose beginning is not
+        known.
+        """
         keys: list[int] = []
         for name, key in zip(map(key_of, event.block_hashes), self._keys_in(event), strict=False):
             if name in self._keys:
@@ -90,7 +100,11 @@ class BlockContents:
 
     def _keys_in(self, event: BlockStored) -> Iterable[int]:
         """Return each block's key."""
-        adapter, before, blocks = event.lora_name or "", None, _blocks(event.token_ids, event.block_size)
+        adapter, before, blocks = (
+            event.lora_name or "",
+            None,
+            _blocks(event.token_ids, event.block_size),
+        )
         if blocks and len(event.token_ids) == len(event.block_hashes) * event.block_size:
             if event.parent_block_hash is not None:
                 before = self._keys.get(key_of(event.parent_block_hash))
@@ -101,7 +115,10 @@ class BlockContents:
             return ()
         self.block_size = event.block_size
         told = event.extra_keys if isinstance(event.extra_keys, list) else []
-        extras = [[each for each in extra if each != adapter] if isinstance(extra, list) else [] for extra in told]
+        extras = [
+            [each for each in extra if each != adapter] if isinstance(extra, list) else []
+            for extra in told
+        ]
         return _chain(before, blocks, extras)
 
 
@@ -111,7 +128,11 @@ def _blocks(tokens: Sequence[int], block_size: int) -> list[bytes]:
         packed, size = array("q", tokens).tobytes(), block_size * _TOKEN_BYTES
     except OverflowError:
         return []
-    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)] if size > 0 else []
+    return (
+        [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]
+        if size > 0
+        else []
+    )
 
 
 def _first(adapter: str) -> int:
@@ -119,7 +140,9 @@ def _first(adapter: str) -> int:
 
 
 def _chain(before: int, blocks: Sequence[bytes], extras: Sequence[Sequence[Any]]) -> Iterator[int]:
-    """Return the keys of blocks that follow each other. `extras`: what else counts for each of the first ones."""
+    """Return the keys of blocks that follow each other. `extras`: what else counts for each of the
+    first ones.
+    """
     for at, block in enumerate(blocks):
         extra = extras[at] if at < len(extras) else ()
         before = hash((before, block, msgspec.msgpack.encode(extra) if extra else b"")) & _MASK

@@ -1,4 +1,6 @@
-"""The batches of KV events of one node in their order, whatever is lost, doubled or late on the way. Pure."""
+"""The batches of KV events of one node in their order, whatever is lost, doubled or late on the
+way. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,12 @@ MAX_AHEAD = 4_096
 
 
 class EventStream:
-    """Nothing is taken before the first replay was: what a node held before it was listened to comes with that.
+    """Nothing is taken before the first replay was: what a node held before it was listened to
+    comes with that.
 
-    `rebuilds`: a replay that does not reach back far enough brings all that is held instead, as our nodes' does."""
+    `rebuilds`: a replay that does not reach back far enough brings all that is held instead, as our
+    nodes' does.
+    """
 
     def __init__(self, *, rebuilds: bool = True) -> None:
         self._rebuilds = rebuilds
@@ -41,9 +46,12 @@ class EventStream:
         return self._following() if self.complete else []
 
     def replayed(self) -> tuple[list[EventBatch], bool]:
-        """A replay has ended: the batches that can be taken now, and whether some are lost for ever before them.
+        """A replay has ended: the batches that can be taken now, and whether some are lost for ever
+        before them.
 
-        Then what was known of the node must be forgotten first. There may still be a gap: ask again."""
+        Then what was known of the node must be forgotten first. There may still be a gap: ask
+        again.
+        """
         self.complete = True
         ready, lost = self._following(), False
         if self._ahead and not self._rebuilds:

@@ -1,8 +1,9 @@
 """Which nodes hold which blocks of KV, as their events say. Pure.
 
-By block, not by node: a prompt is looked up for all nodes at once, in as many steps as it has blocks. Nodes are bits of
-one integer, a *mark* each. A node that has restarted gets another mark, so forgetting all it had costs nothing now; its
-old bit is cleared bit by bit later, while other events are taken in.
+By block, not by node: a prompt is looked up for all nodes at once, in as many steps as it has
+blocks. Nodes are bits of one integer, a *mark* each. A node that has restarted gets another mark,
+so forgetting all it had costs nothing now; its old bit is cleared bit by bit later, while other
+events are taken in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from itertools import islice
 __all__ = ["HeldBlocks"]
 
 LIMIT = 4_000_000
-"""Blocks that are known at once: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of 8 MiB."""
+"""Blocks that are known at once: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of
+8 MiB.
+"""
 # What is swept at once.
 _SWEEP = 1_000
 
@@ -32,7 +35,9 @@ class HeldBlocks:
         return len(self._holders)
 
     def stored(self, mark: int, keys: Iterable[int]) -> None:
-        """Note that a node holds these blocks now. A full table forgets the eighth of blocks that came first."""
+        """Note that a node holds these blocks now. A full table forgets the eighth of blocks that
+        came first.
+        """
         holders = self._holders
         for key in keys:
             holders[key] = holders.get(key, 0) | mark
@@ -48,7 +53,9 @@ class HeldBlocks:
         self.sweep()
 
     def steps(self, keys: Sequence[int], marks: int) -> list[tuple[int, int]]:
-        """Return how many of these blocks, from the first on, which of these nodes hold. The most come last."""
+        """Return how many of these blocks, from the first on, which of these nodes hold. The most
+        come last.
+        """
         found: list[tuple[int, int]] = []
         if not (keys and marks):
             return found

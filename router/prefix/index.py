@@ -1,13 +1,15 @@
 """How much of a prompt each node has in its prefix cache, before anybody has tokenized it. Pure.
 
 Of a node that tells KV events it is what the events say: the text leads to the keys of blocks
-(router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to the nodes that hold
-them (router/prefix/held_blocks.py). vLLM's nodes call the same block otherwise each, so theirs are called by their
-content (router/prefix/contents.py), and texts lead to these apart from those of our nodes. Legs that are under way
-count too: what they compute is there for whoever comes next. Of a node whose events are not to be had, or not in order,
-or begin too late, it is what this router has sent there.
+(router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to
+the nodes that hold them (router/prefix/held_blocks.py). vLLM's nodes call the same block otherwise
+each, so theirs are called by their content (router/prefix/contents.py), and texts lead to these
+apart from those of our nodes. Legs that are under way count too: what they compute is there for
+whoever comes next. Of a node whose events are not to be had, or not in order, or begin too late, it
+is what this router has sent there.
 
-Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read back.
+Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read
+back.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ Sent = tuple[Edge, int]
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """A prompt as the index knows it. In the first of `chunks` is also what decides its tokens beside the text.
+    """A prompt as the index knows it. In the first of `chunks` is also what decides its tokens
+    beside the text.
 
-    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_size` each. `by_content`:
-    keys are those of router/prefix/contents.py, not nodes' own names."""
+    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_size`
+    each. `by_content`: keys are those of router/prefix/contents.py, not nodes' own names.
+    """
 
     chunks: array[int]
     text_bytes: int
@@ -56,7 +60,9 @@ class Prefix(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, context: int, text: bytes, ids: int = 0) -> Prefix:
-        """Make one. `context`: a hash of the fields beside the text that decide its tokens. `ids`: its token ids."""
+        """Make one. `context`: a hash of the fields beside the text that decide its tokens. `ids`:
+        its token ids.
+        """
         chunks = array("q", map(hash, _CHUNKS(text[:MAX_TEXT_BYTES]) or [b""]))
         chunks[0] = hash((context, chunks[0]))
         return cls(chunks, len(text), tokens=ids, counted=ids > 0)
@@ -97,19 +103,24 @@ class PrefixIndex:
         """As last seen, by whether blocks are called by their content."""
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
-    # --- requests ------------------------------------------------------------------------------------------------
+    # --- requests
+    # ------------------------------------------------------------------------------------------------
 
     def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
-        """Return how many tokens a prompt has, and how many of these each node has that has some, by URL.
+        """Return how many tokens a prompt has, and how many of these each node has that has some,
+        by URL.
 
-        The first is an estimate until the prompt is tokenized."""
+        The first is an estimate until the prompt is tokenized.
+        """
         path = self.texts.path(prefix.chunks)
         keys, block_size, tokens = prefix.keys, prefix.block_size, prefix.tokens
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
         if keys is None:
             keys, depth = self.texts.known_keys(path)
             block_size = self._block_size[prefix.by_content]
-            tokens = len(keys) * block_size + int(max(0, prefix.text_bytes - depth * CHUNK_BYTES) * per_byte)
+            tokens = len(keys) * block_size + int(
+                max(0, prefix.text_bytes - depth * CHUNK_BYTES) * per_byte
+            )
         sent, going = self.texts.steps(path)
         cached: dict[str, int] = {}
         for steps, unit, counts in (
@@ -121,12 +132,18 @@ class PrefixIndex:
             for depth, marks in reversed(steps):
                 if here := marks & counts & ~deeper:
                     has = min(tokens, int(depth * unit))
-                    cached |= {url: max(has, cached.get(url, 0)) for url, mark in self._marks.items() if mark & here}
+                    cached |= {
+                        url: max(has, cached.get(url, 0))
+                        for url, mark in self._marks.items()
+                        if mark & here
+                    }
                 deeper = marks
         return tokens, cached
 
     def send(self, prefix: Prefix, url: str) -> Sent:
-        """Note that a leg with this prompt runs on a node from now on. What is returned is for `end`."""
+        """Note that a leg with this prompt runs on a node from now on. What is returned is for
+        `end`.
+        """
         mark = self._mark(url)
         return self.texts.send(prefix.chunks, mark), mark
 
@@ -151,7 +168,8 @@ class PrefixIndex:
         """Say whether the blocks of all of its text were learned."""
         return self.texts.known_keys(self.texts.path(prefix.chunks))[1] == len(prefix.chunks)
 
-    # --- KV events -----------------------------------------------------------------------------------------------
+    # --- KV events
+    # -----------------------------------------------------------------------------------------------
 
     def stored(self, url: str, keys: Iterable[int]) -> None:
         """Note that a node holds these blocks."""
@@ -192,7 +210,9 @@ class PrefixIndex:
             self._gone = 0
 
     def _mark(self, url: str) -> int:
-        """Return the node's mark: the lowest bit of which nothing is left, or integers grew for ever."""
+        """Return the node's mark: the lowest bit of which nothing is left, or integers grew for
+        ever.
+        """
         mark = self._marks.get(url)
         if mark is None:
             used = self._trusted | self._unsure | self._gone | self.blocks.sweeping

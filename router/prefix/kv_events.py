@@ -1,12 +1,14 @@
-"""Listens to the nodes' KV events and tells the prefix index: a ZMQ socket per node, on the router's event loop.
+"""Listens to the nodes' KV events and tells the prefix index: a ZMQ socket per node, on the
+router's event loop.
 
-PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing at the end is seen
-from the health report, which says what number comes next. While a node's events are not to be had, the index goes by
-what was sent there. Nothing here delays a request.
+PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing
+at the end is seen from the health report, which says what number comes next. While a node's events
+are not to be had, the index goes by what was sent there. Nothing here delays a request.
 
-A vLLM node does not say where its events are, nor which number comes next: the ports are configured, a loss at the end
-is looked for once the node is quiet, and where its replays reach back too little, what is told of it is not all that it
-holds. Batches of both kinds are read in one way, and name no process: what is newer with a lower number is another's.
+A vLLM node does not say where its events are, nor which number comes next: the ports are
+configured, a loss at the end is looked for once the node is quiet, and where its replays reach back
+too little, what is told of it is not all that it holds. Batches of both kinds are read in one way,
+and name no process: what is newer with a lower number is another's.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class KvEvents:
         metrics: PrefixMetrics,
         vllm_ports: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """`vllm_ports`: where vLLM nodes tell events and replay them (0: they do not), by URL; the empty one is that of
-        all others."""
+        """`vllm_ports`: where vLLM nodes tell events and replay them (0: they do not), by URL; the
+        empty one is that of all others.
+        """
         self._index = index
         self._metrics = metrics
         self._vllm_ports = vllm_ports
@@ -77,33 +80,49 @@ class KvEvents:
         metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
 
     def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
-        """Take a node's health report: from the first one on its events are listened to, as long as it tells any."""
+        """Take a node's health report: from the first one on its events are listened to, as long as
+        it tells any.
+        """
         if report is None:
             self.leave(url)
         else:
-            self._source(url, generation, report.port, report.replay_port).should_have(report.next_number)
+            self._source(url, generation, report.port, report.replay_port).should_have(
+                report.next_number
+            )
 
     def heard_vllm(self, url: str, generation: str, engines: int, aliases: Collection[str]) -> None:
-        """Do the same for a vLLM node, with so many engines behind its address, and further names of its model."""
+        """Do the same for a vLLM node, with so many engines behind its address, and further names
+        of its model.
+        """
         ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
-        if ports is None or engines > 1:  # each engine has a cache of its own, and nobody knows who gets a request
+        if (
+            ports is None or engines > 1
+        ):  # each engine has a cache of its own, and nobody knows who gets a request
             self.leave(url)
         else:
             source = self._source(url, generation, *ports, vllm=True)
             self._index.contents[url].aliases = aliases
             source.look_again()
 
-    def _source(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> _Source:
+    def _source(
+        self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False
+    ) -> _Source:
         """Return what listens to this process, and to no other that stood there before."""
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
-        told_at = (generation, f"tcp://{host}:{port}", f"tcp://{host}:{replay_port}" if replay_port else "")
+        told_at = (
+            generation,
+            f"tcp://{host}:{port}",
+            f"tcp://{host}:{replay_port}" if replay_port else "",
+        )
         source = self._sources.get(url)
         if source is None or source.told_at != told_at:
             self.leave(url)
             # Without replays, what it held before is never told.
             contents = BlockContents(whole=bool(replay_port)) if vllm else None
-            source = self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
+            source = self._sources[url] = _Source(
+                url, told_at, contents, self._index, self._metrics
+            )
         return source
 
     def leave(self, url: str) -> None:
@@ -131,8 +150,9 @@ class _Source:
         index: PrefixIndex,
         metrics: PrefixMetrics,
     ) -> None:
-        """`told_at`: its generation, and the ZMQ endpoints of its events and their replays; `contents` if it is vLLM's,
-        whose replays may end with less than all that it holds."""
+        """`told_at`: its generation, and the ZMQ endpoints of its events and their replays;
+        `contents` if it is vLLM's, whose replays may end with less than all that it holds.
+        """
         self.told_at = told_at
         self._url = url
         _, self._events, self._replays = told_at
@@ -166,7 +186,9 @@ class _Source:
         return self._replay
 
     def should_have(self, next_number: int) -> None:
-        """Note that the node has told all batches before this one; those of the report before must have come by now."""
+        """Note that the node has told all batches before this one; those of the report before must
+        have come by now.
+        """
         self._read()
         missing = self._stream.next_number < self._expected
         if missing or not self._index.trusts(self._url):
@@ -174,7 +196,9 @@ class _Source:
         self._expected = next_number
 
     def look_again(self) -> None:
-        """Ask whether batches are missing at the end, if none come: the node does not say which number is next."""
+        """Ask whether batches are missing at the end, if none come: the node does not say which
+        number is next.
+        """
         self._read()
         quiet, self._expected = self._stream.next_number == self._expected, self._stream.next_number
         asks = self._replays or not self._index.trusts(self._url)
@@ -196,7 +220,8 @@ class _Source:
         return socket
 
     def _read(self) -> None:
-        # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be remembered.
+        # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be
+        # remembered.
         for _ in range(_AT_ONCE):
             if self._socket is None:
                 return
@@ -236,11 +261,19 @@ class _Source:
                     case AllBlocksCleared():
                         self._forget(whole=True)
                     case BlockStored() if _counts(event):
-                        keys = keys_of(event.block_hashes) if contents is None else contents.stored(event)
+                        keys = (
+                            keys_of(event.block_hashes)
+                            if contents is None
+                            else contents.stored(event)
+                        )
                         self._index.stored(self._url, keys)
                         blocks += len(event.block_hashes)
                     case BlockRemoved() if _counts(event):
-                        keys = keys_of(event.block_hashes) if contents is None else contents.removed(event)
+                        keys = (
+                            keys_of(event.block_hashes)
+                            if contents is None
+                            else contents.removed(event)
+                        )
                         self._index.removed(self._url, keys)
                         blocks += len(event.block_hashes)
             self._newest = max(self._newest, batch.ts)
@@ -282,7 +315,10 @@ class _Source:
             if self._stream.gap:
                 why = "batches are missing after the replay"
         except TimeoutError:
-            why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its replay_endpoint must be there"
+            why = (
+                f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its "
+                f"replay_endpoint must be there"
+            )
         except zmq.ZMQError as error:
             why = f"cannot listen at {self._events} and {self._replays}: {error}"
         self._replay = None
@@ -290,7 +326,9 @@ class _Source:
         again, self._failure = why == self._failure, why
         if why:
             level = logging.DEBUG if again else logging.WARNING
-            _log.log(level, "node %s: KV events: %s; choosing by what was sent there", self._url, why)
+            _log.log(
+                level, "node %s: KV events: %s; choosing by what was sent there", self._url, why
+            )
             self._retry_at = time.monotonic() + RETRY_S
             self._index.doubt(self._url)
         else:
@@ -319,5 +357,7 @@ _OPTIONS = (
 
 
 def _counts(event: BlockStored | BlockRemoved) -> bool:
-    """Say whether it is about KV on the device that all layers can read: a prompt's beginning is found by that."""
+    """Say whether it is about KV on the device that all layers can read: a prompt's beginning is
+    found by that.
+    """
     return event.group_idx in (None, 0) and event.medium in (None, "GPU")

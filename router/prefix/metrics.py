@@ -1,4 +1,6 @@
-"""What the router measures of its prefix index and of the KV events that feed it. Is told, as router/metrics.py is."""
+"""What the router measures of its prefix index and of the KV events that feed it. Is told, as
+router/metrics.py is.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,29 @@ _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class PrefixMetrics:
-    """A wrong index is seen by `cached_tokens`: what was estimated at a choice, and what the node then reported."""
+    """A wrong index is seen by `cached_tokens`: what was estimated at a choice, and what the node
+    then reported.
+    """
 
     def __init__(self, registry: CollectorRegistry, index: PrefixIndex) -> None:
         self.batches = Counter(
-            "kvrelay_router_kv_event_batches", "Batches of KV events that were taken.", registry=registry
+            "kvrelay_router_kv_event_batches",
+            "Batches of KV events that were taken.",
+            registry=registry,
         )
         self.event_blocks = Counter(
-            "kvrelay_router_kv_event_blocks", "Blocks that these told of, stored or removed.", registry=registry
+            "kvrelay_router_kv_event_blocks",
+            "Blocks that these told of, stored or removed.",
+            registry=registry,
         )
-        self.gaps = Counter("kvrelay_router_kv_event_gaps", "KV events were seen to be lost.", registry=registry)
+        self.gaps = Counter(
+            "kvrelay_router_kv_event_gaps", "KV events were seen to be lost.", registry=registry
+        )
         self.replays = Counter(
-            "kvrelay_router_kv_event_replays", "KV events were asked for again.", ["outcome"], registry=registry
+            "kvrelay_router_kv_event_replays",
+            "KV events were asked for again.",
+            ["outcome"],
+            registry=registry,
         )
         self.snapshots = Counter(
             "kvrelay_router_kv_event_snapshots",
@@ -33,18 +46,21 @@ class PrefixMetrics:
         )
         self.doubted = Gauge(
             "kvrelay_router_kv_event_doubted_nodes",
-            "Nodes whose KV events are not to be had, or not complete: the choice goes by what was sent there.",
+            "Nodes whose KV events are not to be had, or not complete: the choice goes by what "
+            "was sent there.",
             registry=registry,
         )
         self.cached_tokens = Tally(
             "kvrelay_router_cached_prompt_tokens",
-            "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and the node's report.",
+            "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
+            "the node's report.",
             registry,
             ["by"],
         )
         self.cached_tokens_error = Spread(
             "kvrelay_router_cached_prompt_tokens_error",
-            "Difference of the two kvrelay_router_cached_prompt_tokens_total, one observation per prefill leg.",
+            "Difference of the two kvrelay_router_cached_prompt_tokens_total, one observation per "
+            "prefill leg.",
             _TOKENS,
             registry,
         )

@@ -1,10 +1,12 @@
-"""A radix tree over the texts of prompts: where each was sent, and which blocks of KV lie behind which text. Pure.
+"""A radix tree over the texts of prompts: where each was sent, and which blocks of KV lie behind
+which text. Pure.
 
-A text is a sequence of one chunk or more, each a number (router/prefix/index.py makes them). An edge holds a run of
-chunks that no text has left yet, so a prompt that shares its beginning with others costs one edge and 8 bytes per chunk
-of its own. Of each edge the tree knows the *marks* (a bit per node) of those that were sent a text through it and, once
-a node has said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends
-is known where two texts part, and in between it is taken to be proportional.
+A text is a sequence of one chunk or more, each a number (router/prefix/index.py makes them). An
+edge holds a run of chunks that no text has left yet, so a prompt that shares its beginning with
+others costs one edge and 8 bytes per chunk of its own. Of each edge the tree knows the *marks* (a
+bit per node) of those that were sent a text through it and, once a node has said how it calls the
+blocks of such a text, the keys of the blocks that end in the edge. Where a block ends is known
+where two texts part, and in between it is taken to be proportional.
 
 Bounded: the texts that were asked for longest ago go first.
 """
@@ -18,7 +20,9 @@ from collections import OrderedDict
 __all__ = ["CHUNK_BYTES", "Edge", "Path", "Step", "TextTree"]
 
 CHUNK_BYTES = 64
-"""Of text in one chunk, about a block of 16 tokens: less finds no more blocks, and costs time per prompt."""
+"""Of text in one chunk, about a block of 16 tokens: less finds no more blocks, and costs time per
+prompt.
+"""
 # An edge with its dict entries and arrays, without chunks and keys; measured with tracemalloc.
 EDGE_BYTES = 700
 _NUMBER_BYTES = 8
@@ -28,11 +32,15 @@ LIMIT_BYTES = 64 << 20
 Step = tuple[int, int]
 """A depth, and the marks of the nodes that are that deep."""
 Path = list[tuple["Edge", int]]
-"""The edges that a text goes through, each with how many of its chunks it shares: all, but for the last one."""
+"""The edges that a text goes through, each with how many of its chunks it shares: all, but for the
+last one.
+"""
 
 
 class Edge:
-    """A run of chunks. `sent` are marks; `under_way` counts legs under way, by mark, and `going` has these marks."""
+    """A run of chunks. `sent` are marks; `under_way` counts legs under way, by mark, and `going`
+    has these marks.
+    """
 
     __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
@@ -65,7 +73,8 @@ class TextTree:
     def __len__(self) -> int:
         return len(self._edges)
 
-    # --- asking --------------------------------------------------------------------------------------------------
+    # --- asking
+    # --------------------------------------------------------------------------------------------------
 
     def path(self, chunks: array[int]) -> Path:
         """Return where a text leads."""
@@ -85,7 +94,9 @@ class TextTree:
 
     @staticmethod
     def known_keys(path: Path) -> tuple[array[int], int]:
-        """Return the keys of the blocks along a path, as far as they were learned, and how deep that is."""
+        """Return the keys of the blocks along a path, as far as they were learned, and how deep
+        that is.
+        """
         keys: array[int] = array("Q")
         depth = 0
         for edge, shared in path:
@@ -97,7 +108,9 @@ class TextTree:
 
     @staticmethod
     def steps(path: Path) -> tuple[list[Step], list[Step]]:
-        """Return how deep which nodes were sent this text: ever, and by legs under way. The deepest come last."""
+        """Return how deep which nodes were sent this text: ever, and by legs under way. The deepest
+        come last.
+        """
         sent: list[Step] = []
         going: list[Step] = []
         depth = 0
@@ -109,10 +122,13 @@ class TextTree:
                 going.append((depth, edge.going))
         return sent, going
 
-    # --- telling -------------------------------------------------------------------------------------------------
+    # --- telling
+    # -------------------------------------------------------------------------------------------------
 
     def send(self, chunks: array[int], mark: int) -> Edge:
-        """Note that a leg with this text begins on a node. Returns the last edge of the text, for `end`."""
+        """Note that a leg with this text begins on a node. Returns the last edge of the text, for
+        `end`.
+        """
         edges = self._insert(chunks)
         for edge in edges:
             edge.sent |= mark
@@ -144,7 +160,9 @@ class TextTree:
             end = max(before, len(keys) * depth // len(chunks))
             if edge.learned:
                 self._compare(edge, keys[before:], end - before)
-            if not edge.learned or (depth == len(chunks) and not any(c.learned for c in edge.children.values())):
+            if not edge.learned or (
+                depth == len(chunks) and not any(c.learned for c in edge.children.values())
+            ):
                 self._set_keys(edge, keys[before:end])
             before += len(edge.keys)
         self._evict()
@@ -155,9 +173,12 @@ class TextTree:
             edge.sent &= ~marks
             if edge.going & marks:
                 edge.going &= ~marks
-                edge.under_way = {mark: count for mark, count in edge.under_way.items() if not mark & marks}
+                edge.under_way = {
+                    mark: count for mark, count in edge.under_way.items() if not mark & marks
+                }
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside
+    # --------------------------------------------------------------------------------------------------
 
     def _insert(self, chunks: array[int]) -> list[Edge]:
         """Return all edges of a text, made where they are missing, and now the most recently used."""
@@ -192,12 +213,15 @@ class TextTree:
         return upper
 
     def _compare(self, edge: Edge, keys: array[int], end: int) -> None:
-        """Compare what another text says of an edge: its last blocks may belong below it, where the two have parted."""
+        """Compare what another text says of an edge: its last blocks may belong below it, where the
+        two have parted.
+        """
         same = _common(edge.keys, keys)
         if same == len(edge.keys):
             return
         if 2 * same < len(edge.keys):
-            # The same text has become other tokens (a template with the date in it): what was learned is worth nothing.
+            # The same text has become other tokens (a template with the date in it): what was
+            # learned is worth nothing.
             for child in edge.children.values():
                 child.learned = False
             self._set_keys(edge, keys[:end])
@@ -225,4 +249,6 @@ def _common(one: array[int], other: array[int]) -> int:
     """Return the length of the longest common beginning."""
     if one == other:
         return len(one)
-    return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda size: one[:size] != other[:size])
+    return bisect(
+        range(1, min(len(one), len(other)) + 1), False, key=lambda size: one[:size] != other[:size]
+    )

@@ -1,10 +1,12 @@
 """The bodies of both legs as vLLM nodes want them, and what is read in their answers. Pure.
 
-The contract is that of vLLM's NixlConnector. The prefill leg asks for one token with `do_remote_decode`; its answer has
-`kv_transfer_params`, whose fields differ from version to version, so the object goes to the decode node as it came. The
-token is thrown away: the decode node draws it again.
+The contract is that of vLLM's NixlConnector. The prefill leg asks for one token with
+`do_remote_decode`; its answer has `kv_transfer_params`, whose fields differ from version to
+version, so the object goes to the decode node as it came. The token is thrown away: the decode node
+draws it again.
 
-P2pNcclConnector, the older one, has no such object. Both legs carry a request id that names both nodes' addresses.
+P2pNcclConnector, the older one, has no such object. Both legs carry a request id that names both
+nodes' addresses.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _ASK_TO_HOLD = {
     "remote_host": None,
     "remote_port": None,
 }
-# Both forms in which versions begin an error event. Inside a string of another event its quotes are escaped.
+# Both forms in which versions begin an error event. Inside a string of another event its quotes are
+# escaped.
 _ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
 
 
@@ -78,7 +81,9 @@ class _Held(msgspec.Struct):
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """What a prefill node gives away. `params` None: it holds nothing, and the decode node computes the prompt."""
+    """What a prefill node gives away. `params` None: it holds nothing, and the decode node computes
+    the prompt.
+    """
 
     params: msgspec.Raw | None
     prompt_tokens: int
@@ -98,16 +103,22 @@ class Ending(msgspec.Struct, frozen=True):
 
 def check_fields(job: Job) -> None:
     """Raise RequestError for what would reach a node's KV transfer past the router's own check."""
-    # vLLM merges this object with kv_transfer_params; a client could point a node at an address with it.
+    # vLLM merges this object with kv_transfer_params; a client could point a node at an address
+    # with it.
     if b"kv_transfer_params" in bytes(job.fields.get("vllm_xargs", b"")):
-        raise RequestError("kv_transfer_params is set by the router; leave it out of vllm_xargs", param="vllm_xargs")
+        raise RequestError(
+            "kv_transfer_params is set by the router; leave it out of vllm_xargs",
+            param="vllm_xargs",
+        )
 
 
 def undivided_because(job: Job) -> str | None:
-    """Why the decode node is to do this request alone, in one word for the metric; None if the two legs can share it.
+    """Why the decode node is to do this request alone, in one word for the metric; None if the two
+    legs can share it.
 
-    One hand-over is for one sequence: the prefill node frees its blocks after the first read, and names those of one
-    prompt. And KV that is fetched has no logits, which log-probabilities of a prompt are made of.
+    One hand-over is for one sequence: the prefill node frees its blocks after the first read, and
+    names those of one prompt. And KV that is fetched has no logits, which log-probabilities of a
+    prompt are made of.
     """
 
     def given(name: str) -> bool:
@@ -128,18 +139,22 @@ def undivided_because(job: Job) -> str | None:
 
 
 def forces_tools(job: Job) -> bool:
-    """Say whether the answer must be a call. Some versions fail on one of a single token (vllm#38911)."""
+    """Say whether the answer must be a call. Some versions fail on one of a single token
+    (vllm#38911).
+    """
     choice = bytes(job.fields.get("tool_choice", b"")).strip()
     return choice[:1] == b"{" or choice == b'"required"'
 
 
 def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
-    """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the request's id alone.
-    `with_ids`: the answer is to tell the prompt's token ids, as it does from 0.10.2 on.
+    """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the
+    request's id alone. `with_ids`: the answer is to tell the prompt's token ids, as it does from
+    0.10.2 on.
 
-    The client's fields are all there, so that a request which the decode node would refuse is refused while nothing is
-    held; but for those that do not go with one token (min_tokens), and those that make older versions hold
-    nothing: KV of a request that was stopped by a token is freed at once.
+    The client's fields are all there, so that a request which the decode node would refuse is
+    refused while nothing is held; but for those that do not go with one token (min_tokens), and
+    those that make older versions hold nothing: KV of a request that was stopped by a token is
+    freed at once.
     """
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 1
@@ -172,7 +187,9 @@ def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> st
 
 
 def handover_of(body: bytes) -> Handover:
-    """Return what the answer of a prefill leg gives away. Raises LegFailed for one that is no answer."""
+    """Return what the answer of a prefill leg gives away. Raises LegFailed for one that is no
+    answer.
+    """
     answer = _decoded(body)
     try:
         held = msgspec.json.decode(answer.kv_transfer_params, type=_Held).do_remote_prefill
@@ -181,7 +198,9 @@ def handover_of(body: bytes) -> Handover:
     usage = answer.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
     ids = _ids_in(answer.prompt_token_ids) or _ids_in(answer.choices[0].prompt_token_ids)
-    return Handover(answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids)
+    return Handover(
+        answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids
+    )
 
 
 def _ids_in(told: msgspec.Raw) -> list[int] | None:
@@ -192,10 +211,13 @@ def _ids_in(told: msgspec.Raw) -> list[int] | None:
 
 
 def plain_answer(body: bytes) -> Ending:
-    """Return a decode node's whole answer, without what it says of KV. Raises LegFailed for one that is no answer."""
+    """Return a decode node's whole answer, without what it says of KV. Raises LegFailed for one
+    that is no answer.
+    """
     answer = _decoded(body)
     if bytes(answer.kv_transfer_params).strip() != b"null":
-        # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a client.
+        # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a
+        # client.
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         del fields["kv_transfer_params"]
         body = msgspec.json.encode(fields)
@@ -211,6 +233,8 @@ def _decoded(body: bytes) -> _Answer:
 
 
 def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:
-    """Return the place of an error in whole events, what it says, and its status; None if there is none."""
+    """Return the place of an error in whole events, what it says, and its status; None if there is
+    none.
+    """
     found = _ERROR_EVENT.search(events)
     return None if found is None else (found.start(), *told_error(found[1]))

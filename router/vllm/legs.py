@@ -1,4 +1,6 @@
-"""One leg over HTTP on a vLLM node: OpenAI's bytes, whole or as events. Decides nothing about retries."""
+"""One leg over HTTP on a vLLM node: OpenAI's bytes, whole or as events. Decides nothing about
+retries.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ class VllmLegs:
     def __init__(self, legs: Legs) -> None:
         self._legs = legs
         self.without_forced_tools: set[tuple[str, str]] = set()
-        """Processes of prefill nodes, by URL and generation, that fail on a forced tool call of one token."""
+        """Processes of prefill nodes, by URL and generation, that fail on a forced tool call of one
+        token.
+        """
 
-    async def whole(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    async def whole(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> bytes:
         """Return the body of a 200 answer. Raises LegFailed, Refused.
 
         Cancelling closes the connection, which aborts the request on the node; so for `events`.
@@ -39,7 +45,9 @@ class VllmLegs:
                     raise LegFailed(f"the node's answer is longer than {_MAX_ANSWER_BYTES} bytes")
             return bytes(held)
 
-    async def events(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], put: PutEvents) -> None:
+    async def events(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], put: PutEvents
+    ) -> None:
         """Pass on a stream's events, each whole, to its [DONE]. Raises LegFailed, Refused.
 
         An event that tells of an error is raised, not passed on.
@@ -51,7 +59,9 @@ class VllmLegs:
             while chunk := await answer.content.readany():
                 last, end, held = (held + chunk).rpartition(b"\n\n")
                 if len(held) > _MAX_ANSWER_BYTES:
-                    raise LegFailed(f"the node sent an event of more than {_MAX_ANSWER_BYTES} bytes")
+                    raise LegFailed(
+                        f"the node sent an event of more than {_MAX_ANSWER_BYTES} bytes"
+                    )
                 if not end:
                     continue
                 events = last + end

@@ -1,9 +1,11 @@
-"""vLLM nodes with a P2pNcclConnector name themselves: a ZMQ message every 3 s, from which this router knows them.
+"""vLLM nodes with a P2pNcclConnector name themselves: a ZMQ message every 3 s, from which this
+router knows them.
 
-A ping is a msgpack map of `type` ("P" or "D"), `http_address` and `zmq_address`, both host:port. A node that is silent
-for EXPIRY_S is no member any more. Pings have no authentication: who reaches the port can name a node, which gets
-prompts then; so the port is off unless it is asked for, and its network must be the nodes' alone. Where nodes want a
-key, only hosts of --node-allow and of listed nodes can be named, because a node that is named gets that key.
+A ping is a msgpack map of `type` ("P" or "D"), `http_address` and `zmq_address`, both host:port. A
+node that is silent for EXPIRY_S is no member any more. Pings have no authentication: who reaches
+the port can name a node, which gets prompts then; so the port is off unless it is asked for, and
+its network must be the nodes' alone. Where nodes want a key, only hosts of --node-allow and of
+listed nodes can be named, because a node that is named gets that key.
 """
 
 from __future__ import annotations
@@ -61,27 +63,41 @@ class PingBook:
         try:
             ping = _decoder.decode(message)
             # A colon apart from the port's would be read as an address in a request's id.
-            if ping.zmq_address.count(":") != 1 or not ping.zmq_address.rpartition(":")[2].isdecimal():
+            if (
+                ping.zmq_address.count(":") != 1
+                or not ping.zmq_address.rpartition(":")[2].isdecimal()
+            ):
                 raise RequestError(f"zmq_address must be host:port, got {ping.zmq_address[:80]!r}")
             NodeSpec(f"http://{ping.zmq_address}", Role.PREFILL)
             spec = NodeSpec(f"http://{ping.http_address}", _ROLES[ping.type])
         except MALFORMED as why:
             raise RequestError(f"it is no ping: {why}") from why
         if not self._may_be_node(spec.url):
-            raise RequestError(f"{spec.url} would get the nodes' key; give --node-allow if its host is to be a node")
+            raise RequestError(
+                f"{spec.url} would get the nodes' key; give --node-allow if its host is to be a "
+                f"node"
+            )
         if spec.url not in self._heard and len(self._heard) >= _MAX_NODES:
             raise RequestError(f"{_MAX_NODES} nodes have named themselves already")
         self._heard[spec.url] = (spec, ping.zmq_address, now)
 
     def members(self, now: float) -> list[tuple[NodeSpec, str]]:
-        """Return the nodes, each with the address of its ZMQ socket; forget who has been silent for too long."""
-        self._heard = {url: heard for url, heard in self._heard.items() if now - heard[2] <= EXPIRY_S}
+        """Return the nodes, each with the address of its ZMQ socket; forget who has been silent for
+        too long.
+        """
+        self._heard = {
+            url: heard for url, heard in self._heard.items() if now - heard[2] <= EXPIRY_S
+        }
         return [(spec, address) for spec, address, _ in self._heard.values()]
 
 
 @asynccontextmanager
-async def hearing_pings(pool: Pool, host: str, port: int, may_be_node: Callable[[str], bool]) -> AsyncIterator[None]:
-    """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
+async def hearing_pings(
+    pool: Pool, host: str, port: int, may_be_node: Callable[[str], bool]
+) -> AsyncIterator[None]:
+    """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises
+    RequestError.
+    """
     if not port:
         yield
         return
@@ -93,7 +109,9 @@ async def hearing_pings(pool: Pool, host: str, port: int, may_be_node: Callable[
         try:
             socket.bind(f"tcp://{address}:{port}")
         except zmq.ZMQError as why:
-            raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
+            raise RequestError(
+                f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port"
+            ) from why
         task = asyncio.create_task(_hear(pool, socket, PingBook(may_be_node)))
         try:
             yield

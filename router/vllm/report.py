@@ -1,7 +1,8 @@
-"""What a vLLM node says of itself, as a health report: its models and its load. Its GET /health is an empty 200.
+"""What a vLLM node says of itself, as a health report: its models and its load. Its GET /health is
+an empty 200.
 
-Reads three of its routes: /version (is it one at all), /v1/models, and /metrics in Prometheus' text form, in which a
-line per engine tells what is running there.
+Reads three of its routes: /version (is it one at all), /v1/models, and /metrics in Prometheus' text
+form, in which a line per engine tells what is running there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 """Status and body of a GET of this path on the node."""
 
 # Of thousands of lines.
-_READ = (b"vllm:num_requests_", b"vllm:kv_cache_", b"vllm:gpu_cache_", b"vllm:cache_config_info", b"process_start_")
+_READ = (
+    b"vllm:num_requests_",
+    b"vllm:kv_cache_",
+    b"vllm:gpu_cache_",
+    b"vllm:cache_config_info",
+    b"process_start_",
+)
 _CACHE = rb"^vllm:cache_config_info\{[^\n]*"
 _BLOCKS = re.compile(_CACHE + rb'\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 _BLOCK_TOKENS = re.compile(_CACHE + rb'\bblock_size="(\d+)"', re.MULTILINE)
@@ -40,22 +47,29 @@ class _Cards(msgspec.Struct):
 
 
 async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
-    """Return what a node is found to be whose /health is empty, or why it takes no work. Raises what `fetch` raises."""
+    """Return what a node is found to be whose /health is empty, or why it takes no work. Raises
+    what `fetch` raises.
+    """
     if node.kind is NodeKind.KVRELAY:  # not known yet
         status, body = await fetch("/version")
         if status != 200 or b'"version"' not in body:
-            return "its /health is empty and it has no /version: it is neither a node of ours nor of vLLM"
+            return (
+                "its /health is empty and it has no /version: it is neither a node of ours nor "
+                "of vLLM"
+            )
     (status, models), (told, metrics) = await asyncio.gather(fetch("/v1/models"), fetch("/metrics"))
     if status != 200:
-        return f"its /v1/models answers {status}" + ("; give the router its key" if status in (401, 403) else "")
+        return f"its /v1/models answers {status}" + (
+            "; give the router its key" if status in (401, 403) else ""
+        )
     return report_of(node.role, node.p2p_address, models, metrics if told == 200 else b"")
 
 
 def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> HealthReport | str:
     """Return the report that these two answers amount to, or what is wrong with them. Pure.
 
-    `role` is what the node is listed as: a vLLM node does not say. Without metrics its load is not known, and only the
-    router's own requests count.
+    `role` is what the node is listed as: a vLLM node does not say. Without metrics its load is not
+    known, and only the router's own requests count.
     """
     try:
         cards = msgspec.json.decode(models, type=_Cards).data
@@ -90,7 +104,9 @@ def _load_of(role: Role, running: int, metrics: bytes) -> Load:
     total = sum(map(int, _BLOCKS.findall(metrics)))
     # Room of no known size is not no room.
     block_size = max(map(int, _BLOCK_TOKENS.findall(metrics)), default=0) if total else 0
-    used = _told(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [0.0]  # the second is its older name
+    used = _told(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [
+        0.0
+    ]  # the second is its older name
     free = round(total * (1 - min(1.0, sum(used) / len(used))))
     return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size)
 

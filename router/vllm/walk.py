@@ -1,16 +1,20 @@
-"""The walk of one request through two vLLM nodes: prefill leg, hand-over, decode leg; and what to do when one breaks.
+"""The walk of one request through two vLLM nodes: prefill leg, hand-over, decode leg; and what to
+do when one breaks.
 
-Nothing of the prefill node's answer but the hand-over is used: the decode node tells of every token, the first too.
+Nothing of the prefill node's answer but the hand-over is used: the decode node tells of every
+token, the first too.
 
-A broken leg is tried on other nodes until the client has bytes. KV that a decode node may have read is not offered to
-another one: vLLM frees a prompt's blocks after the first read and guards them with no fence, so a second reader could
-get another request's KV. The prompt is prefilled again, mostly out of the prefill node's prefix cache. After the first
-byte an answer ends with an error: a vLLM node does not tell the state that another one would have to go on from.
+A broken leg is tried on other nodes until the client has bytes. KV that a decode node may have read
+is not offered to another one: vLLM frees a prompt's blocks after the first read and guards them
+with no fence, so a second reader could get another request's KV. The prompt is prefilled again,
+mostly out of the prefill node's prefix cache. After the first byte an answer ends with an error: a
+vLLM node does not tell the state that another one would have to go on from.
 
-KV that nobody fetches (the client left between the legs, or no decode node is left) stays with its prefill node until
-that lets go of it: after 30 s, in older versions 480. There is no call to release it. To have a decode node fetch it
-for one token would do, and costs a transfer and a seat while the cluster is in trouble, so it is not done. A decode leg
-that is aborted while it waits releases it itself.
+KV that nobody fetches (the client left between the legs, or no decode node is left) stays with its
+prefill node until that lets go of it: after 30 s, in older versions 480. There is no call to
+release it. To have a decode node fetch it for one token would do, and costs a transfer and a seat
+while the cluster is in trouble, so it is not done. A decode leg that is aborted while it waits
+releases it itself.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class VllmWalk:
-    """One request on its way. `run` once. What the Relay reads is as of the walk over our own nodes."""
+    """One request on its way. `run` once. What the Relay reads is as of the walk over our own
+    nodes.
+    """
 
     def __init__(
         self,
@@ -116,16 +122,20 @@ class VllmWalk:
                     self._round += 1
         except TimeoutError as why:
             raise DeadlineExceeded(
-                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or raise request_deadline_s"
+                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
+                f"raise request_deadline_s"
             ) from why
 
     async def _hand_over(self) -> bool:
-        """Run one prefill leg and the decode legs that its KV is good for; return whether they have answered."""
+        """Run one prefill leg and the decode legs that its KV is good for; return whether they have
+        answered.
+        """
         by_id = self._kind is NodeKind.VLLM_P2P_NCCL
         with ExitStack() as held:
             # Where the prefill node pushes the KV it must be told where to, before it begins.
             decode = held.enter_context(self._lease(Role.DECODE)) if by_id else None
-            # Nodes that find KV by the request's id can do nothing undivided: the decode node would wait for the KV.
+            # Nodes that find KV by the request's id can do nothing undivided: the decode node would
+            # wait for the KV.
             alone = None if by_id else undivided_because(self.job)
             headers, params = self._named(None, None), None
             self._source = None
@@ -135,7 +145,9 @@ class VllmWalk:
                 self._means.metrics.undivided.labels(alone).inc()
             while True:
                 if decode is None:
-                    decode = held.enter_context(self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0))
+                    decode = held.enter_context(
+                        self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0)
+                    )
                 try:
                     await self._decode(decode, decode_body(self.job, params), headers)
                     return True
@@ -143,12 +155,16 @@ class VllmWalk:
                     await self._blame(decode, Role.DECODE, why)
                     if by_id or why.reached or not why.lost:
                         return False
-                    # Nobody listens there, so the node has not heard of the KV, which is good for another one.
+                    # Nobody listens there, so the node has not heard of the KV, which is good for
+                    # another one.
                     held.pop_all().close()
                     decode = None
 
-    async def _prefill(self, decode: Lease | None) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
-        """Return the headers of the decode leg, the hand-over, and why there is none if one was to be.
+    async def _prefill(
+        self, decode: Lease | None
+    ) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
+        """Return the headers of the decode leg, the hand-over, and why there is none if one was to
+        be.
 
         `decode`: the node that the KV is pushed to, for those that push; it is told nothing.
         """
@@ -166,15 +182,22 @@ class VllmWalk:
                     if decode is not None or handover.params is not None:
                         self._source = node
                         return headers, handover.params, None
-                    _log.warning("prefill node %s hands no KV over; start it with a NixlConnector", node.url)
+                    _log.warning(
+                        "prefill node %s hands no KV over; start it with a NixlConnector", node.url
+                    )
                     return headers, None, "no_kv"
             if failure.status == 500 and forces_tools(self.job) and decode is None:
-                _log.warning("prefill node %s fails on forced tool calls, so decode nodes do those alone", node.url)
+                _log.warning(
+                    "prefill node %s fails on forced tool calls, so decode nodes do those alone",
+                    node.url,
+                )
                 self._legs.without_forced_tools.add(process)
                 return headers, None, "forced_tools"
             await self._blame(lease, Role.PREFILL, failure)
 
-    async def _prefilled(self, lease: Lease, headers: Mapping[str, str], *, by_id: bool) -> Handover:
+    async def _prefilled(
+        self, lease: Lease, headers: Mapping[str, str], *, by_id: bool
+    ) -> Handover:
         """Run one prefill leg, and learn from it. Raises LegFailed, Refused."""
         node, expected_ms = lease.node, lease.node.state.wait_ms  # its own prompt is in it
         contents = self._unknown_to(node)
@@ -195,7 +218,9 @@ class VllmWalk:
         return handover
 
     def _unknown_to(self, node: Node) -> BlockContents | None:
-        """Return the node's blocks if they are called by their content, and those of this prompt are not known yet."""
+        """Return the node's blocks if they are called by their content, and those of this prompt
+        are not known yet.
+        """
         contents = self._index.contents.get(node.url)
         known = contents is None or not contents.tells_prompts or self._index.knows(self._prefix)
         return None if known else contents
@@ -205,7 +230,9 @@ class VllmWalk:
         job = self.job
         if token_ids is None:
             _log.warning(
-                "node %s tells no tokens of prompts, so its KV events are of no use: use vLLM 0.10.2 or newer", node.url
+                "node %s tells no tokens of prompts, so its KV events are of no use: use vLLM "
+                "0.10.2 or newer",
+                node.url,
             )
             contents.tells_prompts = False
             if self._index.trusts(node.url):
@@ -217,12 +244,16 @@ class VllmWalk:
             self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
-        """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
+        """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else
+        NodeFailed.
+        """
         job = self.job
         if self._source is not None and not self._handed:
             self._handed = True
             self._means.metrics.handed_over(job.model, *self.nodes)
-        leg = self.timeline.begins(time.monotonic(), decoding=True, fetches=self._source is not None)
+        leg = self.timeline.begins(
+            time.monotonic(), decoding=True, fetches=self._source is not None
+        )
         complete = False
         try:
             await (self._streamed if job.stream else self._whole)(lease, leg, body, headers)
@@ -230,19 +261,28 @@ class VllmWalk:
         finally:
             self.timeline.ends(leg, time.monotonic(), more=not complete)
         if max(job.choices, job.best_of) == 1:
-            self._means.placer.answered(job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0)
+            self._means.placer.answered(
+                job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0
+            )
 
-    async def _whole(self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]) -> None:
-        leg.tokens = leg.began  # nobody sees when its first token is there: most of an answer are its steps
+    async def _whole(
+        self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        leg.tokens = (
+            leg.began
+        )  # nobody sees when its first token is there: most of an answer are its steps
         ending = plain_answer(await self._legs.whole(lease, self.job.path, body, headers))
         if self.timeline.prefilled is not None:
-            # By then the first token was computed; without a prefill leg nobody knows when that was.
+            # By then the first token was computed; without a prefill leg nobody knows when that
+            # was.
             self.timeline.tokens(self.timeline.prefilled)
             self.timeline.tokens(time.monotonic())
         self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
         self.reply.put(self._timed(ending.body, leg))
 
-    async def _streamed(self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]) -> None:
+    async def _streamed(
+        self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]
+    ) -> None:
         newest, held_up = 0.0, False
 
         async def put(events: bytes) -> None:
@@ -265,11 +305,14 @@ class VllmWalk:
                 raise
             self._pool.blame(lease.node, f"a leg broke on it: {why.detail}", time.monotonic())
             raise NodeFailed(
-                "the decode node broke in the middle of the answer, which a vLLM node's answer cannot be continued "
+                "the decode node broke in the middle of the answer, which a vLLM node's answer "
+                "cannot be continued "
                 f"after; send the request again ({why.message})"
             ) from why
         one = max(self.job.choices, self.job.best_of) == 1
-        if one and not held_up and leg.tokens is not None:  # else it is the client's doing when events come
+        if (
+            one and not held_up and leg.tokens is not None
+        ):  # else it is the client's doing when events come
             no_tokens = (self.job.path == CHAT_PATH) + self.job.include_usage
             streamed(lease.node, self.output_tokens - no_tokens - 1, newest - leg.tokens)
 
@@ -283,7 +326,9 @@ class VllmWalk:
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
-        lease = self._means.placer.hold_alone(role, self.wanted(), self._tries[role].nodes(), self._kind, tokens)
+        lease = self._means.placer.hold_alone(
+            role, self.wanted(), self._tries[role].nodes(), self._kind, tokens
+        )
         self._last[role] = lease.node.url
         try:
             yield lease
@@ -291,11 +336,15 @@ class VllmWalk:
             self._pool.give_back(lease)
 
     def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
-        """Return the headers of both legs. An id is used for one hand-over: what another has left must not be met."""
+        """Return the headers of both legs. An id is used for one hand-over: what another has left
+        must not be met.
+        """
         unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
         if prefill is not None and decode is not None:
             # Not the client's own id: a colon in it would be read as an address.
-            unique = p2p_request_id(prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex)
+            unique = p2p_request_id(
+                prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex
+            )
         return {**self._headers, "x-request-id": unique}
 
     async def _blame(self, lease: Lease, role: Role, why: LegFailed) -> None:

@@ -1,8 +1,9 @@
-"""The processes that died, or may have, while one request was unanswered there, and where that ends.
+"""The processes that died, or may have, while one request was unanswered there, and where that
+ends.
 
-After the first such loss the request goes on at once. Before it would go to a third node it waits until the health
-checks tell which processes have died (router/nodes/fates.py). One that is still silent then counts as dead here, but
-against the fingerprint only once it is known to be.
+After the first such loss the request goes on at once. Before it would go to a third node it waits
+until the health checks tell which processes have died (router/nodes/fates.py). One that is still
+silent then counts as dead here, but against the fingerprint only once it is known to be.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from wire.errors import PoisonRequest
 __all__ = ["Deaths"]
 
 _FATE_S = 5.0
-"""How long the health checks are waited for. Whoever lives or refuses connections has shown it by then: by default a
-node that is down is asked twice a second, and has 2 s to answer."""
+"""How long the health checks are waited for. Whoever lives or refuses connections has shown it by
+then: by default a node that is down is asked twice a second, and has 2 s to answer.
+"""
 
 
 class Deaths:
@@ -56,7 +58,10 @@ class Deaths:
         if process in self._fates:
             return
         fate = self._fates[process] = asyncio.get_running_loop().create_future()
-        poison, fingerprint = self._poison, self._fingerprint  # not the body: it may be long until that is known
+        poison, fingerprint = (
+            self._poison,
+            self._fingerprint,
+        )  # not the body: it may be long until that is known
 
         def tell(died: bool) -> None:
             fate.set_result(died)
@@ -84,7 +89,9 @@ class Deaths:
 
     def _count(self) -> int:
         """Processes that have died of it, or may have."""
-        doubtful = {process for process, fate in self._fates.items() if not fate.done() or fate.result()}
+        doubtful = {
+            process for process, fate in self._fates.items() if not fate.done() or fate.result()
+        }
         if doubtful and self._poison:
             doubtful |= self._poison.processes(self._fingerprint, time.monotonic())
         return len(doubtful)

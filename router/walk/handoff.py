@@ -1,13 +1,16 @@
-"""The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving back what it took.
+"""The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving
+back what it took.
 
-The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes room, and reads what
-is computed while the rest is. The first token comes through whichever leg has it first. A prompt that is better
-computed where its answer is, or can be nowhere else, has a decode leg alone.
+The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes
+room, and reads what is computed while the rest is. The first token comes through whichever leg has
+it first. A prompt that is better computed where its answer is, or can be nowhere else, has a decode
+leg alone.
 
-How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it rests, and another takes
-the leg, from the same ticket. A process that is lost (router/legs/legs.py) is down until it answers a health check. All
-else is told to the node's breaker (router/nodes/doors.py). What broke is tried on other nodes: what a lost process had
-always, all else as long as the retry budget allows, or the client has a part of the answer.
+How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it
+rests, and another takes the leg, from the same ticket. A process that is lost (router/legs/legs.py)
+is down until it answers a health check. All else is told to the node's breaker
+(router/nodes/doors.py). What broke is tried on other nodes: what a lost process had always, all
+else as long as the retry budget allows, or the client has a part of the answer.
 
 Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
 """
@@ -97,7 +100,9 @@ class Walk:
         """Of legs whose nodes have failed as they read the request."""
         self._spills = True  # until a node has refused its prompt
         self._prefilling: asyncio.Task[object] | None = None
-        self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
+        self._claimed: asyncio.Event | None = (
+            None  # the prefill leg of a rebuilding has told where its KV is
+        )
         self._decoding: asyncio.Task[None] | None = None
 
     def wanted(self) -> Wanted:
@@ -141,11 +146,15 @@ class Walk:
     @property
     def nodes(self) -> tuple[str, str]:
         """Where its last legs ran."""
-        prefill, decode = (node.url if node else "-" for node in (self.prefill_node, self.decode_node))
+        prefill, decode = (
+            node.url if node else "-" for node in (self.prefill_node, self.decode_node)
+        )
         return prefill, decode
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
+        """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back
+        in any case.
+        """
         means, deadline_s = self._means, self._means.config.request_deadline_s
         try:
             async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
@@ -154,11 +163,14 @@ class Walk:
                 await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
-                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or raise request_deadline_s"
+                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
+                f"raise request_deadline_s"
             ) from why
         finally:
             try:
-                await ended([task for task in (self._prefilling, self._decoding) if task is not None])
+                await ended(
+                    [task for task in (self._prefilling, self._decoding) if task is not None]
+                )
             finally:
                 if self.placed is not None:
                     means.placer.give_back(self.placed)
@@ -174,18 +186,27 @@ class Walk:
             return
         prefilling = self._prefilling = asyncio.create_task(self._prefill())
         await asyncio.wait([prefilling])
-        # The decode leg cancels it when it has told all that there is. How it has failed is nothing to a whole answer.
-        over = prefilling.cancelled() or (self.progress.ended and isinstance(prefilling.exception(), KvrelayError))
+        # The decode leg cancels it when it has told all that there is. How it has failed is nothing
+        # to a whole answer.
+        over = prefilling.cancelled() or (
+            self.progress.ended and isinstance(prefilling.exception(), KvrelayError)
+        )
         if not over and not prefilling.result():
             return
         early = self._decoding
-        if early is None or (early.done() and isinstance(early.exception(), NodeFailed | Unavailable)):
-            await self._decode()  # with the hand-over: that may find nodes which the ticket has not found
+        if early is None or (
+            early.done() and isinstance(early.exception(), NodeFailed | Unavailable)
+        ):
+            await (
+                self._decode()
+            )  # with the hand-over: that may find nodes which the ticket has not found
         else:
             await early
 
     async def _decode_early(self) -> None:
-        """Run the decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
+        """Run the decode leg that begins with the ticket. What it has told or was refused needs no
+        more prefill.
+        """
         assert self._prefilling is not None
         try:
             await self._decode()
@@ -197,15 +218,20 @@ class Walk:
     async def _prefill(self) -> bool:
         """Run prefill legs until one hands over; False if one has ended the answer.
 
-        True too if one broke after token 1 had been sent on, or the prompt is computed on a decode node now."""
+        True too if one broke after token 1 had been sent on, or the prompt is computed on a decode
+        node now.
+        """
         tries, until = Tries(self._means, Role.PREFILL), time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
             failure: LegFailed | Refused
             try:
-                ended = await self._leg(lease, Place(), prefill_body(self.job, lease.node.leg_version))
-                # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
+                ended = await self._leg(
+                    lease, Place(), prefill_body(self.job, lease.node.leg_version)
+                )
+                # An end behind a first token that the decode leg has told is none: that leg tells
+                # the answer's.
                 return ended is FrameKind.HANDOVER or not self.progress.ended
             except LegFailed as why:
                 failure = without_frames(why)
@@ -235,7 +261,11 @@ class Walk:
         tries, until = Tries(self._means, Role.DECODE), time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
-            lease, node, known = self.placed.decode, self.placed.decode.node, self.progress.output_tokens
+            lease, node, known = (
+                self.placed.decode,
+                self.placed.decode.node,
+                self.progress.output_tokens,
+            )
             failure: LegFailed | None = None
             anew = True
             try:
@@ -243,11 +273,18 @@ class Walk:
                     self.decode_node = node
                     params = self._params(self.placed)
                     peer = None if params.remote_engine_id is None else self.prefill_node
-                    await self._leg(lease, Place.behind(params), decode_body(self.job, params, node.leg_version), peer)
+                    await self._leg(
+                        lease,
+                        Place.behind(params),
+                        decode_body(self.job, params, node.leg_version),
+                        peer,
+                    )
                     return
             except Diverged as why:
                 # Nobody's fault; the next leg begins behind what the client has.
-                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why)
+                _log.warning(
+                    "id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why
+                )
                 anew = False
             except LegFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
@@ -267,10 +304,11 @@ class Walk:
             await self._again(tries, failure, anew=anew)
 
     async def _again(self, tries: Tries, failure: LegFailed | None, *, anew: bool) -> None:
-        """Place what is left of an answer: where its KV can be fetched or, if that is gone, by its price again.
+        """Place what is left of an answer: where its KV can be fetched or, if that is gone, by its
+        price again.
 
-        A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that fails, the decode node
-        does it.
+        A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that
+        fails, the decode node does it.
         """
         params = self.progress.decode_params()
         peer = None if params.remote_engine_id is None or self._kv_failed else self.prefill_node
@@ -298,18 +336,26 @@ class Walk:
         except (LegFailed, Refused) as why:
             if isinstance(why, Refused):
                 self._means.is_full(lease, why)
-            _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
+            _log.warning(
+                "id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why
+            )
         finally:
             self._pool.give_back(lease)
             claimed.set()
 
     def _may_rebuild(self, params: KvTransferParams) -> bool:
-        """Return whether the next decode leg would have to compute a prompt of which nothing but its KV is wanted."""
+        """Return whether the next decode leg would have to compute a prompt of which nothing but
+        its KV is wanted.
+        """
         if self._is_prefilling:
             return False
         if self._kv_left or (self.progress.held is not None and not self.progress.settled):
             return False  # it is still there, under this request's id
-        return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
+        return (
+            params.remote_engine_id is None
+            and params.prompt_logprobs is None
+            and not self.job.prompt_only
+        )
 
     async def _place(
         self,
@@ -322,8 +368,8 @@ class Walk:
     ) -> Placed:
         """Wait for a place for what is left of the answer, with its KV on `peer` kept meanwhile.
 
-        Raises NoNode, Overloaded, KvNotLoaded. An answer of which a part is there goes where the least is lacking, and
-        waits for a node that is up.
+        Raises NoNode, Overloaded, KvNotLoaded. An answer of which a part is there goes where the
+        least is lacking, and waits for a node that is up.
         """
         placer, model, renew_at = self._means.placer, self._pool.base_of(self.job.model), 0.0
         until = time.monotonic() + ROOM_DEADLINE_S
@@ -331,10 +377,17 @@ class Walk:
         try:
             while True:
                 prompt, output, found = self.prompt_tokens, self.progress.output_tokens, None
-                wanted = placer.wanted(self.job, self._prefix, prompt + output if prompt else 0, peer)
-                begun, tried = output > 0, [() if tries is None else tries.nodes() for tries in (prefill, decode)]
+                wanted = placer.wanted(
+                    self.job, self._prefix, prompt + output if prompt else 0, peer
+                )
+                begun, tried = (
+                    output > 0,
+                    [() if tries is None else tries.nodes() for tries in (prefill, decode)],
+                )
                 try:
-                    found = placer.find(wanted, *tried, anyway=begun, spills=self._spills, alone=alone)
+                    found = placer.find(
+                        wanted, *tried, anyway=begun, spills=self._spills, alone=alone
+                    )
                 except NoNode:
                     if not begun or any(node.up for node in tried[1]):
                         raise
@@ -353,7 +406,9 @@ class Walk:
             placer.waiting[model] -= 1
 
     def _renew(self, peer: Node) -> float:
-        """Have a prefill node keep the KV that is fetched from it. Returns the seconds until it must be asked again."""
+        """Have a prefill node keep the KV that is fetched from it. Returns the seconds until it
+        must be asked again.
+        """
         if (held := self.progress.held) is not None:
             self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held))
         lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
@@ -363,12 +418,24 @@ class Walk:
         """Note that a decode node computes the prompt, and why."""
         self.timeline.local = True
         none_fits = self._pool.kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
-        reason = "price" if placed.placement.spills else "incompatible" if none_fits else "no_prefill_node"
+        reason = (
+            "price"
+            if placed.placement.spills
+            else "incompatible"
+            if none_fits
+            else "no_prefill_node"
+        )
         self._metrics.local(self.job.model, reason)
 
     def _params(self, placed: Placed) -> KvTransferParams:
-        """Return what the next decode leg is told, and what its node announces of this request to all routers."""
-        params, request, placement = self.progress.decode_params(), placed.wanted.request, placed.placement
+        """Return what the next decode leg is told, and what its node announces of this request to
+        all routers.
+        """
+        params, request, placement = (
+            self.progress.decode_params(),
+            placed.wanted.request,
+            placed.placement,
+        )
         if params.remote_engine_id is not None and not self._can_fetch(placed.decode.node):
             params = self.progress.without_kv()
         each = min(request.output, request.most_output) - self.progress.output_tokens
@@ -376,10 +443,14 @@ class Walk:
         params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
         if not placement.spills:
             return params
-        return msgspec.structs.replace(params, spill=True, cached_tokens=request.cached.get(placement.decode, 0))
+        return msgspec.structs.replace(
+            params, spill=True, cached_tokens=request.cached.get(placement.decode, 0)
+        )
 
     def _can_fetch(self, node: Node) -> bool:
-        """Return whether a decode node can take the KV that is held for it; else it computes the prompt."""
+        """Return whether a decode node can take the KV that is held for it; else it computes the
+        prompt.
+        """
         assert self.prefill_node is not None
         if unlike(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
             if not self._handed:
@@ -391,13 +462,25 @@ class Walk:
         self._kv_left = True
         return False
 
-    async def _leg(self, lease: Lease, place: Place, body: bytes, peer: Node | None = None) -> FrameKind:
-        """Run one leg, its frames passed on; `peer`: the prefill node whose KV a decode leg fetches.
+    async def _leg(
+        self, lease: Lease, place: Place, body: bytes, peer: Node | None = None
+    ) -> FrameKind:
+        """Run one leg, its frames passed on; `peer`: the prefill node whose KV a decode leg
+        fetches.
 
-        Raises LegFailed, Refused, Diverged, PoisonRequest."""
+        Raises LegFailed, Refused, Diverged, PoisonRequest.
+        """
         node, decoding = lease.node, place.decoding
-        passage = self._doors.enter(node, lease.role, time.monotonic(), computes=decoding and peer is None)
-        timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
+        passage = self._doors.enter(
+            node, lease.role, time.monotonic(), computes=decoding and peer is None
+        )
+        timeline, reply, progress, at, part = (
+            self.timeline,
+            self.reply,
+            self.progress,
+            place.at,
+            self.job.part,
+        )
 
         def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
@@ -430,7 +513,9 @@ class Walk:
             return flow.drain()
 
         patience_s = self._doors.patience_s(lease.tokens)
-        watch = LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding))
+        watch = LegWatch(
+            self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)
+        )
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:
@@ -458,8 +543,12 @@ class Walk:
                 timeline.ends(seen, time.monotonic(), more=not progress.ended)
                 passage.close()
 
-    def _take_other(self, frame: Frame, seen: LegSeen, lease: Lease, peer: Node | None, now: float) -> bytes:
-        """Take what any frame but one of TOKENS tells beside them, and return its bytes for the client."""
+    def _take_other(
+        self, frame: Frame, seen: LegSeen, lease: Lease, peer: Node | None, now: float
+    ) -> bytes:
+        """Take what any frame but one of TOKENS tells beside them, and return its bytes for the
+        client.
+        """
         if frame.timing is not None:
             self.timeline.inside(frame.timing, seen)
             if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
@@ -470,14 +559,18 @@ class Walk:
             return frame.payload
         if frame.usage is not None:
             self.counts = prompt, output, _ = frame.usage
-            self._means.placer.answered(self.job.model, output // max(1, self.job.choices), self._prefix, prompt)
+            self._means.placer.answered(
+                self.job.model, output // max(1, self.job.choices), self._prefix, prompt
+            )
         for other in self._unread:  # this node has read it
             self._doors.could_not_read(other.node, other.role, now)
         self._unread.clear()
         return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
 
     def _take_ticket(self, frame: Frame, lease: Lease) -> None:
-        """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode leg may begin."""
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode
+        leg may begin.
+        """
         if frame.params is not None:
             self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
             if frame.blocks is not None:
@@ -494,7 +587,9 @@ class Walk:
         return self._prefilling is not None and not self._prefilling.done()
 
     def _may_give_up(self, decoding: bool) -> bool:
-        """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
+        """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for
+        the prefill node.
+        """
         if self.reply.full or (decoding and self._is_prefilling):
             return False
         return self._means.retries.take(time.monotonic())
@@ -503,12 +598,18 @@ class Walk:
         """Release what is held on a prefill node and will not be fetched by a decode leg.
 
         Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
-        node, held, left = self.prefill_node, self.progress.held, self._kv_left or not self.progress.settled
+        node, held, left = (
+            self.prefill_node,
+            self.progress.held,
+            self._kv_left or not self.progress.settled,
+        )
         if node is not None and held is not None and left:
             self._means.chores.spawn(self._means.release(node, held))
 
 
 def _late() -> Overloaded:
-    full = Overloaded(f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again later")
+    full = Overloaded(
+        f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again later"
+    )
     full.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as long as those before it have waited
     return full

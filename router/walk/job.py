@@ -1,6 +1,7 @@
 """A client's request as the router needs it, and the bodies of its two legs. Pure.
 
-Looks at the few fields that decide the walk and keeps all others as the client's own bytes; the nodes check everything.
+Looks at the few fields that decide the walk and keeps all others as the client's own bytes; the
+nodes check everything.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Targets(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is `counted`, or an estimate."""
+    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is `counted`,
+    or an estimate.
+    """
 
     id: str
     path: str
@@ -140,7 +143,9 @@ class Job(msgspec.Struct, frozen=True):
     asked_id: str = ""
     """The id that its body gives it."""
     mark: str = ""
-    """Of an id that its client chose: another router may have a request with the same one on the same node."""
+    """Of an id that its client chose: another router may have a request with the same one on the
+    same node.
+    """
 
     @property
     def node_id(self) -> str:
@@ -166,7 +171,9 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def parts_of(job: Job) -> list[Job]:
-    """Return a job for each prompt; the job itself if it has one. Raises RequestError if they ask for too much."""
+    """Return a job for each prompt; the job itself if it has one. Raises RequestError if they ask
+    for too much.
+    """
     raw = bytes(job.fields.get("prompt", b"")).strip()
     if job.path != COMPLETIONS_PATH or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
         return [job]
@@ -177,8 +184,10 @@ def parts_of(job: Job) -> list[Job]:
     others = sum(len(bytes(value)) for name, value in job.fields.items() if name != "prompt")
     if len(prompts) * others > _MOST_COPIED_BYTES:
         raise RequestError(
-            f"{len(prompts)} prompts with {others} bytes of other fields are {len(prompts) * others} bytes for the "
-            f"nodes; the limit is {_MOST_COPIED_BYTES}: send fewer prompts at once, or shorter fields",
+            f"{len(prompts)} prompts with {others} bytes of other fields are "
+            f"{len(prompts) * others} bytes for the "
+            f"nodes; the limit is {_MOST_COPIED_BYTES}: send fewer prompts at once, or shorter "
+            f"fields",
             param="prompt",
         )
     parts = []
@@ -208,7 +217,8 @@ def parse_job(
     session: str = "",
     targets: Targets = Targets(),  # noqa: B008 - a value
 ) -> Job:
-    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its headers name.
+    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its
+    headers name.
 
     Raises RequestError.
     """
@@ -217,13 +227,16 @@ def parse_job(
         if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
             continue
         if bytes(fields[name]).strip() != b"null":
-            raise RequestError(f"{name} is set by the router and refused from clients; leave it out", param=name)
+            raise RequestError(
+                f"{name} is set by the router and refused from clients; leave it out", param=name
+            )
     asked = _decode(body, _Asked)
     if not asked.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
     if len(asked.model) > _MAX_MODEL_CHARS:
         raise RequestError(
-            f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET /v1/models lists names",
+            f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET "
+            f"/v1/models lists names",
             param="model",
         )
     limit_field, limit = "max_tokens", asked.max_tokens
@@ -254,36 +267,49 @@ def parse_job(
         choices=max(1, asked.n or 1),
         best_of=asked.best_of or 1,
         prompt_only=prompt_only,
-        repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
+        repeats_prompt=bool(
+            asked.echo or asked.continue_final_message or asked.add_generation_prompt is False
+        ),
         fields=fields,
         priority=asked.priority or 0,
         asked_priority=asked.priority,
         cache_salt=asked.cache_salt or "",
-        session=(session or asked.session_id or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
+        session=(session or asked.session_id or asked.prompt_cache_key or asked.user or "")[
+            :_MAX_SESSION_CHARS
+        ],
         targets=targets,
         asked_id=asked.request_id or "",
     )
 
 
 def with_salt_of(job: Job, key_hash: str) -> Job:
-    """Keep the job's KV for requests of this API key alone, and of these only for those with the same salt.
+    """Keep the job's KV for requests of this API key alone, and of these only for those with the
+    same salt.
 
-    The hash of the key is the secret of the salt, so no client can ask for the salt of another key, a salt does not
-    lead back to a key, and all routers and workers make the same one.
+    The hash of the key is the secret of the salt, so no client can ask for the salt of another key,
+    a salt does not lead back to a key, and all routers and workers make the same one.
     """
-    salt = hmac.digest(bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + job.cache_salt.encode(), "sha256").hex()
+    salt = hmac.digest(
+        bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + job.cache_salt.encode(), "sha256"
+    ).hex()
     return job.having("cache_salt", salt)
 
 
 def prefix_of(job: Job) -> Prefix:
     """Return by what the prefix index knows the prompt of this job."""
     fields = job.fields
-    context = hash((job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields]))
-    return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")), job.prompt_tokens if job.counted else 0)
+    context = hash(
+        (job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields])
+    )
+    return Prefix.of(
+        context, bytes(fields.get(job.prompt_field, b"")), job.prompt_tokens if job.counted else 0
+    )
 
 
 def prefill_body(job: Job, version: int = 1) -> bytes:
-    """Return the body of the prefill leg: one token, and the client's own limits beside it. `version` of the leg."""
+    """Return the body of the prefill leg: one token, and the client's own limits beside it.
+    `version` of the leg.
+    """
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
@@ -311,7 +337,9 @@ def prefill_body(job: Job, version: int = 1) -> bytes:
 
 
 def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
-    """Return the body of a decode leg of this version. The prompt stays at home where its token ids go along."""
+    """Return the body of a decode leg of this version. The prompt stays at home where its token ids
+    go along.
+    """
     fields: dict[str, Any] = dict(job.fields)
     if params.prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
@@ -325,7 +353,9 @@ def _prompt_field(path: str) -> str:
 
 
 def _length(prompt: bytes) -> tuple[int, bool]:
-    """Count the tokens of a prompt in JSON; False: they are estimated, as those of anything but token ids."""
+    """Count the tokens of a prompt in JSON; False: they are estimated, as those of anything but
+    token ids.
+    """
     raw = prompt.strip()
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True
@@ -339,7 +369,9 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         message, _, where = str(why).partition(" - at `$")
         name = where.strip("`.") or None
         if name is None:
-            raise RequestError(f"the body must be a JSON object of request fields: {message}") from why
+            raise RequestError(
+                f"the body must be a JSON object of request fields: {message}"
+            ) from why
         raise RequestError(f"{name} is of a wrong type: {message}", param=name) from why
     except MALFORMED as why:
         raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
@@ -348,12 +380,17 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
 def _check_limits(asked: _Asked, limit_field: str, limit: int | None) -> None:
     """Check what the prefill leg would hide from the nodes, because it changes these fields."""
     if limit is not None and not 1 <= limit <= _MAX_INT:
-        raise RequestError(f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field)
+        raise RequestError(
+            f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field
+        )
     if asked.min_tokens is not None and asked.min_tokens < 0:
-        raise RequestError(f"min_tokens must not be negative, got {asked.min_tokens}", param="min_tokens")
+        raise RequestError(
+            f"min_tokens must not be negative, got {asked.min_tokens}", param="min_tokens"
+        )
     if limit is not None and asked.min_tokens is not None and asked.min_tokens > limit:
         raise RequestError(
-            f"min_tokens must be at most {limit_field} ({limit}), got {asked.min_tokens}", param="min_tokens"
+            f"min_tokens must be at most {limit_field} ({limit}), got {asked.min_tokens}",
+            param="min_tokens",
         )
     if asked.seed is not None and not -_MAX_INT - 1 <= asked.seed <= _MAX_INT:
         raise RequestError(f"seed must fit in 64 bits, got {asked.seed}", param="seed")

@@ -1,4 +1,6 @@
-"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them all."""
+"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them
+all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ __all__ = ["JoinedWalk"]
 
 
 class JoinedWalk:
-    """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back what it took."""
+    """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back
+    what it took.
+    """
 
     def __init__(
         self,
@@ -29,11 +33,15 @@ class JoinedWalk:
         walk: Callable[[Job, Timeline, Reply], Walk],
         first_token: asyncio.Event,
     ) -> None:
-        """`walk` makes the walk of one part. `first_token` is set when a node has told a token of any."""
+        """`walk` makes the walk of one part. `first_token` is set when a node has told a token of
+        any.
+        """
         self.job, self._first_token = job, first_token
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
-        self.parts = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        self.parts = [
+            walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts
+        ]
         """The walks of the prompts."""
         self.placed: Placed | None = None
         """Where the first was placed, if its turn has come with a place."""
@@ -45,7 +53,9 @@ class JoinedWalk:
     @property
     def timeline(self) -> Timeline:
         """That of the walk which ended last, or is not over."""
-        return max((walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived)
+        return max(
+            (walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived
+        )
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -75,10 +85,11 @@ class JoinedWalk:
         return ",".join(sorted(prefill)), ",".join(sorted(decode))
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be answered.
+        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be
+        answered.
 
-        Until a node has told a token no more than DEATHS prompts are under way: a request that ends its nodes ends no
-        more of them by having many prompts.
+        Until a node has told a token no more than DEATHS prompts are under way: a request that ends
+        its nodes ends no more of them by having many prompts.
         """
         self.parts[0].placed = self.placed
         tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:DEATHS]]

@@ -1,7 +1,7 @@
 """Places requests: which nodes may take one now, what is known of it, and the places that it gets.
 
-Owns no decision: router/placement.py chooses. An operator who names a policy for a role has it choose that role's node
-instead, and no prompt spills then.
+Owns no decision: router/placement.py chooses. An operator who names a policy for a role has it
+choose that role's node instead, and no prompt spills then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ __all__ = ["Found", "Placed", "Placer", "Wanted"]
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
 _LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
-"""A target counts for no less than this share of what users of such nodes expect, or it would buy priority; and for no
-more than so many times."""
+"""A target counts for no less than this share of what users of such nodes expect, or it would buy
+priority; and for no more than so many times.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,18 @@ class Placer:
         self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
 
-    # --- what is known of a request -------------------------------------------------------------------------------
+    # --- what is known of a request
+    # -------------------------------------------------------------------------------
 
-    def wanted(self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None) -> Wanted:
-        """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known better."""
-        length, cached = self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
+    def wanted(
+        self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
+    ) -> Wanted:
+        """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known
+        better.
+        """
+        length, cached = (
+            self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
+        )
         tokens = max(1, tokens or length)
         ttft_ms, tpot_ms = default_targets(self._pool.typical(job.model), tokens)
         answers = max(job.choices, job.best_of)
@@ -118,21 +126,26 @@ class Placer:
         return Wanted(job.model, request, job.session, prefix, peer)
 
     def limited(self, wanted: Wanted, targets: Targets) -> Wanted:
-        """Have a request refused, or wait, that cannot be served within the targets that it was told.
+        """Have a request refused, or wait, that cannot be served within the targets that it was
+        told.
 
         Nodes that have not said what they cost refuse nobody.
         """
         if self._pool.typical(wanted.model) is UNKNOWN:
             return wanted
         ttft_ms, tpot_ms = ((each or math.inf) * 1e3 for each in (targets.ttft_s, targets.tpot_s))
-        return replace(wanted, request=replace(wanted.request, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms))
+        return replace(
+            wanted, request=replace(wanted.request, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms)
+        )
 
     def expected_output(self, model: str) -> float:
         """Return how many tokens an answer of this model has: a mean over those that have ended."""
         mean = self._outputs.get(self._pool.base_of(model))
         return FIRST_OUTPUT if mean is None else mean.value
 
-    def answered(self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0) -> None:
+    def answered(
+        self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0
+    ) -> None:
         """Learn from an answer that has ended with so many tokens, and from its prompt's length."""
         if prefix is not None:
             self._pool.prefixes.counted(prefix, prompt_tokens)
@@ -140,7 +153,8 @@ class Placer:
             mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
             mean.add(min(tokens, _MOST_OUTPUT))
 
-    # --- where to ------------------------------------------------------------------------------------------------
+    # --- where to
+    # ------------------------------------------------------------------------------------------------
 
     def find(
         self,
@@ -152,18 +166,23 @@ class Placer:
         spills: bool = True,
         alone: bool = False,
     ) -> Found | Wait | Refuse:
-        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there are none.
+        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there
+        are none.
 
-        `anyway`: also where there is no room for its KV. Without `spills` a decode node computes its prompt only if no
-        prefill node can; `alone`: none is asked.
+        `anyway`: also where there is no room for its KV. Without `spills` a decode node computes
+        its prompt only if no prefill node can; `alone`: none is asked.
         """
         now, request = time.monotonic(), wanted.request
         if anyway:  # a part of its answer is there
-            request = replace(request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf)
+            request = replace(
+                request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
+            )
         decode = self._takers(Role.DECODE, wanted, tried_decode, now)
         able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
         groups = (
-            [] if alone and wanted.peer is None else self._groups(self._sources(wanted, tried_prefill, now), decode)
+            []
+            if alone and wanted.peer is None
+            else self._groups(self._sources(wanted, tried_prefill, now), decode)
         )
         if not groups:
             if not able:
@@ -195,7 +214,12 @@ class Placer:
 
     def take(self, found: Found) -> Placed:
         """Take what a placement takes, until its leases are given back."""
-        wanted, request, source, target = found.wanted, found.wanted.request, found.prefill, found.decode
+        wanted, request, source, target = (
+            found.wanted,
+            found.wanted.request,
+            found.prefill,
+            found.decode,
+        )
         share, row = shares_of(request, found.placement, source.state, target.state)
         prefill = None
         if share is not None and wanted.peer is None:
@@ -204,8 +228,12 @@ class Placer:
         decode = self._pool.hold(target, row, computes, wanted.prefix, request.cached)
         return Placed(wanted, found.placement, prefill, decode)
 
-    def hold_alone(self, role: Role, wanted: Wanted, tried: Collection[Node], kind: NodeKind, tokens: int) -> Lease:
-        """Take a place for one leg of another project's nodes, which computes so many tokens. Raises NoNode."""
+    def hold_alone(
+        self, role: Role, wanted: Wanted, tried: Collection[Node], kind: NodeKind, tokens: int
+    ) -> Lease:
+        """Take a place for one leg of another project's nodes, which computes so many tokens.
+        Raises NoNode.
+        """
         nodes = self._pool.up(role, tried, wanted.model, kind)
         if not nodes:
             raise self._pool.no_node(role, wanted.model)
@@ -218,7 +246,9 @@ class Placer:
             assert isinstance(placed, Placement)
             name = placed.decode
         node = self._named(name)
-        share = Share(prompt_ms=node.state.prompt_ms(tokens, request.cached.get(name, 0)) if tokens else 0.0)
+        share = Share(
+            prompt_ms=node.state.prompt_ms(tokens, request.cached.get(name, 0)) if tokens else 0.0
+        )
         if role is Role.DECODE:
             share.context, share.output = request.tokens + request.output / 2, request.output
         return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
@@ -236,10 +266,18 @@ class Placer:
 
     def _found(self, wanted: Wanted, placed: Placement) -> Found:
         # A node that nobody names any more may still have its KV.
-        return Found(wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode))
+        return Found(
+            wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
+        )
 
     def _takers(
-        self, role: Role, wanted: Wanted, tried: Collection[Node], now: float, *, computes: bool = False
+        self,
+        role: Role,
+        wanted: Wanted,
+        tried: Collection[Node],
+        now: float,
+        *,
+        computes: bool = False,
     ) -> list[Node]:
         return self._doors.takers(self._ask(role, wanted), tried, now, computes=computes)
 
@@ -253,27 +291,44 @@ class Placer:
             return []
 
     def _computing(
-        self, wanted: Wanted, decode: Sequence[Node], tried: Collection[Node], now: float, *, anyway: bool
+        self,
+        wanted: Wanted,
+        decode: Sequence[Node],
+        tried: Collection[Node],
+        now: float,
+        *,
+        anyway: bool,
     ) -> Sequence[Node]:
-        """Return the decode nodes that may compute this prompt now; `anyway`: also if their operator wants none."""
+        """Return the decode nodes that may compute this prompt now; `anyway`: also if their
+        operator wants none.
+        """
         try:
             sound = self._takers(Role.DECODE, wanted, tried, now, computes=True)
         except (NoNode, Overloaded):
             return decode if anyway else []
         return [node for node in sound if anyway or node.computes_prompts]
 
-    def _groups(self, prefill: Sequence[Node], decode: Sequence[Node]) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        """Divide the nodes so that in each part any two can hand over; who can talk with nobody is in none."""
+    def _groups(
+        self, prefill: Sequence[Node], decode: Sequence[Node]
+    ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
+        """Divide the nodes so that in each part any two can hand over; who can talk with nobody is
+        in none.
+        """
         if not self._pool.kinds.mixed:
             return [(prefill, decode)] if prefill and decode else []
         kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
         return [
-            ([node for node in prefill if node.kv in sources], [node for node in decode if node.kv in targets])
+            (
+                [node for node in prefill if node.kv in sources],
+                [node for node in decode if node.kv in targets],
+            )
             for sources, targets in _divided(*kinds)
         ]
 
     def _nowhere(self, wanted: Wanted, tried: Collection[Node], now: float) -> Wait:
-        """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is nothing."""
+        """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is
+        nothing.
+        """
         peer = wanted.peer
         prefill = [peer] if peer is not None else self._takers(Role.PREFILL, wanted, tried, now)
         decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)

@@ -1,8 +1,9 @@
 """How far an answer is, seen from its frames, and what the next leg must be told. Pure.
 
-The rule that it keeps, for each choice: no token is lost or doubled. What the client has seen is never computed again
-with another outcome; what it has not seen may be. Two legs may tell of the same token: the decode leg that has begun
-with the ticket tells of all, the prefill leg of the first. Whoever comes first is passed on.
+The rule that it keeps, for each choice: no token is lost or doubled. What the client has seen is
+never computed again with another outcome; what it has not seen may be. Two legs may tell of the
+same token: the decode leg that has begun with the ticket tells of all, the prefill leg of the
+first. Whoever comes first is passed on.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Place:
     def behind(cls, params: KvTransferParams) -> Place:
         """Return that of a decode leg that is told these."""
         known = params.so_far(1 + len(params.other_choices))
-        return cls({choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True)
+        return cls(
+            {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
+        )
 
 
 class Progress:
@@ -77,7 +80,8 @@ class Progress:
         self._diverged = False
 
     def take(self, frame: Frame, place: Place) -> bool:
-        """Count a frame of the leg at `place`, and return whether its payload is news to the client.
+        """Count a frame of the leg at `place`, and return whether its payload is news to the
+        client.
 
         Raises Diverged if a decode leg tells of other tokens than those that are known.
         """
@@ -105,11 +109,13 @@ class Progress:
             choice = self._choices[frame.choice] = ChoiceSoFar()
         says = bool(ids) or frame.finish is not None
         if begin < len(choice.generated) or (says and choice.finish is not None):
-            # In 16 bits a prompt that is computed twice may have two first tokens. The client's counts.
+            # In 16 bits a prompt that is computed twice may have two first tokens. The client's
+            # counts.
             if place.decoding and (over or not _is_known(frame, begin, choice)):
                 self._diverged = True
                 raise Diverged(
-                    f"token {begin} of choice {frame.choice} of the answer is another one than the client has"
+                    f"token {begin} of choice {frame.choice} of the answer is another one than "
+                    f"the client has"
                 )
             return False
         choice.generated += ids
@@ -130,12 +136,16 @@ class Progress:
             # Its ticket has told them.
             told_there = self.ticket
             params = msgspec.structs.replace(
-                params, prompt_token_ids=told_there.prompt_token_ids, packed_prompt=told_there.packed_prompt
+                params,
+                prompt_token_ids=told_there.prompt_token_ids,
+                packed_prompt=told_there.packed_prompt,
             )
         first, told = self._choices[0], params.so_far(1)[0]
         known = first.generated[: len(told.generated)]
         if known != told.generated[: len(known)]:
-            self._diverged = True  # a decode leg has told of another first token, and the client may have it
+            self._diverged = (
+                True  # a decode leg has told of another first token, and the client may have it
+            )
             return
         self.handover = params
         # A decode leg that has begun with the ticket may be further already.
@@ -147,11 +157,18 @@ class Progress:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self._choices, self.handover, self.ticket, self.output_tokens = {0: ChoiceSoFar()}, None, None, 0
+        self._choices, self.handover, self.ticket, self.output_tokens = (
+            {0: ChoiceSoFar()},
+            None,
+            None,
+            0,
+        )
         return True
 
     def compute_again(self) -> None:
-        """Have a prefill node compute the prompt once more, for a decode leg that goes on from all tokens so far."""
+        """Have a prefill node compute the prompt once more, for a decode leg that goes on from all
+        tokens so far.
+        """
         self.settled, self.claim = False, None
 
     @property
@@ -166,19 +183,28 @@ class Progress:
         return None if told is None else told.remote_request_id
 
     def decode_params(self) -> KvTransferParams:
-        """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
+        """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all
+        tokens so far.
+        """
         first, claim = self._choices[0], self.claim
         if claim is not None and claim.remote_engine_id is not None:
             return msgspec.structs.replace(self.without_kv(), **_claim_of(claim))
         if not any(choice.generated for at, choice in self._choices.items() if at):
             if self.handover is not None and len(first.generated) == len(self.handover.generated):
                 return self.handover
-            if self.handover is None and self.ticket is not None and not self._diverged and len(first.generated) <= 1:
+            if (
+                self.handover is None
+                and self.ticket is not None
+                and not self._diverged
+                and len(first.generated) <= 1
+            ):
                 return self.ticket  # it will tell of the first token again
         return self.without_kv()
 
     def without_kv(self) -> KvTransferParams:
-        """Return what a decode leg starts from that computes the prompt, and all tokens so far, itself."""
+        """Return what a decode leg starts from that computes the prompt, and all tokens so far,
+        itself.
+        """
         base = self.told or KvTransferParams(
             do_remote_prefill=True,
             client_max_tokens=self._job.max_tokens,
@@ -187,7 +213,9 @@ class Progress:
             part=self._job.part,
             first_index=self._job.first_index,
         )
-        first, *others = (_copied(self._choices.get(at, ChoiceSoFar())) for at in range(max(self._choices) + 1))
+        first, *others = (
+            _copied(self._choices.get(at, ChoiceSoFar())) for at in range(max(self._choices) + 1)
+        )
         return msgspec.structs.replace(
             base,
             **_NO_CLAIM,
@@ -207,12 +235,16 @@ _NO_CLAIM = _claim_of(KvTransferParams())
 
 
 def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:
-    return msgspec.structs.replace(choice, generated=[*choice.generated], logprobs=[*choice.logprobs])
+    return msgspec.structs.replace(
+        choice, generated=[*choice.generated], logprobs=[*choice.logprobs]
+    )
 
 
 def _is_known(frame: Frame, begin: int, choice: ChoiceSoFar) -> bool:
     """Return whether a frame that begins at token `begin` tells what is known already."""
     end = begin + len(frame.token_ids)
-    if frame.finish is not None and (frame.finish is not choice.finish or end != len(choice.generated)):
+    if frame.finish is not None and (
+        frame.finish is not choice.finish or end != len(choice.generated)
+    ):
         return False
     return choice.generated[begin:end] == frame.token_ids

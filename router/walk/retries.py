@@ -1,7 +1,9 @@
-"""How many legs may be tried again without multiplying the load of a cluster that is in trouble. Pure.
+"""How many legs may be tried again without multiplying the load of a cluster that is in trouble.
+Pure.
 
-A share of the requests of the last seconds, and a few beside them. Only for legs that nodes have answered badly or not
-at all: what a lost process was doing must be done elsewhere, and its place is free.
+A share of the requests of the last seconds, and a few beside them. Only for legs that nodes have
+answered badly or not at all: what a lost process was doing must be done elsewhere, and its place is
+free.
 
 Prior art: retry budgets of Finagle and Linkerd.
 """

@@ -22,13 +22,20 @@ class Tries:
         self._in_vain = 0
 
     def nodes(self) -> list[Node]:
-        """Return those that are not asked again. Where another process stands by now, nothing was tried yet."""
-        return [node for node, generation in self._generations.items() if node.generation == generation]
+        """Return those that are not asked again. Where another process stands by now, nothing was
+        tried yet.
+        """
+        return [
+            node for node, generation in self._generations.items() if node.generation == generation
+        ]
 
     def failed(self, node: Node, why: LegFailed, *, told: bool = False) -> None:
-        """Note that a leg broke there. `told`: of something new before; then the next one is the first try.
+        """Note that a leg broke there. `told`: of something new before; then the next one is the
+        first try.
 
-        A node that was lost or drains is down until it answers a health check, and may be asked again then."""
+        A node that was lost or drains is down until it answers a health check, and may be asked
+        again then.
+        """
         if told:
             self._generations.clear()
             self._in_vain = 0
@@ -38,11 +45,20 @@ class Tries:
             self._generations[node] = node.generation
 
     def require_another(self, why: LegFailed, *, begun: bool = False) -> None:
-        """Raise NodeFailed unless the leg may be tried again, for which the retry budget is asked where it must be.
+        """Raise NodeFailed unless the leg may be tried again, for which the retry budget is asked
+        where it must be.
 
-        `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
+        `begun`: the client has a part of the answer. What a lost process had to do must be done
+        elsewhere, too.
+        """
         if self._in_vain < self._means.config.attempts:
-            if why.lost or why.draining or why.paid or begun or self._means.retries.take(time.monotonic()):
+            if (
+                why.lost
+                or why.draining
+                or why.paid
+                or begun
+                or self._means.retries.take(time.monotonic())
+            ):
                 self._means.metrics.failovers.labels(self._role).inc()
                 return
             self._means.metrics.retries_refused.inc()
@@ -53,7 +69,8 @@ class Tries:
         if isinstance(why, Refused):
             return why
         failure = NodeFailed(
-            f"no {self._role} node could serve the request ({self._in_vain} tried); the last one: {why.message}"
+            f"no {self._role} node could serve the request ({self._in_vain} tried); the last one: "
+            f"{why.message}"
         )
         failure.status, failure.retry_after_s = why.status, why.retry_after_s
         return failure

@@ -1,4 +1,6 @@
-"""Requests of operators and scrapers that a worker hands on to its parent, on a Unix socket; and the answers."""
+"""Requests of operators and scrapers that a worker hands on to its parent, on a Unix socket; and
+the answers.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ class Forwarding:
         self._http: aiohttp.ClientSession | None = None
 
     async def __call__(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
-        """Ask the parent the same, and return what it says. Raises Unavailable, after a while of its own by default."""
+        """Ask the parent the same, and return what it says. Raises Unavailable, after a while of
+        its own by default.
+        """
         if self._http is None:
             connector = aiohttp.UnixConnector(str(self._path))
             self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
         deadline_s = deadline_s or (_QUESTION_S if request.method == "GET" else _DEADLINE_S)
         # As it came: what is encoded or has dots in it must not be another path there.
-        path, query = (request.scope[part].decode("latin-1") for part in ("raw_path", "query_string"))
-        url = yarl.URL.build(scheme="http", host="parent", path=path, query_string=query, encoded=True)
+        path, query = (
+            request.scope[part].decode("latin-1") for part in ("raw_path", "query_string")
+        )
+        url = yarl.URL.build(
+            scheme="http", host="parent", path=path, query_string=query, encoded=True
+        )
         headers = {name: request.headers[name] for name in _ASKED if name in request.headers}
         headers[PEER_HEADER] = peer_of(request)
         try:

@@ -1,8 +1,10 @@
-"""What a router's parent process and its workers say to each other: a length, then msgpack. Pure but for the reading.
+"""What a router's parent process and its workers say to each other: a length, then msgpack. Pure
+but for the reading.
 
-There are two kinds of messages, and none is an answer. The parent sends a snapshot of all that its workers must know,
-whenever that is not what they have; a worker reports what it sees. Both ends are of one installation, so there are no
-versions of the format. Lengths are limited, types are checked; nothing is pickled.
+There are two kinds of messages, and none is an answer. The parent sends a snapshot of all that its
+workers must know, whenever that is not what they have; a worker reports what it sees. Both ends are
+of one installation, so there are no versions of the format. Lengths are limited, types are checked;
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All that a worker must know. What is applied twice is as once, and a newer one makes an older one useless."""
+    """All that a worker must know. What is applied twice is as once, and a newer one makes an older
+    one useless.
+    """
 
     version: int
     listening: int
@@ -89,7 +93,9 @@ def framed(message: Snapshot | Report) -> bytes:
 
 
 async def received(reader: asyncio.StreamReader, kind: type[_Message]) -> _Message:
-    """Wait for the next message. Raises LinkBroken for what is none, and once the other end is gone."""
+    """Wait for the next message. Raises LinkBroken for what is none, and once the other end is
+    gone.
+    """
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > MAX_BYTES:

@@ -1,8 +1,8 @@
 """The metrics of several worker processes as those of one. Pure.
 
-Counters and histograms are summed, also those of workers that have ended: a sum never goes back. Gauges are summed
-where they count what a worker has, and the largest is taken where they say what each of them sees of the same thing, or
-how near each is to a limit of its own.
+Counters and histograms are summed, also those of workers that have ended: a sum never goes back.
+Gauges are summed where they count what a worker has, and the largest is taken where they say what
+each of them sees of the same thing, or how near each is to a limit of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ LARGEST = frozenset(
         "process_max_fds",
     }
 )
-"""Gauges of what all workers see, and of what each must have enough of by itself. All others are summed."""
+"""Gauges of what all workers see, and of what each must have enough of by itself. All others are
+summed.
+"""
 _LASTING = ("counter", "histogram", "summary")
 _CREATED = "_created"
 
@@ -74,7 +76,12 @@ def summed(of_each: Iterable[Iterable[Family]]) -> list[Family]:
                 else:
                     sums[key] = max(sums[key], value) if largest else sums[key] + value
     return [
-        Family(name, family.about, family.kind, [(of, dict(labels), v) for (of, labels), v in values[name].items()])
+        Family(
+            name,
+            family.about,
+            family.kind,
+            [(of, dict(labels), v) for (of, labels), v in values[name].items()],
+        )
         for name, family in known.items()
     ]
 

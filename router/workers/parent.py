@@ -1,8 +1,10 @@
-"""The process that looks after the workers of one port: who is in the cluster, their configuration, roles and metrics.
+"""The process that looks after the workers of one port: who is in the cluster, their configuration,
+roles and metrics.
 
-It is a router itself, which answers no completions: it hears and checks nodes, has them meet and change their roles,
-and answers operators, whose requests the workers hand on to its Unix socket. What follows for the workers goes out as a
-snapshot (router/workers/messages.py). Starts no process: kvrelay/workers.py does.
+It is a router itself, which answers no completions: it hears and checks nodes, has them meet and
+change their roles, and answers operators, whose requests the workers hand on to its Unix socket.
+What follows for the workers goes out as a snapshot (router/workers/messages.py). Starts no process:
+kvrelay/workers.py does.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class _Peer:
 
 
 def share_of(config: RouterConfig, port: int) -> RouterConfig:
-    """Return the configuration of one worker: limits are divided, rounded up, and it hears no nodes itself."""
+    """Return the configuration of one worker: limits are divided, rounded up, and it hears no nodes
+    itself.
+    """
 
     def divided(count: int) -> int:
         return math.ceil(count / config.workers)
@@ -96,7 +100,9 @@ class WorkerMetrics:
     """What is measured of the workers themselves."""
 
     def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
-        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(listening)
+        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
+            listening
+        )
         about = "Processes that were replaced."
         self.restarts = CounterMetric("kvrelay_router_worker_restarts", about, registry=registry)
         about = "Processes that were replaced because they reported nothing to their parent."
@@ -108,7 +114,9 @@ class Parent(Shared):
 
     serves = False
 
-    def __init__(self, config: RouterConfig, port: int, folder: Path, reread: Reread | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, port: int, folder: Path, reread: Reread | None = None
+    ) -> None:
         """`folder`: of this process, which its workers may enter and nobody else."""
         super().__init__()
         self._port = port
@@ -173,7 +181,9 @@ class Parent(Shared):
                 self.poison.spared(fingerprint)
         if report.seen is not None:
             peer.seen, peer.families = report.seen, report.families
-        if began or (report.death is not None and not self._due):  # a node that dies has many requests: one snapshot
+        if began or (
+            report.death is not None and not self._due
+        ):  # a node that dies has many requests: one snapshot
             self._due = True
             asyncio.get_running_loop().call_soon(self._broadcast)
 
@@ -195,7 +205,9 @@ class Parent(Shared):
         )
 
     def _broadcast(self) -> int:
-        """Send what is new to all who have not got it; return the version of what they will have then."""
+        """Send what is new to all who have not got it; return the version of what they will have
+        then.
+        """
         version, self._due = self._told.version, False
         now = self._snapshot(version)
         if now != self._told:
@@ -239,7 +251,11 @@ class Parent(Shared):
         for peer in self._peers.values():
             peer.heard_at += late_s
             if peer.report is not None and now - peer.heard_at > HANGS_S:
-                _log.error("worker %d hangs and is killed: it has reported nothing for %g s", peer.index, HANGS_S)
+                _log.error(
+                    "worker %d hangs and is killed: it has reported nothing for %g s",
+                    peer.index,
+                    HANGS_S,
+                )
                 self.metrics.hung.inc()
                 peer.heard_at = math.inf
                 peer.end()

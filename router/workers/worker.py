@@ -1,7 +1,8 @@
 """One worker process of a router that has several: it serves the port as a router alone does.
 
-What it must know of the cluster its parent tells it (router/workers/parent.py), and what operators ask of it the parent
-answers. Limits of keys are divided among the workers; stored responses are in a file that all have.
+What it must know of the cluster its parent tells it (router/workers/parent.py), and what operators
+ask of it the parent answers. Limits of keys are divided among the workers; stored responses are in
+a file that all have.
 """
 
 from __future__ import annotations
@@ -54,12 +55,22 @@ class Worker(Shared):
     def workers(self) -> dict[str, int] | None:
         """Say which worker this is, and count all."""
         assert self._known is not None
-        return {"index": self.index, "listening": self._known.listening, "wanted": self.router.config.workers}
+        return {
+            "index": self.index,
+            "listening": self._known.listening,
+            "wanted": self.router.config.workers,
+        }
 
     def apply(self, told: Snapshot) -> None:
         """Take over what the parent says. What this process has not been told it leaves as it is."""
-        router, pool, doors, now = self.router, self.router.pool, self.router.doors, time.monotonic()
-        # A process that begins has its configuration, and asks nodes itself what has become of them.
+        router, pool, doors, now = (
+            self.router,
+            self.router.pool,
+            self.router.doors,
+            time.monotonic(),
+        )
+        # A process that begins has its configuration, and asks nodes itself what has become of
+        # them.
         before = self._known or msgspec.structs.replace(told, names={}, met=(0, []))
         self._known = told
         for source, specs in told.names.items():
@@ -85,7 +96,9 @@ class Worker(Shared):
             prefill, decode = map(pool.find, pair[:2])
             if prefill is not None and decode is not None:
                 doors.met(prefill, decode, failed=True, now=now)
-        if told.heard.get(self.index, 0) >= self._deaths:  # else the parent has not heard of the last ones
+        if (
+            told.heard.get(self.index, 0) >= self._deaths
+        ):  # else the parent has not heard of the last ones
             self.poison.take_over(told.poison)
         if before.config != told.config:
             router.take_over(told.config)
@@ -110,7 +123,11 @@ class Worker(Shared):
         """Tell the parent what is seen here; the `whole` of it, or what is needed at once."""
         self._deaths += death is not None
         router = self.router
-        legs = {node.url: len(node.leases) for node in (*router.pool.nodes, *router.pool.leaving) if node.leases}
+        legs = {
+            node.url: len(node.leases)
+            for node in (*router.pool.nodes, *router.pool.leaving)
+            if node.leases
+        }
         report = Report(0 if self._known is None else self._known.version, legs, death)
         if whole and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
             seen, families = router.lookout.seen(), collected(router.metrics.registry)
@@ -131,7 +148,9 @@ class Worker(Shared):
 
 
 async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
-    """Serve over this end of a pair what the parent at its other end says, until SIGTERM. Raises KvrelayError."""
+    """Serve over this end of a pair what the parent at its other end says, until SIGTERM. Raises
+    KvrelayError.
+    """
     reader, writer = await asyncio.open_connection(sock=end)
     async with asyncio.timeout(_BEGIN_S):
         begin = await received(reader, Snapshot)
@@ -143,11 +162,20 @@ async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
         serving = asyncio.create_task(server.serve([listening]))
         while not (server.started or serving.done()):
             await asyncio.sleep(_TICK_S)
-        beside = {asyncio.create_task(worker.follow(reader)), asyncio.create_task(worker.report_for_ever())}
+        beside = {
+            asyncio.create_task(worker.follow(reader)),
+            asyncio.create_task(worker.report_for_ever()),
+        }
         await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():  # without the parent there is nobody who would end this process
-            for failed in (task for task in beside if task.done() and not isinstance(task.exception(), LinkBroken)):
-                _log.error("a worker ends, because of an error of its own", exc_info=failed.exception())
+            for failed in (
+                task
+                for task in beside
+                if task.done() and not isinstance(task.exception(), LinkBroken)
+            ):
+                _log.error(
+                    "a worker ends, because of an error of its own", exc_info=failed.exception()
+                )
             _log.error("the parent of this worker is gone")
             os._exit(1)
         for task in beside:

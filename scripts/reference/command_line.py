@@ -62,7 +62,9 @@ def general_flags() -> set[str]:
 
 
 def _command(found: Any) -> Command:
-    inner = tuple(_command(each) for each in getattr(found, "commands", {}).values() if not each.hidden)
+    inner = tuple(
+        _command(each) for each in getattr(found, "commands", {}).values() if not each.hidden
+    )
     shown = tuple(_parameter(each) for each in found.params if not getattr(each, "hidden", False))
     return Command(str(found.name), " ".join(str(found.help or "").split()), shown, inner)
 
@@ -72,7 +74,9 @@ def _parameter(found: Any) -> Parameter:
     flags = () if argument else tuple(sorted((*found.opts, *found.secondary_opts), key=_long_first))
     env = found.envvar if isinstance(found.envvar, str) else " or ".join(found.envvar or ())
     is_flag = bool(getattr(found, "is_flag", False))
-    default = "" if argument or is_flag or found.default in (None, "", (), []) else str(found.default)
+    default = (
+        "" if argument or is_flag or found.default in (None, "", (), []) else str(found.default)
+    )
     kind = _KINDS.get(getattr(found.type_descriptor, "annotation", None), "TEXT")
     metavar = "" if is_flag else str(found.metavar or ("" if argument else kind))
     return Parameter(

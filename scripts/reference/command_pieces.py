@@ -47,4 +47,9 @@ def _command(command: Command, before: str) -> Iterable[str]:
 
 def _row(each: Parameter) -> list[str]:
     spelled = ", ".join(map(code, each.flags)) if each.flags else ""
-    return [f"{spelled} {code(each.metavar)}".strip(), code(each.env), code(each.default), each.help]
+    return [
+        f"{spelled} {code(each.metavar)}".strip(),
+        code(each.env),
+        code(each.default),
+        each.help,
+    ]

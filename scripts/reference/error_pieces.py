@@ -13,37 +13,49 @@ __all__ = ["REMEDIES", "error_pieces", "tree"]
 REMEDIES = {
     "KvrelayError": "A defect of ours. The log of the process that answered says more; report it.",
     "ConfigError": "The sentence says which value is wrong and what to write instead.",
-    "RequestError": "`param` names the field, the message the limit. The same request fails again: change it.",
+    "RequestError": "`param` names the field, the message the limit. The same request fails "
+    "again: change it.",
     "Unauthorized": "Send the key as `Authorization: Bearer KEY` or in `x-api-key`.",
-    "Forbidden": "Use a key that may do this, or change `models`, `priority` or `admin` of this one. For a node, give "
+    "Forbidden": "Use a key that may do this, or change `models`, `priority` or `admin` of this "
+    "one. For a node, give "
     "the router `--node-allow`.",
-    "NotFound": "`GET /v1/models` lists the models; a router knows a node's model as soon as the node is up.",
+    "NotFound": "`GET /v1/models` lists the models; a router knows a node's model as soon as the "
+    "node is up.",
     "RequestTimeout": "Send the whole body at once; look at the network between client and router.",
     "Conflict": "The sentence names what stands against it, and how to go on.",
     "BodyTooLarge": "Send less, or raise `--max-body-bytes` on the router and the nodes.",
     "Unavailable": "Try again after `Retry-After`.",
     "NoNode": "Start a node of that role. `GET /health` of the router says why each node is down.",
     "EngineDead": "While a node starts this is normal. Later the last line of its log says why.",
-    "Draining": "Nothing: the router goes to another node. Who asks a node directly asks another one.",
+    "Draining": "Nothing: the router goes to another node. Who asks a node directly asks another "
+    "one.",
     "Overloaded": "Wait for `Retry-After`; if it lasts, add nodes of the role that is busy.",
     "RateLimited": "Wait for `Retry-After`, or raise the key's limits.",
     "RequestBroke": "A defect of ours. The node's log has the traceback: report it.",
-    "PoisonRequest": "Change the request. The router's log names the nodes by this id; their last log lines say why.",
+    "PoisonRequest": "Change the request. The router's log names the nodes by this id; their last "
+    "log lines say why.",
     "NodeFailed": "Send the request again. The router's log line with this id names the node.",
-    "KvNotLoaded": "Send the request again, or start decode nodes with `--kv-load-failure-policy recompute`.",
-    "DeadlineExceeded": "Ask for fewer tokens, or raise `--request-deadline-s` on the router and the nodes.",
+    "KvNotLoaded": "Send the request again, or start decode nodes with `--kv-load-failure-policy "
+    "recompute`.",
+    "DeadlineExceeded": "Ask for fewer tokens, or raise `--request-deadline-s` on the router and "
+    "the nodes.",
     "TransferError": "Nothing, for a client: the decode node computes what is missing. Watch "
     "`kvrelay_fetches_failed_total`.",
     "Incompatible": "Start all nodes with the same model, dtype, block size and KV dtype.",
-    "PeerLost": "See why the prefill node ended; if it did not, look at the network between the nodes.",
+    "PeerLost": "See why the prefill node ended; if it did not, look at the network between the "
+    "nodes.",
     "LeaseLost": "Raise `--lease-s` if heartbeats are lost under load.",
-    "KvCorrupted": "Take the node that the log names out, then test its memory, GPU and network card.",
-    "TransferTimeout": "Run `kvrelay doctor`, which measures each pair. Then the network, or `--transfer-deadline-s`.",
+    "KvCorrupted": "Take the node that the log names out, then test its memory, GPU and network "
+    "card.",
+    "TransferTimeout": "Run `kvrelay doctor`, which measures each pair. Then the network, or "
+    "`--transfer-deadline-s`.",
 }
 """What to do, by the name of the class."""
 
 
-def tree(root: type[KvrelayError] = KvrelayError, depth: int = 0) -> Iterator[tuple[type[KvrelayError], int]]:
+def tree(
+    root: type[KvrelayError] = KvrelayError, depth: int = 0
+) -> Iterator[tuple[type[KvrelayError], int]]:
     """The classes of wire/errors.py and how deep they lie, parents before children."""
     yield root, depth
     for each in root.__subclasses__():
@@ -55,7 +67,8 @@ def error_pieces() -> dict[str, str]:
     """The tree as a table. Raises KeyError at an error that REMEDIES does not name."""
     return {
         "errors": table(
-            ["Error", "Status", "`type`", "`code`", "Meaning", "What to do"], (_row(*each) for each in tree())
+            ["Error", "Status", "`type`", "`code`", "Meaning", "What to do"],
+            (_row(*each) for each in tree()),
         )
     }
 

@@ -32,7 +32,12 @@ def http_pieces() -> dict[str, str]:
     told = document("kvrelay", "")
     schemas: Schema = told["components"]["schemas"]
     routes = [
-        [code(f"{method.upper()} {path}"), f"{said['summary']}.", "yes" if said.get("security") else "", _body(said)]
+        [
+            code(f"{method.upper()} {path}"),
+            f"{said['summary']}.",
+            "yes" if said.get("security") else "",
+            _body(said),
+        ]
         for path, methods in told["paths"].items()
         for method, said in methods.items()
     ]
@@ -51,7 +56,11 @@ def _refused(name: str) -> list[str]:
 
 
 def _body(said: Schema) -> str:
-    return _typed(said["requestBody"]["content"]["application/json"]["schema"]) if "requestBody" in said else ""
+    return (
+        _typed(said["requestBody"]["content"]["application/json"]["schema"])
+        if "requestBody" in said
+        else ""
+    )
 
 
 def _schema(name: str, schema: Schema) -> str:
@@ -82,7 +91,9 @@ def _typed(schema: Schema) -> str:
     if "enum" in schema:
         return " or ".join(code(json.dumps(each)) for each in schema["enum"] if each is not None)
     if "anyOf" in schema:
-        return " or ".join(each for each in dict.fromkeys(map(_typed, schema["anyOf"])) if each != "null")
+        return " or ".join(
+            each for each in dict.fromkeys(map(_typed, schema["anyOf"])) if each != "null"
+        )
     kind = str(schema.get("type", "anything"))
     if kind == "array":
         return f"list of {_typed(schema['items'])}" if schema.get("items") else "list"

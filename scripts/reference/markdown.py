@@ -19,7 +19,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table. Bars and line ends in cells are escaped; a column without any text is left out."""
     filled = [list(row) for row in rows]
     keep = [at for at in range(len(head)) if any(row[at] for row in filled)]
-    lines = [[head[at] for at in keep], ["---"] * len(keep), *([row[at] for at in keep] for row in filled)]
+    lines = [
+        [head[at] for at in keep],
+        ["---"] * len(keep),
+        *([row[at] for at in keep] for row in filled),
+    ]
     return "\n".join(map(_row, lines)) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""Where generated pieces stand in the pages of docs/, and the pages with the pieces as they must be."""
+"""Where generated pieces stand in the pages of docs/, and the pages with the pieces as they must
+be.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ def current(docs: Path) -> dict[Path, str]:
     for page in sorted(docs.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         used += [name for _, name, _ in _PLACE.findall(text)]
-        filled = _PLACE.sub(lambda found: f"{found[1]}\n{known[found[2]].strip()}\n\n{found[3]}", text)
+        filled = _PLACE.sub(
+            lambda found: f"{found[1]}\n{known[found[2]].strip()}\n\n{found[3]}", text
+        )
         if _PLACE.search(text):
             pages[page] = filled
     wrong = sorted(name for name in known if used.count(name) != 1)
     if wrong:
-        raise ValueError(f"each piece needs one place in docs/; these have none or several: {', '.join(wrong)}")
+        raise ValueError(
+            f"each piece needs one place in docs/; these have none or several: {', '.join(wrong)}"
+        )
     return pages

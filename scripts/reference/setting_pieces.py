@@ -45,13 +45,19 @@ def setting_pieces() -> dict[str, str]:
 def own_settings(config: type) -> dict[str, Setting]:
     """The settings of a type that are not a nested type's. A node's role is said by its command."""
     nested = any(field.name == "engine" for field in dataclasses.fields(config))
-    return {name: each for name, each in settings_of(config, _NESTED if nested else ()).items() if name != "role"}
+    return {
+        name: each
+        for name, each in settings_of(config, _NESTED if nested else ()).items()
+        if name != "role"
+    }
 
 
 def _settings(config: type, taken: Taken) -> str:
     own = own_settings(config)
     if config in _IN_FILES_ONLY:
-        rows = ([code(each.name.replace("_", "-")), _default(each), each.help] for each in own.values())
+        rows = (
+            [code(each.name.replace("_", "-")), _default(each), each.help] for each in own.values()
+        )
         return table(["Key", "Default", "Meaning"], rows)
     users = [name for name, known in taken.items() if _takes(known, config, own)]
     said = f"Taken by {', '.join(code(f'kvrelay {name}') for name in users)}.\n\n"
@@ -60,7 +66,9 @@ def _settings(config: type, taken: Taken) -> str:
 
 
 def _takes(known: Mapping[str, Parameter], config: type, own: Mapping[str, Setting]) -> bool:
-    """Whether a command has settings of this type: their group in --help says which type's they are."""
+    """Whether a command has settings of this type: their group in --help says which type's they
+    are.
+    """
     panel = f"{config.__name__.removesuffix('Config')} settings"
     return any(name in known and known[name].panel == panel for name in own)
 
@@ -69,7 +77,9 @@ def _row(setting: Setting, users: Taken) -> list[str]:
     flags = code(setting.flag)
     if setting.kind is bool:
         flags += f", {code(setting.flag.replace('--', '--no-', 1))}"
-    variables = sorted({known[setting.name].env for known in users.values() if setting.name in known} - {""})
+    variables = sorted(
+        {known[setting.name].env for known in users.values() if setting.name in known} - {""}
+    )
     without = [name for name, known in users.items() if setting.name not in known]
     not_of = f" *Not of {', '.join(code(name) for name in without)}.*" if without else ""
     return [flags, ", ".join(map(code, variables)), _default(setting), setting.help + not_of]

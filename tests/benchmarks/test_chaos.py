@@ -1,4 +1,6 @@
-"""`python -m benchmarks.chaos`: what it draws, how it reads answers, and what it calls a broken promise."""
+"""`python -m benchmarks.chaos`: what it draws, how it reads answers, and what it calls a broken
+promise.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ import pytest
 from benchmarks.chaos.__main__ import _recorded
 from benchmarks.chaos.asks import KINDS, asks
 from benchmarks.chaos.crowd import Seen
-from benchmarks.chaos.faults import CLIENTS, LONGEST_S, ROUTER, SHORTEST_S, Schedule, drawn, endless, once
+from benchmarks.chaos.faults import (
+    CLIENTS,
+    LONGEST_S,
+    ROUTER,
+    SHORTEST_S,
+    Schedule,
+    drawn,
+    endless,
+    once,
+)
 from benchmarks.chaos.faults import KINDS as FAULTS
 from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.lookout import Size, grown
@@ -28,12 +39,24 @@ from benchmarks.chaos.rude import Rudeness
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import WINDOWS, not_flat, windows
 from benchmarks.chaos.streams import Heard, difference
-from benchmarks.chaos.verdict import MARGIN_S, Outage, Span, broken_legs, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import (
+    MARGIN_S,
+    Outage,
+    Span,
+    broken_legs,
+    judged,
+    logged_ends,
+    none_up,
+)
 
 
 def event(*choices: dict[str, object], **fields: object) -> bytes:
     every = [{"index": 0, "text": "", "finish_reason": None, **choice} for choice in choices]
-    return b"data: " + json.dumps({"id": "x", "created": 1, "choices": every, **fields}).encode() + b"\n"
+    return (
+        b"data: "
+        + json.dumps({"id": "x", "created": 1, "choices": every, **fields}).encode()
+        + b"\n"
+    )
 
 
 DONE = b"data: [DONE]\n"
@@ -50,7 +73,13 @@ def heard(*lines: bytes) -> Heard:
 def test_a_seed_draws_the_same_faults_again_and_all_of_their_kinds_in_time() -> None:
     faults = drawn(3, 300, 3, range(5))
     assert faults == drawn(3, 300, 3, range(5)) != drawn(4, 300, 3, range(5))
-    assert {fault.kind for fault in faults} == {"kill", "stop", "restart", "kill engine", "stop engine"}
+    assert {fault.kind for fault in faults} == {
+        "kill",
+        "stop",
+        "restart",
+        "kill engine",
+        "stop engine",
+    }
     assert {len(fault.nodes) for fault in faults} == {1, 2}
     assert {node for fault in faults for node in fault.nodes} == set(range(5))
     for fault in faults:
@@ -76,7 +105,9 @@ def test_faults_without_end_are_the_same_for_a_seed() -> None:
 
 def test_asks_are_of_all_kinds_and_stand_behind_what_they_build_on() -> None:
     made = asks(1, 2, 1000)
-    assert made == asks(1, 2, 1000) or [ask.fields for ask in made] == [ask.fields for ask in asks(1, 2, 1000)]
+    assert made == asks(1, 2, 1000) or [ask.fields for ask in made] == [
+        ask.fields for ask in asks(1, 2, 1000)
+    ]
     assert {ask.kind for ask in made} == set(KINDS)
     assert [ask.number for ask in made] == list(range(len(made)))
     for ask in made:
@@ -91,9 +122,12 @@ def test_asks_are_of_all_kinds_and_stand_behind_what_they_build_on() -> None:
 
 
 def test_answers_are_equal_however_they_were_cut() -> None:
-    one = heard(event({"text": "ab", "token_ids": [1, 2], "logprobs": {"tokens": ["a", "b"]}}), END, DONE)
+    one = heard(
+        event({"text": "ab", "token_ids": [1, 2], "logprobs": {"tokens": ["a", "b"]}}), END, DONE
+    )
     parts = [
-        event({"text": text, "token_ids": [at], "logprobs": {"tokens": [text]}}) for at, text in ((1, "a"), (2, "b"))
+        event({"text": text, "token_ids": [at], "logprobs": {"tokens": [text]}})
+        for at, text in ((1, "a"), (2, "b"))
     ]
     other = heard(*parts, b": keep-alive\n", b"\n", END, DONE)
     assert (one.end, other.end, one.pieces, other.pieces) == ("done", "done", 1, 2)
@@ -108,8 +142,14 @@ def test_answers_are_equal_however_they_were_cut() -> None:
         ((DONE,), "[DONE] before the end"),
         ((event({"text": "a"}), END, DONE, DONE), "came behind the end (done)"),
         ((event({"text": "a"}), END, event({"text": "b"}), DONE), "goes on behind its end"),
-        ((event({"delta": {"role": "assistant"}}), event({"delta": {"role": "assistant"}})), "begins twice"),
-        ((event({"text": "a"}), event({"text": "b"}, id="y")), "it changes from ('x', 1) to ('y', 1)"),
+        (
+            (event({"delta": {"role": "assistant"}}), event({"delta": {"role": "assistant"}})),
+            "begins twice",
+        ),
+        (
+            (event({"text": "a"}), event({"text": "b"}, id="y")),
+            "it changes from ('x', 1) to ('y', 1)",
+        ),
         ((b'data: {"error": {"message": "no"}}\n', DONE), "error"),
         ((b'data: {"error": {"message": "no"}}\n', DONE, DONE), "came behind the end"),
     ],
@@ -121,7 +161,11 @@ def test_what_an_answer_may_not_do_is_named(lines: tuple[bytes, ...], end: str) 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("abd", "other from 2 on: 'd', not 'c'"), ("ab", "2 instead of 3 long"), ("abbc", "4 instead of 3 long")],
+    [
+        ("abd", "other from 2 on: 'd', not 'c'"),
+        ("ab", "2 instead of 3 long"),
+        ("abbc", "4 instead of 3 long"),
+    ],
 )
 def test_a_token_that_is_lost_or_doubled_is_named(text: str, says: str) -> None:
     twin = heard(event({"text": "abc", "token_ids": [1, 2, 3]}), END, DONE)
@@ -139,16 +183,28 @@ def test_a_token_that_is_lost_or_doubled_is_named(text: str, says: str) -> None:
         ((event({"index": 1, "text": "a"}),), "choice 1"),
     ],
 )
-def test_what_has_come_of_an_answer_is_how_its_twin_begins(lines: tuple[bytes, ...], differs: str) -> None:
-    twin = heard(event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a", "b", "c"]}}), END, DONE)
+def test_what_has_come_of_an_answer_is_how_its_twin_begins(
+    lines: tuple[bytes, ...], differs: str
+) -> None:
+    twin = heard(
+        event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a", "b", "c"]}}),
+        END,
+        DONE,
+    )
     told = difference(twin.answer(), heard(*lines).answer(), ended=False)
     assert bool(told) == bool(differs)
     assert differs in told
 
 
 def test_no_node_is_up_where_all_are_down_at_once() -> None:
-    down = {"prefill": [[(0.0, 10.0)], []], "decode": [[(1.0, 5.0), (20.0, 30.0)], [(4.0, 9.0), (25.0, 26.0)]]}
-    assert none_up(down) == {"prefill": [], "decode": [(4.0, 5.0 + MARGIN_S), (25.0, 26.0 + MARGIN_S)]}
+    down = {
+        "prefill": [[(0.0, 10.0)], []],
+        "decode": [[(1.0, 5.0), (20.0, 30.0)], [(4.0, 9.0), (25.0, 26.0)]],
+    }
+    assert none_up(down) == {
+        "prefill": [],
+        "decode": [(4.0, 5.0 + MARGIN_S), (25.0, 26.0 + MARGIN_S)],
+    }
 
 
 def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
@@ -169,20 +225,29 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
         (seen("done", 0, 42, times=[3.0]), ""),  # waited while no decode node was up
         (seen("left", 50, 51), ""),
         (seen("done", 50, 99, times=[51.0, 60.0], slow=True), ""),
-        (seen("done", 0, 120, times=[3.0, 43.0, 80.0, 119.0]), "nothing came for 37.0 s from 43.0 on"),  # a second one
+        (
+            seen("done", 0, 120, times=[3.0, 43.0, 80.0, 119.0]),
+            "nothing came for 37.0 s from 43.0 on",
+        ),  # a second one
         (seen("broken", 70, 71, status=200), ""),  # its router was killed
         (seen("refused", 72, 72.5, status=503), ""),
         (seen("refused", 72, 72.5, status=500), "though nodes were up"),
         (seen("error", 70, 72, status=200), "though nodes were up"),
         (seen("silent", 70, 71), "silent"),
         (seen("broken", 74, 75), "broken"),
-        (seen("broken", 205, 206), ""),  # its router was told to end at 200, and had 20 s for what was under way
+        (
+            seen("broken", 205, 206),
+            "",
+        ),  # its router was told to end at 200, and had 20 s for what was under way
         (seen("broken", 199, 221, status=200), "broken"),
         (seen("refused", 205, 206, status=503), ""),
         (seen("error", 199, 210, status=200), "though nodes were up"),
         (seen("error", 199, 220.5, status=200), ""),
         (seen("silent", 199, 221), "silent"),
-        (seen("refused", 5, 6, status=503, past_router=True), "though nodes were up"),  # of that node nobody knows
+        (
+            seen("refused", 5, 6, status=503, past_router=True),
+            "though nodes were up",
+        ),  # of that node nobody knows
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
@@ -194,25 +259,47 @@ def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
 
 def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke() -> None:
     says = "2.500 2031-05-06 07:08:09,500 WARNING router id="
-    log = [f"{says}r1: the decode leg broke on http://n: cut", f"{says}r2: the prefill leg broke on http://n: cut", "y"]
+    log = [
+        f"{says}r1: the decode leg broke on http://n: cut",
+        f"{says}r2: the prefill leg broke on http://n: cut",
+        "y",
+    ]
     legs = broken_legs(log)
     assert legs == {"r1": [(2.5, "decode", "http://n")], "r2": [(2.5, "prefill", "http://n")]}
-    blows = [(0.5, "stop", "http://n"), (2.0, "kill", "http://n"), (3.0, "stop", "http://m"), (9.0, "stop", "http://n")]
+    blows = [
+        (0.5, "stop", "http://n"),
+        (2.0, "kill", "http://n"),
+        (3.0, "stop", "http://m"),
+        (9.0, "stop", "http://n"),
+    ]
     verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0)
     assert (verdict.gap_ms.max, verdict.failed_over) == (3000.0, 1)
     assert verdict.gap_ms_by_fault == {"kill": verdict.gap_ms}
-    verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0, stalls=[(1.0, 2.0)])
-    assert (verdict.failed_over, verdict.gap_ms_by_fault) == (1, {})  # when it broke was not read in time
+    verdict = judged(
+        [seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0, stalls=[(1.0, 2.0)]
+    )
+    assert (verdict.failed_over, verdict.gap_ms_by_fault) == (
+        1,
+        {},
+    )  # when it broke was not read in time
 
 
 def test_a_request_has_ended_as_often_as_the_router_says() -> None:
-    log = ["1.0 x INFO id=a path=/v1/x status=200 key=-", "2.0 x INFO id=a path=/v1/x status=499", "3.0 id=b: broke"]
+    log = [
+        "1.0 x INFO id=a path=/v1/x status=200 key=-",
+        "2.0 x INFO id=a path=/v1/x status=499",
+        "3.0 id=b: broke",
+    ]
     assert logged_ends(log) == {"a": 2}
 
 
 def test_what_has_grown_is_named_and_memory_only_of_the_same_process() -> None:
     before = {"router": Size(1, 100, 10, 5, 3), "decode0": Size(2, 100, 10, 5, 3)}
-    after = {"router": Size(1, 300, 10, 9, 3), "decode0": Size(7, 900, 10, 5, 3), "new": Size(8, 900, 99, 9, 9)}
+    after = {
+        "router": Size(1, 300, 10, 9, 3),
+        "decode0": Size(7, 900, 10, 5, 3),
+        "new": Size(8, 900, 99, 9, 9),
+    }
     told = grown(before, after, Size(0, 150, 3, 3, 3))
     assert [line.partition(";")[0] for line in told] == [
         "router has grown from 100 to 300 memory",
@@ -220,13 +307,20 @@ def test_what_has_grown_is_named_and_memory_only_of_the_same_process() -> None:
     ]
 
 
-@pytest.mark.parametrize(("more", "slower", "told"), [(0, 0.0, ""), (8 << 20, 0.0, "memory"), (0, 0.02, "gap p50")])
+@pytest.mark.parametrize(
+    ("more", "slower", "told"), [(0, 0.0, ""), (8 << 20, 0.0, "memory"), (0, 0.02, "gap p50")]
+)
 def test_a_soak_is_flat_or_says_what_is_not(more: int, slower: float, told: str) -> None:
     asked = [
-        Seen(1, "greedy", at, end="done", ended=at + 1, times=[at + 0.1, at + 0.2 + slower * at / 10])
+        Seen(
+            1, "greedy", at, end="done", ended=at + 1, times=[at + 0.1, at + 0.2 + slower * at / 10]
+        )
         for at in range(120)
     ]
-    sizes = [(float(at), {"router": Size(1, (100 << 20) + more * at // 10, 9, 9, 9)}) for at in range(120)]
+    sizes = [
+        (float(at), {"router": Size(1, (100 << 20) + more * at // 10, 9, 9, 9)})
+        for at in range(120)
+    ]
     of = windows(asked, sizes, 0.0, 121.0)
     assert len(of) == WINDOWS
     assert all(window.answers for window in of)
@@ -295,7 +389,9 @@ async def proxied() -> AsyncIterator[tuple[Proxies, int]]:
         echo.communicate()
 
 
-async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, within_s: float) -> bool:
+async def answered(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, within_s: float
+) -> bool:
     """Whether the echo answers."""
     writer.write(b"x")
     try:
@@ -339,7 +435,9 @@ def until(condition: object, within_s: float = 20.0) -> None:
 
 
 def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path) -> None:
-    first = argparse.Namespace(seed=3, streams=9, record=tmp_path / "one.json", schedule=None, json=None)
+    first = argparse.Namespace(
+        seed=3, streams=9, record=tmp_path / "one.json", schedule=None, json=None
+    )
     faults = once(3, 2.0, range(4), FAULTS, longest_s=5.0)
     assert _recorded(first, faults) == first.record
     assert Schedule.read(first.record) == Schedule(3, {"seed": 3, "streams": 9}, faults)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.chaos`: faults that overlap, nodes that stay down, and processes that are left behind."""
+"""`python -m benchmarks.chaos`: faults that overlap, nodes that stay down, and processes that are
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,14 @@ def test_a_log_that_is_stalled_twice_is_read_again_after_both(tmp_path: Path) ->
 
 
 def test_two_delays_of_a_node_end_one_after_the_other(repository: Path) -> None:
-    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))) or subprocess.run([*_SPACE, "true"]).returncode:
+    if (
+        not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc")))
+        or subprocess.run([*_SPACE, "true"]).returncode
+    ):
         pytest.skip("no network namespaces here")
-    done = subprocess.run([*_SPACE, sys.executable, "-c", _DELAYS], cwd=repository, capture_output=True, text=True)
+    done = subprocess.run(
+        [*_SPACE, sys.executable, "-c", _DELAYS], cwd=repository, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     kinds = [line.split()[1] for line in done.stdout.splitlines()]
     assert kinds[0] == kinds[1] == kinds[2] in ("netem", "tbf")
@@ -72,7 +79,9 @@ def cluster_of(tmp_path: Path, *names: str) -> Cluster:
     """Processes that only sleep."""
     cluster = Cluster(tmp_path, [], [])
     made = [
-        Node(name, role, "127.0.0.1", (1,), [], tmp_path / "log", subprocess.Popen(["sleep", "600"]))
+        Node(
+            name, role, "127.0.0.1", (1,), [], tmp_path / "log", subprocess.Popen(["sleep", "600"])
+        )
         for name, role in zip(names, ("router", "decode", "prefill"), strict=False)
     ]
     (tmp_path / "log").write_text("its log\n")
@@ -80,20 +89,26 @@ def cluster_of(tmp_path: Path, *names: str) -> Cluster:
     return cluster
 
 
-async def test_a_node_that_does_not_come_back_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_does_not_come_back_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "START_DEADLINE_S", 0.2)
     cluster = cluster_of(tmp_path, "router", "decode0")
     try:
         cluster.nodes[0].falls(time.monotonic())
         assert not cluster.lost()
         async with asyncio.timeout(20):
-            with pytest.raises(RuntimeError, match=r"decode0 is down for more than 0.2 s, 1 times started: its log"):
+            with pytest.raises(
+                RuntimeError, match=r"decode0 is down for more than 0.2 s, 1 times started: its log"
+            ):
                 await cluster.whole()
     finally:
         await cluster.stop()
 
 
-async def test_a_supervisor_that_failed_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_supervisor_that_failed_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fails(_: Node) -> None:
         raise OSError("no more processes")
 
@@ -103,7 +118,9 @@ async def test_a_supervisor_that_failed_ends_the_wait(tmp_path: Path, monkeypatc
         cluster.supervise()
         await asyncio.sleep(0)
         async with asyncio.timeout(20):
-            with pytest.raises(RuntimeError, match=r"the supervisor of router has failed: .*no more processes"):
+            with pytest.raises(
+                RuntimeError, match=r"the supervisor of router has failed: .*no more processes"
+            ):
                 await cluster.whole()
     finally:
         await cluster.stop()
@@ -113,7 +130,9 @@ class Started(Exception):
     """Instead of a process."""
 
 
-def test_no_benchmark_leaves_its_processes_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_benchmark_leaves_its_processes_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tied = []
 
     def started(*_: object, env: dict[str, str], **__: object) -> None:

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.chaos`: how long until a node is up again, which faults have happened, who is excused."""
+"""`python -m benchmarks.chaos`: how long until a node is up again, which faults have happened, who
+is excused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def cluster(tmp_path: Path) -> Cluster:
     ended = subprocess.Popen(["true"])
     ended.wait()
     roles = {"router": "router", "prefill0": "prefill", "decode0": "decode"}
-    made.router, *made.nodes = [Node(name, roles[name], "h", (1,), [], tmp_path / name, ended) for name in roles]
+    made.router, *made.nodes = [
+        Node(name, roles[name], "h", (1,), [], tmp_path / name, ended) for name in roles
+    ]
     return made
 
 
@@ -38,7 +42,9 @@ def looks(ups: Mapping[float, bool]) -> dict[str, list[Look]]:
     return {"decode0": [Look(at, up, legs=True) for at, up in ups.items()]}
 
 
-def struck(cluster: Cluster, kind: str, at: float, ended: float, nodes: Sequence[int] = (1,)) -> None:
+def struck(
+    cluster: Cluster, kind: str, at: float, ended: float, nodes: Sequence[int] = (1,)
+) -> None:
     """One fault, and what is kept of it."""
     fault, node = Fault(at, kind, tuple(nodes)), cluster.nodes[1]
     cluster.note(fault, [node])
@@ -50,7 +56,13 @@ def test_a_node_that_was_stopped_is_waited_for_though_it_rises_later(cluster: Cl
     struck(cluster, "stop", 10.0, 20.0)
     cluster.nodes[1].down.append((10.0, 21.0))  # it was healthy a second after it went on
     (found,) = recoveries(cluster, looks({15.0: False, 20.5: False, 21.5: True}), 60.0)
-    assert (found.kind, found.up_s, found.leg_s, found.watched_s, found.late) == ("stop", 1.5, 1.5, 40.0, False)
+    assert (found.kind, found.up_s, found.leg_s, found.watched_s, found.late) == (
+        "stop",
+        1.5,
+        1.5,
+        40.0,
+        False,
+    )
 
 
 def test_what_else_is_wrong_with_a_node_is_no_recovery(cluster: Cluster) -> None:
@@ -63,8 +75,18 @@ def test_what_else_is_wrong_with_a_node_is_no_recovery(cluster: Cluster) -> None
     ("ups", "until", "up_s", "late"),
     [
         ({20.125: True, 20.9: True}, 60.0, 0.125, False),
-        ({20.125: True, 21.0: False, 24.0: True, 25.0: True}, 60.0, 4.0, False),  # the first was from before the cut
-        ({20.125: True, 21.0: True, 50.0: False, 51.0: True}, 60.0, 0.125, False),  # that is another matter
+        (
+            {20.125: True, 21.0: False, 24.0: True, 25.0: True},
+            60.0,
+            4.0,
+            False,
+        ),  # the first was from before the cut
+        (
+            {20.125: True, 21.0: True, 50.0: False, 51.0: True},
+            60.0,
+            0.125,
+            False,
+        ),  # that is another matter
         ({20.125: False, 50.0: True}, 60.0, 30.0, True),
         ({20.125: False, 59.0: False}, 60.0, None, True),  # it never was
         ({20.125: False}, 20.0 + LATEST_S, None, False),  # nobody knows
@@ -97,7 +119,9 @@ def test_who_asked_a_node_is_excused_only_while_it_was_down(cluster: Cluster) ->
 
 
 @pytest.mark.parametrize(("down", "end"), [(True, "left"), (False, "error")])
-async def test_a_node_that_was_up_may_not_fail_those_who_ask_it_alone(cluster: Cluster, down: bool, end: str) -> None:
+async def test_a_node_that_was_up_may_not_fail_those_who_ask_it_alone(
+    cluster: Cluster, down: bool, end: str
+) -> None:
     class Asked:
         async def ask_one(self, *_: object, **__: object) -> Seen:
             return Seen(1, "long answer", 11.0, end="error", ended=12.0, past_router=True)
@@ -147,7 +171,10 @@ async def test_clocks_that_jump_while_they_are_off_go_back_in_the_end(cluster: C
 
     cluster.shim = Clocks()  # type: ignore[assignment]
     strikes = Strikes(cluster, None, None)  # type: ignore[arg-type]
-    jumps = [Fault(0.0, "clock jump", (1,), for_s, amount=amount) for for_s, amount in ((0.05, 90.0), (0.5, -5.0))]
+    jumps = [
+        Fault(0.0, "clock jump", (1,), for_s, amount=amount)
+        for for_s, amount in ((0.05, 90.0), (0.5, -5.0))
+    ]
     await asyncio.gather(*map(strikes.strike, jumps))
     assert Clocks.told == [90.0, 85.0, -5.0, 0.0]
 
@@ -160,7 +187,10 @@ async def test_the_prefix_index_of_the_router_is_no_growth(monkeypatch: pytest.M
 
         async def metrics(self, of: object) -> dict[str, float]:
             assert of is self.router
-            return {"kvrelay_router_prefix_text_bytes": 1_000_000.0, "kvrelay_router_prefix_blocks": 1_000.0}
+            return {
+                "kvrelay_router_prefix_text_bytes": 1_000_000.0,
+                "kvrelay_router_prefix_blocks": 1_000.0,
+            }
 
     of = {"router": Size(1, 100_000_000, 1, 2, 3), "decode0": Size(2, 90_000_000, 4, 5, 6)}
     monkeypatch.setattr(lookout, "sizes", lambda cluster: dict(of))

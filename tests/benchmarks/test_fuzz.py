@@ -1,4 +1,6 @@
-"""`python -m benchmarks.fuzz`: a bounded run with a fixed seed on real processes, and what it makes messages of."""
+"""`python -m benchmarks.fuzz`: a bounded run with a fixed seed on real processes, and what it makes
+messages of.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ async def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPat
         assert await over_http.exchange(port, [b"GET / HTTP/1.1\r\n\r\n"]) is None
 
 
-@pytest.mark.parametrize(("late_s", "said"), [(10.0, ""), (50.0, "a half was closed 50 s after its deadline")])
-async def test_a_half_that_was_closed_late_is_told_however_much_later_one_looks(late_s: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("late_s", "said"), [(10.0, ""), (50.0, "a half was closed 50 s after its deadline")]
+)
+async def test_a_half_that_was_closed_late_is_told_however_much_later_one_looks(
+    late_s: float, said: str
+) -> None:
     async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -72,10 +78,18 @@ async def test_a_half_that_was_closed_late_is_told_however_much_later_one_looks(
 
 
 def test_a_broken_round_comes_with_the_command_that_plays_it_again() -> None:
-    given = {"seconds": 3600.0, "seed": 5, "target": None, "round": 0, "only": "", "trust_templates": True}
+    given = {
+        "seconds": 3600.0,
+        "seed": 5,
+        "target": None,
+        "round": 0,
+        "only": "",
+        "trust_templates": True,
+    }
     again = _command(given, "router fields, round 12: what is wrong, round 7: more")
     assert again == (
-        "python -m benchmarks.fuzz --seconds 0 --seed 5 --trust-templates --target 'router fields' --round 12"
+        "python -m benchmarks.fuzz --seconds 0 --seed 5 --trust-templates --target 'router "
+        "fields' --round 12"
     )
 
 
@@ -87,6 +101,9 @@ def test_wrong_messages_on_every_port_change_nothing(tmp_path: Path) -> None:
     assert report["generators"] == len(
         {case.generator.name for target in ("sizes", "languages") for case in cases(target)}
     )
-    # TCP: the router's in each of two workers, for pings; of each node HTTP, KV events, replays, control, NCCL, UCX.
+    # TCP: the router's in each of two workers, for pings; of each node HTTP, KV events, replays,
+    # control, NCCL, UCX.
     assert report["ports"] == 3 + 2 * 6
-    assert report["closed in time"] >= 9  # connections of three processes that never said a whole head
+    assert (
+        report["closed in time"] >= 9
+    )  # connections of three processes that never said a whole head

@@ -1,4 +1,6 @@
-"""What fuzz makes of grammars whose rules stand in each other: of every size, and slow only in an answer."""
+"""What fuzz makes of grammars whose rules stand in each other: of every size, and slow only in an
+answer.
+"""
 
 from __future__ import annotations
 

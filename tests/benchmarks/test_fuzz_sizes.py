@@ -1,4 +1,6 @@
-"""What fuzz makes of sizes: every field and every limit is reached, all of it is JSON, and a seed repeats it."""
+"""What fuzz makes of sizes: every field and every limit is reached, all of it is JSON, and a seed
+repeats it.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,18 @@ WITHOUT_BODY |= {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
 
 
 def posts(app: FastAPI) -> set[str]:
-    return {route.path for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    return {
+        route.path
+        for route in app.routes
+        if isinstance(route, APIRoute) and "POST" in route.methods
+    }
 
 
 def test_every_route_that_takes_a_body_is_in_the_table() -> None:
     config = NodeConfig(EngineConfig("nowhere"))
-    node = create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack())
+    node = create_node(
+        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
+    )
     served = posts(create_router(RouterConfig())) | posts(node)
     assert {route.path for route in ROUTES} == served - WITHOUT_BODY
 
@@ -63,7 +71,9 @@ def test_what_a_type_leaves_open_is_described_or_named() -> None:
     for route in ROUTES:
         for place in places(route):
             if any(map(open_type, place.types)):
-                assert {step for step in place.steps if isinstance(step, str)} & {*OPEN, *INSIDE}, place.name
+                assert {step for step in place.steps if isinstance(step, str)} & {*OPEN, *INSIDE}, (
+                    place.name
+                )
                 assert place.steps[-1] == 0 or place.steps[-1] in OPEN, place.name
 
 
@@ -78,13 +88,17 @@ def test_a_body_around_a_field_is_one_that_the_route_reads(route: Route) -> None
 
 
 def test_all_is_json_and_grows_with_its_size() -> None:
-    for case in {case.generator.name: case for target in TARGETS for case in cases(target)}.values():
+    for case in {
+        case.generator.name: case for target in TARGETS for case in cases(target)
+    }.values():
         make = case.generator.make
         for size in (1, 2, 7):
             if case.generator.name != "closing brackets":
                 json.loads(make(size))
         assert len(make(1000)) > len(make(1)), case.name
-        assert case.generator.most or 12_000 < len(make(case.generator.capped(20_000))) <= 20_000, case.name
+        assert case.generator.most or 12_000 < len(make(case.generator.capped(20_000))) <= 20_000, (
+            case.name
+        )
 
 
 def test_sizes_reach_every_limit_and_one_beyond() -> None:
@@ -93,8 +107,16 @@ def test_sizes_reach_every_limit_and_one_beyond() -> None:
     drawn = {size for seed in range(300) for size in ladder(random.Random(seed), generator, most)}
     top = generator.capped(most)
     assert len(generator.make(top)) == most
-    assert {limit + beyond for limit in (*limits(), top) if limit <= top for beyond in (0, 1)} <= drawn
-    assert {MAX_BODY, CONTEXT, MAX_CHOICES, _MAX_LISTED_TOKENS, *_MAX_CONSTRAINT_CHARS.values()} <= set(limits())
+    assert {
+        limit + beyond for limit in (*limits(), top) if limit <= top for beyond in (0, 1)
+    } <= drawn
+    assert {
+        MAX_BODY,
+        CONTEXT,
+        MAX_CHOICES,
+        _MAX_LISTED_TOKENS,
+        *_MAX_CONSTRAINT_CHARS.values(),
+    } <= set(limits())
 
 
 def test_every_ladder_has_all_orders_of_magnitude() -> None:
@@ -120,10 +142,24 @@ def test_rounds_play_every_generator_before_any_again_and_a_seed_repeats_them(ta
 
 
 def test_lists_hold_every_role_and_type_that_a_translation_reads() -> None:
-    names = {case.generator.name for case in cases("sizes") if case.name.startswith("/v1/responses input: ")}
-    kinds = ("user messages", "assistant messages", "function calls", "function outputs", "reasonings")
+    names = {
+        case.generator.name
+        for case in cases("sizes")
+        if case.name.startswith("/v1/responses input: ")
+    }
+    kinds = (
+        "user messages",
+        "assistant messages",
+        "function calls",
+        "function outputs",
+        "reasonings",
+    )
     assert {f"list of {kind}" for kind in kinds} <= names
-    long = next(case.generator for case in cases("sizes") if case.generator.name == "list of long assistant messages")
+    long = next(
+        case.generator
+        for case in cases("sizes")
+        if case.generator.name == "list of long assistant messages"
+    )
     assert long.capped(MAX_BODY) > 30_000
 
 
@@ -136,7 +172,13 @@ def test_every_round_of_sizes_goes_on_from_stored_responses() -> None:
 
 
 def test_every_kind_of_structured_output_has_programs_and_fields() -> None:
-    spoken = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "tags": "tags"}
+    spoken = {
+        "json": "schema",
+        "regex": "regex",
+        "choice": "choice",
+        "grammar": "grammar",
+        "tags": "tags",
+    }
     assert set(spoken) == set(_KINDS.values())
     held = Counter(site.language for route in ROUTES for site in sites(route))
     assert set(held) == set(LANGUAGES) >= set(NUMBERED) | set(spoken.values())

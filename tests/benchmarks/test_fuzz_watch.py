@@ -24,7 +24,9 @@ def test_what_the_machine_has_taken_is_no_stall() -> None:
     assert Seen({"router": Live(status=503)}).wrong() == ["router /live answered 503"]
 
 
-def test_a_wait_for_a_core_that_goes_on_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_core_that_goes_on_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     thread = watch._Thread(tmp_path)
     waited = []
     for now, state, ran, told in (
@@ -43,7 +45,10 @@ def test_a_wait_for_a_core_that_goes_on_counts(tmp_path: Path, monkeypatch: pyte
 
 
 def test_memory_beyond_twice_what_was_there_is_wrong_also_of_a_new_process() -> None:
-    assert Seen(memory={"a 1": Memory(2 * FLOOR_BYTES, 0), "b 2": Memory(1 << 30, 1 << 29)}).wrong() == []
+    assert (
+        Seen(memory={"a 1": Memory(2 * FLOOR_BYTES, 0), "b 2": Memory(1 << 30, 1 << 29)}).wrong()
+        == []
+    )
     for had in (Memory(2 * FLOOR_BYTES + 1, 0), Memory((1 << 30) + 1, 1 << 29)):
         assert len(Seen(memory={"a 1": had}).wrong()) == 1
 
@@ -84,7 +89,9 @@ async def test_a_server_that_answers_late_is_seen(monkeypatch: pytest.MonkeyPatc
         await asyncio.wait([asking])
 
 
-async def test_who_computes_for_nobody_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_who_computes_for_nobody_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(watch, "SETTLE_S", 0.3)
     monkeypatch.setattr(watch, "MAX_IDLE_SHARE", 0.02)  # on a busy machine nobody gets much
     idle, busy = (
@@ -94,7 +101,9 @@ async def test_who_computes_for_nobody_is_named(monkeypatch: pytest.MonkeyPatch,
     try:
         began = Process("node", 0, busy, tmp_path)
         async with asyncio.timeout(DEADLINE_S):
-            while sum(watch._cpu_s([began]).values()) < 0.1:  # on a busy machine it takes a while to compute at all
+            while (
+                sum(watch._cpu_s([began]).values()) < 0.1
+            ):  # on a busy machine it takes a while to compute at all
                 await asyncio.sleep(0.01)
         (said,) = await still_busy([began])
         assert said.startswith(f"node {busy.pid} computes for nobody")

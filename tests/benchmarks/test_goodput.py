@@ -1,4 +1,6 @@
-"""`python -m benchmarks.goodput` without a server: works, flips, what is kept of probes, tables and plot."""
+"""`python -m benchmarks.goodput` without a server: works, flips, what is kept of probes, tables and
+plot.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ SLO = Slo(200.0, 15.0)
 TINY = "tiny=64:8:200:15:3:1:10:8:2"
 
 
-def run_at(rate: float, met: float, smooth: float, slo: Slo = SLO, *, slow_client: bool = False) -> Run:
+def run_at(
+    rate: float, met: float, smooth: float, slo: Slo = SLO, *, slow_client: bool = False
+) -> Run:
     """100 requests of which so many met their targets, and so many of all had no long gap."""
     records = []
     for at in range(100):
@@ -41,13 +45,28 @@ def run_at(rate: float, met: float, smooth: float, slo: Slo = SLO, *, slow_clien
         gaps = [gap, *[0.005] * 6]
         records.append(
             Record(
-                at, 0, 0.1, 0.1, 0.1 + first, 0.1 + first + sum(gaps), 64, 0, 8, 8, 8, True, gaps_s=gaps, counts=[1] * 8
+                at,
+                0,
+                0.1,
+                0.1,
+                0.1 + first,
+                0.1 + first + sum(gaps),
+                64,
+                0,
+                8,
+                8,
+                8,
+                True,
+                gaps_s=gaps,
+                counts=[1] * 8,
             )
         )
     window = Window(0.0, 10.0)
     client = client_of(records, [0.99 if slow_client else 0.1], [0.0], open_loop=True)
     rows = [row_of(record, slo) for record in records]
-    return Run(rate, 0, 0.0, 10.0, measured(records, window, slo, 4, client), cdfs_of(records), rows)
+    return Run(
+        rate, 0, 0.0, 10.0, measured(records, window, slo, 4, client), cdfs_of(records), rows
+    )
 
 
 def result_of(label: str, runs: list[Run], command: str = "kvrelay") -> Result:
@@ -59,7 +78,9 @@ def result_of(label: str, runs: list[Run], command: str = "kvrelay") -> Result:
 @given(prefill=st.integers(0, 6), decode=st.integers(1, 6), wanted=st.integers(0, 11))
 def test_as_few_nodes_flip_as_can_be(prefill: int, decode: int, wanted: int) -> None:
     wanted = min(wanted, prefill + decode - 1)
-    roles = {f"http://p{at}": "prefill" for at in range(prefill)} | {f"http://d{at}": "decode" for at in range(decode)}
+    roles = {f"http://p{at}": "prefill" for at in range(prefill)} | {
+        f"http://d{at}": "decode" for at in range(decode)
+    }
     flips = flips_to(roles, wanted)
     after = roles | dict(flips)
     assert list(after.values()).count("prefill") == wanted
@@ -70,7 +91,13 @@ def test_as_few_nodes_flip_as_can_be(prefill: int, decode: int, wanted: int) -> 
 def test_works_are_named_or_given() -> None:
     assert parse_work("code") is WORKS["code"]
     work = parse_work(TINY)
-    assert (work.name, work.prefill, work.decode, work.relay_rate, work.window_s) == ("tiny", 3, 1, 10.0, 2.0)
+    assert (work.name, work.prefill, work.decode, work.relay_rate, work.window_s) == (
+        "tiny",
+        3,
+        1,
+        10.0,
+        2.0,
+    )
     assert work.arm_name(Arm.RELAY) == "3P1D"
     assert work.answer_s == pytest.approx(0.32)
     for wrong in ("chats", "a=1:2", "a=64:8:200:15:0:1:10:8:2", "a=64:8:200:15:3:1:10:x:2"):
@@ -96,7 +123,11 @@ def test_a_rate_is_told_as_far_as_it_is_known() -> None:
 
 
 def test_who_missed_because_the_client_was_slow_is_no_judge() -> None:
-    runs = [run_at(8, 1.0, 0.5, slow_client=True), run_at(10, 0.7, 0.7, slow_client=True), run_at(12, 0.6, 0.6)]
+    runs = [
+        run_at(8, 1.0, 0.5, slow_client=True),
+        run_at(10, 0.7, 0.7, slow_client=True),
+        run_at(12, 0.6, 0.6),
+    ]
     assert [run.rate for run in judged(runs, smooth=False)] == [8, 12]
     assert [run.rate for run in judged(runs, smooth=True)] == [12]
     assert str(held(runs)) == "8 to 12"
@@ -120,7 +151,10 @@ def test_works_of_one_run_want_equal_nodes(capsys: pytest.CaptureFixture[str]) -
 async def test_a_node_that_is_down_is_no_smaller_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nodes_of(session: object, router: str) -> list[dict[str, Any]]:
         up = {"http://n:1": True, "http://n:2": False}
-        return [{"url": url, "role": "prefill", "up": is_up, "flips_to": None} for url, is_up in up.items()]
+        return [
+            {"url": url, "role": "prefill", "up": is_up, "flips_to": None}
+            for url, is_up in up.items()
+        ]
 
     monkeypatch.setattr(nodes, "nodes_of", nodes_of)
     monkeypatch.setattr(nodes, "_FLIP_S", 0.0)
@@ -132,10 +166,18 @@ async def test_a_node_that_is_down_is_no_smaller_cluster(monkeypatch: pytest.Mon
 def folder(tmp_path: Path) -> Path:
     for name, label, runs in (
         ("chat-relay", "2P2D", [run_at(160, 0.95, 0.94), run_at(164, 0.6, 0.6)]),
-        ("chat-direct", "4 colocated, asked in turn", [run_at(120, 0.91, 0.02), run_at(124, 0.8, 0.0)]),
+        (
+            "chat-direct",
+            "4 colocated, asked in turn",
+            [run_at(120, 0.91, 0.02), run_at(124, 0.8, 0.0)],
+        ),
         ("chat-routed", "4 colocated, behind the router", [run_at(124, 0.6, 0.0)]),
         ("code-relay", "3P1D", [run_at(48, 0.95, 0.94), run_at(64, 0.6, 0.6)]),
-        ("code-direct", "4 colocated, asked in turn", [run_at(40, 0.95, 0.94), run_at(41, 0.6, 0.6)]),
+        (
+            "code-direct",
+            "4 colocated, asked in turn",
+            [run_at(40, 0.95, 0.94), run_at(41, 0.6, 0.6)],
+        ),
         ("code-routed", "4 colocated, behind the router", [run_at(41, 0.95, 0.94)]),
         ("summarise-relay", "3P1D", [run_at(10, 0.95, 0.93)]),
     ):
@@ -143,21 +185,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tables_have_rates_per_gpu_and_plots_are_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_rates_per_gpu_and_plots_are_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plot = folder / "plot.svg"
     assert main(["--draw", str(folder), "--svg", str(plot)]) == 0
     said = capsys.readouterr().out
     turn, router = "4 colocated, asked in turn", "4 colocated, behind the router"
     assert f"above 26 | 30 ({turn}); below 31: 60% ({router}) | 40 (2P2D) | +33% | 40, 30 |" in said
     assert f"below 30: 2% ({turn})" in said
-    assert f"| at least 10.2 ({router}); 10 ({turn}) | 12 to 16 (3P1D) |  |" in said  # neither is known: no "more"
+    assert (
+        f"| at least 10.2 ({router}); 10 ({turn}) | 12 to 16 (3P1D) |  |" in said
+    )  # neither is known: no "more"
     assert "at least 2.5 (3P1D)" in said
     assert "not measured" in said
     ElementTree.fromstring(plot.read_text(encoding="utf-8"))
     assert plot.read_text().count("<svg") == 1 + 4  # chat, code, summarise, summarise without gaps
 
 
-def test_results_of_several_folders_are_one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_results_of_several_folders_are_one(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = tmp_path_factory.mktemp("other")
     write_result(result_of("2P2D", [run_at(170, 0.92, 0.9)]), other / "chat-relay.json")
     found = {(each.work, each.arm): each for each in read_folders([folder, other])}
@@ -170,7 +218,12 @@ def test_results_of_several_folders_are_one(folder: Path, tmp_path_factory: pyte
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("slo", Slo(250.0, 15.0)), ("gpus", 8), ("model", "n"), ("made", Made("b --flag=-x", "", "", {}))],
+    [
+        ("slo", Slo(250.0, 15.0)),
+        ("gpus", 8),
+        ("model", "n"),
+        ("made", Made("b --flag=-x", "", "", {})),
+    ],
 )
 def test_results_of_something_else_are_refused(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, name: str, value: object
@@ -185,8 +238,9 @@ def test_results_of_something_else_are_refused(
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Arms and rates that were probed, of servers that keep 10 requests a second, 7 of them without gaps; asked in turn
-    they keep 8 and 1."""
+    """Arms and rates that were probed, of servers that keep 10 requests a second, 7 of them without
+    gaps; asked in turn they keep 8 and 1.
+    """
     put: list[tuple[str, float]] = []
 
     class Double:
@@ -202,7 +256,9 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 
         async def probe(self, rate: float) -> Run:
             most, smooth = (8, 1) if self.arm == "direct" else (10, 7)
-            self.runs.append(run_at(rate, 1.0 if rate <= most else 0.5, 1.0 if rate <= smooth else 0.0))
+            self.runs.append(
+                run_at(rate, 1.0 if rate <= most else 0.5, 1.0 if rate <= smooth else 0.0)
+            )
             if not self.practice:
                 put.append((self.arm, rate))
             return self.runs[-1]
@@ -229,15 +285,21 @@ def place(out: Path) -> Place:
     return Place(parse_work(TINY), Arm.RELAY, NODES, out, 1e18, 32_000)
 
 
-async def test_arms_are_searched_by_a_probe_of_each_in_turn(tmp_path: Path, probes: list[tuple[str, float]]) -> None:
+async def test_arms_are_searched_by_a_probe_of_each_in_turn(
+    tmp_path: Path, probes: list[tuple[str, float]]
+) -> None:
     of = course(tmp_path)
     await of.run()
     assert [arm for arm, _ in probes[:6]] == ["direct", "relay"] * 3
     told = {line.partition(": ")[0]: line.partition(": ")[2] for line in of.told()}
     assert float(told["== tiny, 3P1D"].split()[0]) == pytest.approx(10, rel=0.05)
-    assert float(told["== tiny, 4 colocated, asked in turn"].split()[0]) == pytest.approx(8, rel=0.05)
+    assert float(told["== tiny, 4 colocated, asked in turn"].split()[0]) == pytest.approx(
+        8, rel=0.05
+    )
     assert float(told["== tiny, 3P1D"].split()[-1]) == pytest.approx(7, rel=0.05)
-    assert "without gaps: 1 to 1.19" in told["== tiny, 4 colocated, asked in turn"]  # in five probes more
+    assert (
+        "without gaps: 1 to 1.19" in told["== tiny, 4 colocated, asked in turn"]
+    )  # in five probes more
     # Behind the router more is held than in turn, which the first probe shows.
     routed = [rate for arm, rate in probes if arm == "routed"]
     assert 8 < routed[0] < 8.5
@@ -273,7 +335,9 @@ async def test_a_router_that_is_no_better_than_turns_takes_one_probe(
     await course(tmp_path, "--arms=direct,relay").run()
     direct = tmp_path / "tiny-direct.json"
     kept = read_result(direct)
-    write_result(msgspec.structs.replace(kept, runs=[run_at(10, 1.0, 1.0), run_at(10.3, 0.5, 0.5)]), direct)
+    write_result(
+        msgspec.structs.replace(kept, runs=[run_at(10, 1.0, 1.0), run_at(10.3, 0.5, 0.5)]), direct
+    )
     probes.clear()
     await course(tmp_path, "--arms=routed").run()
     assert probes == [("routed", 10.3)]
@@ -293,7 +357,9 @@ async def test_what_is_there_is_gone_on_with_if_it_is_of_the_same(
         await course(tmp_path).run()
 
 
-async def test_no_probe_begins_that_could_not_end(tmp_path: Path, probes: list[tuple[str, float]]) -> None:
+async def test_no_probe_begins_that_could_not_end(
+    tmp_path: Path, probes: list[tuple[str, float]]
+) -> None:
     with pytest.raises(OutOfTime, match="tiny by 4 colocated, asked in turn at 8"):
         await course(tmp_path, until=0.0).run()
     assert probes == []

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.peer` without a GPU and without vLLM: loads, command lines, counts, order, resuming, tables."""
+"""`python -m benchmarks.peer` without a GPU and without vLLM: loads, command lines, counts, order,
+resuming, tables.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from tokenizers import Tokenizer
 
 from benchmarks.peer.__main__ import _arguments, main
 from benchmarks.peer.arms import ARMS, Kind, Setting, router_command, server_command
-from benchmarks.peer.cells import Cell, Row, batches, close_rows, needed_s, read_cells, stage_of, write_cell
+from benchmarks.peer.cells import (
+    Cell,
+    Row,
+    batches,
+    close_rows,
+    needed_s,
+    read_cells,
+    stage_of,
+    write_cell,
+)
 from benchmarks.peer.client import Figures, client_command, dealt, figures_of, seen_by
 from benchmarks.peer.model import write_model
 from benchmarks.peer.servers import Stage
@@ -32,15 +43,20 @@ SETTING = Setting(Path("/m"))
 LONGEST = 16_384
 
 
-def figures(in_time: float | None, tokens_per_s: float = 1000.0, late_ms: float | None = None) -> Figures:
+def figures(
+    in_time: float | None, tokens_per_s: float = 1000.0, late_ms: float | None = None
+) -> Figures:
     return Figures(400, 0, in_time, 512.0, 10.0, tokens_per_s, 20.0, 200.5, 5.0, 30.0, late_ms)
 
 
-def cell(arm: str, in_time: float | None, factor: float = 1.0, seed: int = 1, run: str = "a") -> Cell:
+def cell(
+    arm: str, in_time: float | None, factor: float = 1.0, seed: int = 1, run: str = "a"
+) -> Cell:
     return Cell(Row("chat", factor, seed), arm, run, figures(in_time))
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- what is asked
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_draws_the_same_requests_at_the_asked_rate() -> None:
@@ -59,7 +75,9 @@ def test_mixtures_have_their_shares_and_bursts_come_in_bursts() -> None:
         load = work_named(name).load(1.0, 1, 40.0, None, LONGEST)
         assert len(load.requests) == pytest.approx(40 * 42, rel=0.15)
         assert all(each.prompt + each.output <= LONGEST for each in load.requests)
-        assert fmean(each.prompt for each in load.requests) == pytest.approx((20 * 512 + 8192) / 21, rel=0.15)
+        assert fmean(each.prompt for each in load.requests) == pytest.approx(
+            (20 * 512 + 8192) / 21, rel=0.15
+        )
         gaps = [after.at_s - before.at_s for before, after in itertools.pairwise(load.requests)]
         assert min(gaps) >= 0
         assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.15)
@@ -121,7 +139,8 @@ def test_a_token_is_a_word_and_the_last_ones_are_special(tmp_path: Path) -> None
     assert tokenizer.get_vocab_size() == 500
 
 
-# --- command lines ---------------------------------------------------------------------------------------------------
+# --- command lines
+# ---------------------------------------------------------------------------------------------------
 
 
 def unknown(argv: list[str]) -> set[str]:
@@ -142,7 +161,10 @@ ROUTED = [arm for arm in ARMS.values() if arm.router is not None]
 @pytest.mark.parametrize("name", [arm.name for arm in ROUTED])
 def test_routers_are_started_with_flags_that_they_have(name: str) -> None:
     argv = router_command(ARMS[name], ["http://a:1", "http://b:2"], 3)
-    assert argv[-3 - len(ARMS[name].router or ()) :][:2] == ["--prefill=http://a:1", "--decode=http://b:2"]
+    assert argv[-3 - len(ARMS[name].router or ()) :][:2] == [
+        "--prefill=http://a:1",
+        "--decode=http://b:2",
+    ]
     assert not unknown(argv)
 
 
@@ -152,11 +174,17 @@ def test_vllm_is_served_and_asked_by_the_command_of_its_environment() -> None:
     assert argv[:3] == ["/v/bin/vllm", "serve", "/m"]
     assert {"--x", "--port=5", "--no-enable-prefix-caching"} < set(argv)
     assert any("NixlConnector" in word for word in argv)
-    opened = client_command(setting, "http://a:1", Path("/t/a.jsonl"), 7, Path("/t/a.json"), 0, ["x-slo-ttft-ms=200"])
+    opened = client_command(
+        setting, "http://a:1", Path("/t/a.jsonl"), 7, Path("/t/a.json"), 0, ["x-slo-ttft-ms=200"]
+    )
     assert opened[:3] == ["/v/bin/vllm", "bench", "serve"]
-    assert {"--self-timed", "--num-prompts=7", "--save-detailed", "--base-url=http://a:1"} < set(opened)
+    assert {"--self-timed", "--num-prompts=7", "--save-detailed", "--base-url=http://a:1"} < set(
+        opened
+    )
     assert opened[-2:] == ["--header", "x-slo-ttft-ms=200"]
-    assert "--max-concurrency=3" in client_command(setting, "http://a:1", Path("/a"), 7, Path("/b"), 3, [])
+    assert "--max-concurrency=3" in client_command(
+        setting, "http://a:1", Path("/a"), 7, Path("/b"), 3, []
+    )
 
 
 def test_targets_are_told_as_our_router_reads_them() -> None:
@@ -164,11 +192,14 @@ def test_targets_are_told_as_our_router_reads_them() -> None:
     assert targets_of(told.get) == (0.2, 0.015)
 
 
-# --- what the client saw ---------------------------------------------------------------------------------------------
+# --- what the client saw
+# ---------------------------------------------------------------------------------------------
 
 
 def result(**changes: list[Any]) -> dict[str, Any]:
-    """Make up four requests with targets of 200 and 15 ms: in time, late to begin, slow, and refused."""
+    """Make up four requests with targets of 200 and 15 ms: in time, late to begin, slow, and
+    refused.
+    """
     told = {
         "start_times": [100.0, 101.0, 102.0, 103.05],
         "input_lens": [8, 8, 8, 8],
@@ -192,21 +223,34 @@ def test_in_time_are_those_that_meet_both_targets_of_all() -> None:
     assert found.itl_p99_ms == pytest.approx(30)
     assert found.late_p99_ms == pytest.approx(50)
     assert found.tokens_per_s == pytest.approx(9 / 3.05)
-    more = figures_of(seen_by(result(), ASKED), Load(ASKED, Targets(200.0, 15.0, ttft_ms_per_token=20.0)))
+    more = figures_of(
+        seen_by(result(), ASKED), Load(ASKED, Targets(200.0, 15.0, ttft_ms_per_token=20.0))
+    )
     assert more.in_time == 0.5
 
 
 def test_an_answer_that_breaks_off_has_failed() -> None:
-    found = figures_of(seen_by(result(output_lens=[2, 3, 3, 0]), ASKED), Load(ASKED, Targets(200.0, 15.0)))
+    found = figures_of(
+        seen_by(result(output_lens=[2, 3, 3, 0]), ASKED), Load(ASKED, Targets(200.0, 15.0))
+    )
     assert (found.failed, found.in_time) == (2, 0.0)
 
 
 def test_without_answers_and_without_further_tokens_there_is_no_time() -> None:
-    none = figures_of(seen_by(result(output_lens=[0] * 4), ASKED), Load(ASKED, Targets(200.0, 15.0)))
+    none = figures_of(
+        seen_by(result(output_lens=[0] * 4), ASKED), Load(ASKED, Targets(200.0, 15.0))
+    )
     assert (none.failed, none.in_time, none.ttft_p50_ms, none.itl_p99_ms) == (4, 0.0, None, None)
     short = tuple(Request(0.0, 8, 1) for _ in range(4))
-    one = figures_of(seen_by(result(output_lens=[1] * 4, itls=[[0.0]] * 4), short), Load(short, None, 2))
-    assert (one.in_time, one.tpot_p50_ms, one.itl_p99_ms, one.late_p99_ms) == (None, None, None, None)
+    one = figures_of(
+        seen_by(result(output_lens=[1] * 4, itls=[[0.0]] * 4), short), Load(short, None, 2)
+    )
+    assert (one.in_time, one.tpot_p50_ms, one.itl_p99_ms, one.late_p99_ms) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_result_of_other_requests_is_refused() -> None:
@@ -214,7 +258,8 @@ def test_a_result_of_other_requests_is_refused() -> None:
         seen_by(result(), ASKED[:3])
 
 
-# --- order and resuming ----------------------------------------------------------------------------------------------
+# --- order and resuming
+# ----------------------------------------------------------------------------------------------
 
 
 def test_arms_whose_servers_are_up_come_first() -> None:
@@ -224,7 +269,9 @@ def test_arms_whose_servers_are_up_come_first() -> None:
     assert [batch.arms[0].name for batch in first] == ["colocated", "strict", "cluster", "told"]
     then = batches(row, arms, first[-1].stage, at_once=False)
     assert [batch.arms[0].name for batch in then] == ["strict", "cluster", "told", "colocated"]
-    assert needed_s(first, None, 40.0) - needed_s(then, first[-1].stage, 40.0) == pytest.approx(50.0)
+    assert needed_s(first, None, 40.0) - needed_s(then, first[-1].stage, 40.0) == pytest.approx(
+        50.0
+    )
     mixed = batches(row, [arms[1], arms[0], arms[2]], None, at_once=False)
     assert [batch.arms[0].name for batch in mixed] == ["strict", "cluster", "colocated"]
 
@@ -239,8 +286,14 @@ def test_side_by_side_all_servers_are_one_stage() -> None:
 def test_rows_that_are_close_are_measured_with_further_seeds() -> None:
     rows = [Row("chat", factor) for factor in (0.5, 1.0, 1.2)]
     cells = [
-        *(cell(arm, share, 0.5) for arm, share in (("colocated", 1.0), ("strict", 0.9), ("told", 0.97))),
-        *(cell(arm, share, 1.0) for arm, share in (("colocated", 0.6), ("strict", 0.9), ("told", 0.99))),
+        *(
+            cell(arm, share, 0.5)
+            for arm, share in (("colocated", 1.0), ("strict", 0.9), ("told", 0.97))
+        ),
+        *(
+            cell(arm, share, 1.0)
+            for arm, share in (("colocated", 0.6), ("strict", 0.9), ("told", 0.99))
+        ),
         *(cell(arm, share, 1.2) for arm, share in (("colocated", 0.5), ("told", 0.5))),
     ]
     done = {(each.row, each.arm): each for each in cells}
@@ -248,42 +301,70 @@ def test_rows_that_are_close_are_measured_with_further_seeds() -> None:
 
 
 def test_cells_are_read_as_they_were_written(tmp_path: Path) -> None:
-    cells = [cell("told", 0.5), cell("told", 0.5, seed=2), cell("told", 0.5, 0.8), cell("strict", 0.5)]
+    cells = [
+        cell("told", 0.5),
+        cell("told", 0.5, seed=2),
+        cell("told", 0.5, 0.8),
+        cell("strict", 0.5),
+    ]
     cells.append(Cell(Row("1024:128:1"), "node", "a", figures(None)))
     cells.append(Cell(Row("chat", 1.0, after="code"), "told", "a", figures(0.1)))
     for each in cells:
         write_cell(each, tmp_path)
-    assert list(read_cells([tmp_path]).values()) == sorted(cells, key=lambda each: f"{each.row.name}_{each.arm}")
+    assert list(read_cells([tmp_path]).values()) == sorted(
+        cells, key=lambda each: f"{each.row.name}_{each.arm}"
+    )
     (tmp_path / "a_b.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"a_b\.json is no cell"):
         read_cells([tmp_path])
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_tables_have_means_over_seeds_and_what_is_best() -> None:
     cells = [
-        *(cell(arm, share) for arm, share in (("colocated", 0.5), ("strict", 0.9), ("cluster", 0.85), ("told", 0.93))),
-        *(cell(arm, share, seed=2) for arm, share in (("colocated", 0.96), ("strict", 0.9), ("told", 0.93))),
-        *(cell(arm, share, 1.2, run=arm) for arm, share in (("colocated", 0.5), ("strict", 0.4), ("told", 0.4))),
+        *(
+            cell(arm, share)
+            for arm, share in (
+                ("colocated", 0.5),
+                ("strict", 0.9),
+                ("cluster", 0.85),
+                ("told", 0.93),
+            )
+        ),
+        *(
+            cell(arm, share, seed=2)
+            for arm, share in (("colocated", 0.96), ("strict", 0.9), ("told", 0.93))
+        ),
+        *(
+            cell(arm, share, 1.2, run=arm)
+            for arm, share in (("colocated", 0.5), ("strict", 0.4), ("told", 0.4))
+        ),
     ]
     said = tables(lines_of(cells))
     assert (
-        "| requests in time, % | x | colocated | strict | cluster | told | told - best | cluster - best | seeds |"
-        in said
+        "| requests in time, % | x | colocated | strict | cluster | told | told - best | cluster "
+        "- best | seeds |" in said
     )
     assert "| chat | 1 | 73.0 | 90.0 | 85.0 | 93.0 | +0.0 | -5.0 | 2 |" in said
     assert "| chat * | 1.2 | 50.0 | 40.0 |  | 40.0 | -10.0 |  | 1 |" in said
     assert (
-        "told against the better of colocated and strict: -5.0 points on average over 2 cells, -10.0 at worst" in said
+        "told against the better of colocated and strict: -5.0 points on average over 2 cells, "
+        "-10.0 at worst" in said
     )
 
 
 def test_tables_of_speeds_and_of_clients_that_were_late() -> None:
     cells = [
         Cell(Row("8:2:4"), "vllm", "a", figures(None, 2345.6)),
-        Cell(Row("8:2:4"), "node", "a", msgspec.structs.replace(figures(None, 9.87), failed=3, tpot_p50_ms=None)),
+        Cell(
+            Row("8:2:4"),
+            "node",
+            "a",
+            msgspec.structs.replace(figures(None, 9.87), failed=3, tpot_p50_ms=None),
+        ),
         Cell(Row("chat", 1.0), "told", "a", figures(0.5, late_ms=77.0)),
     ]
     said = tables(lines_of(cells))
@@ -293,7 +374,8 @@ def test_tables_of_speeds_and_of_clients_that_were_late() -> None:
     assert "several runs" not in said
 
 
-# --- the whole of it -------------------------------------------------------------------------------------------------
+# --- the whole of it
+# -------------------------------------------------------------------------------------------------
 
 VLLM = """
 import http.server, json, os, pathlib, signal, sys
@@ -348,7 +430,15 @@ def calls(tmp_path: Path) -> list[Any]:
 def test_what_is_there_is_not_measured_again(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["goodput", *words, "--work=chat", "--limit=chat=4", "--seconds=2", "--requests=9", "--processes=2"]
+    words = [
+        "goodput",
+        *words,
+        "--work=chat",
+        "--limit=chat=4",
+        "--seconds=2",
+        "--requests=9",
+        "--processes=2",
+    ]
     assert main([*words, "--arms=vllm-colocated", "--factors=1"]) == 0
     assert "| chat | 1 | 100.0 | 1 |" in capsys.readouterr().out
     first = calls(tmp_path)
@@ -369,16 +459,28 @@ def test_what_is_there_is_not_measured_again(
 
 
 def test_a_work_before_is_asked_but_not_kept(tmp_path: Path, words: list[str]) -> None:
-    words = ["goodput", *words, "--work=chat", "--limit=chat=4", "--limit=code=2", "--seconds=1", "--requests=3"]
+    words = [
+        "goodput",
+        *words,
+        "--work=chat",
+        "--limit=chat=4",
+        "--limit=code=2",
+        "--seconds=1",
+        "--requests=3",
+    ]
     assert main([*words, "--arms=vllm", "--factors=1", "--after=code", "--processes=1"]) == 0
     assert [many for _, many, _ in calls(tmp_path)] == [24, 4]
     assert [row.after for row, _ in read_cells([tmp_path / "out"])] == ["code"]
 
 
 def test_servers_side_by_side_are_asked_at_once(tmp_path: Path, words: list[str]) -> None:
-    assert main(["side", *words, "--row=16:4:2", "--arms=vllm,vllm-colocated", "--processes=2"]) == 0
+    assert (
+        main(["side", *words, "--row=16:4:2", "--arms=vllm,vllm-colocated", "--processes=2"]) == 0
+    )
     assert len(list(tmp_path.glob("server-*"))) == 3
-    assert {cell.arm: cell.figures.requests for cell in read_cells([tmp_path / "out"]).values()} == {
+    assert {
+        cell.arm: cell.figures.requests for cell in read_cells([tmp_path / "out"]).values()
+    } == {
         "vllm": 12,
         "vllm-colocated": 12,
     }
@@ -392,14 +494,23 @@ def test_a_client_that_fails_is_told_with_what_it_said(
     assert "no such client" in capsys.readouterr().err
 
 
-def test_a_server_that_ends_is_told_with_its_log(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["closed", *words, "--row=16:4:2", "--arms=node", "--kvrelay-flag=--no-such-flag"]) == 1
+def test_a_server_that_ends_is_told_with_its_log(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["closed", *words, "--row=16:4:2", "--arms=node", "--kvrelay-flag=--no-such-flag"])
+        == 1
+    )
     assert "unknown flag --no-such-flag" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:
     text = (repository / "benchmarks" / "peer" / "README.md").read_text(encoding="utf-8")
-    found = [shlex.split(line, comments=True)[3:] for line in text.splitlines() if line.startswith("python -m")]
+    found = [
+        shlex.split(line, comments=True)[3:]
+        for line in text.splitlines()
+        if line.startswith("python -m")
+    ]
     assert {_arguments(words).command for words in found} == {"side", "goodput", "closed", "table"}
     assert all(f"`{name}`" in text for name in ARMS)
 
@@ -414,7 +525,9 @@ def test_the_commands_of_the_readme_are_understood(repository: Path) -> None:
         (["--limit=chat"], "could not convert"),
     ],
 )
-def test_wrong_words_are_told(more: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_told(
+    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["goodput", "--out=x", *more])
     assert ended.value.code == 2

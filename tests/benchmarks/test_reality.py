@@ -1,4 +1,6 @@
-"""`python -m benchmarks.reality` without a cluster: the same requests for both, and what counts as far off."""
+"""`python -m benchmarks.reality` without a cluster: the same requests for both, and what counts as
+far off.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import msgspec
 import pytest
 from test_goodput import SLO, result_of, run_at
 
-from benchmarks.reality import Compared, compared, main, of_results, streams_about, streams_like, told
+from benchmarks.reality import (
+    Compared,
+    compared,
+    main,
+    of_results,
+    streams_about,
+    streams_like,
+    told,
+)
 from load.config import BenchConfig
 from load.results import Run, write_result
 from load.sessions import Work, sessions
@@ -20,7 +30,9 @@ from simulator.stream import Stream
 
 
 def test_the_simulator_is_asked_what_the_client_asked() -> None:
-    config = BenchConfig(lengths="64:8", spread=0.5, rate="5", find_rate=True, duration_s=20, warm_up_s=5, seed=7)
+    config = BenchConfig(
+        lengths="64:8", spread=0.5, rate="5", find_rate=True, duration_s=20, warm_up_s=5, seed=7
+    )
     streams = streams_like(config, 5.0, 2)
     asked = list(itertools.islice(sessions(config.work, config.arrival(5.0), "7 2"), len(streams)))
     assert [stream.at for stream in streams] == [pytest.approx(each.at * 1e3) for each in asked]
@@ -53,8 +65,13 @@ def test_a_run_that_is_as_simulated_is_not_off() -> None:
 
 def test_failures_of_either_side_are_compared_too() -> None:
     run = run_at(5.0, 0.5, 1.0)
-    rows = [msgspec.structs.replace(row, failure="lost") if at % 4 == 0 else row for at, row in enumerate(run.rows)]
-    setting = Setting(prefill=1, decode=1, speeds=Speeds(msgspec.structs.replace(H200, kv_tokens=1_000)))
+    rows = [
+        msgspec.structs.replace(row, failure="lost") if at % 4 == 0 else row
+        for at, row in enumerate(run.rows)
+    ]
+    setting = Setting(
+        prefill=1, decode=1, speeds=Speeds(msgspec.structs.replace(H200, kv_tokens=1_000))
+    )
     begins = run.warm_up_s * 1e3
     streams = [Stream(begins + at, 64 if at % 2 else 2_000, 4) for at in range(10)]
     found = compared(msgspec.structs.replace(run, rows=rows), streams, setting, 1.0)
@@ -63,7 +80,9 @@ def test_failures_of_either_side_are_compared_too() -> None:
     assert told("1P1D", [found])[-1].endswith("| answered | 75.0%, 50.0% | | |")
 
 
-def test_results_of_goodput_are_simulated_with_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_goodput_are_simulated_with_their_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     card, folder = tmp_path / "card.json", tmp_path / "out"
     write_card(H200, card)
     folder.mkdir()

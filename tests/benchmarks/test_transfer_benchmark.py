@@ -1,4 +1,6 @@
-"""`python -m benchmarks.transfer`: its figures on tiny transfers, and what it does when there is nothing to measure."""
+"""`python -m benchmarks.transfer`: its figures on tiny transfers, and what it does when there is
+nothing to measure.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def run(repository: Path, *arguments: str) -> tuple[int, str]:
     """Exit status and output; all processes of it must have ended."""
     command = [sys.executable, "-m", "benchmarks.transfer", *arguments]
     process = subprocess.Popen(
-        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=90)
@@ -57,7 +64,9 @@ def test_rows_of_every_connector(repository: Path, tmp_path: Path) -> None:
     assert {(row["connector"], row["block_bytes"]) for row in figures["rows"]} == {
         (kind, BLOCK_BYTES) for kind in KINDS
     }
-    assert all("left out" in missing["reason"] for missing in figures["missing"]), figures["missing"]
+    assert all("left out" in missing["reason"] for missing in figures["missing"]), figures[
+        "missing"
+    ]
     for kind in KINDS:
         rows: list[dict[str, Any]] = [row for row in figures["rows"] if row["connector"] == kind]
         assert [(row["name"], row["num_bytes"]) for row in rows] == [
@@ -86,7 +95,9 @@ def test_a_row_with_checksums_has_the_figures_of_transfers_of_which_a_block_was_
     """Of 32 blocks with 0.01 three in four have none."""
     work = Work("one, 0.01 checked", MIB, checksums=0.01)
     row = Row("direct", BLOCK_BYTES, work, MIB, MIB, 0.0)
-    row.took.extend([Took(0.1, 0.1, 0.0), Took(0.3, 0.4, 0.0, 1), Took(0.1, 0.1, 0.0), Took(0.5, 0.6, 0.0, 2)])
+    row.took.extend(
+        [Took(0.1, 0.1, 0.0), Took(0.3, 0.4, 0.0, 1), Took(0.1, 0.1, 0.0), Took(0.5, 0.6, 0.0, 2)]
+    )
     built = row.built()
     assert (built["exposed_s"], built["in_hand_s"], built["counted"]) == (0.4, 0.5, 2)
     assert built["checked_blocks"] == [0, 1, 0, 2]
@@ -94,7 +105,9 @@ def test_a_row_with_checksums_has_the_figures_of_transfers_of_which_a_block_was_
 
 
 def test_a_device_that_is_not_there_gives_a_line_for_each_connector(repository: Path) -> None:
-    status, output = run(repository, "--connectors=direct,nccl", "--devices=cpu,cuda:99", "--sizes=1")
+    status, output = run(
+        repository, "--connectors=direct,nccl", "--devices=cpu,cuda:99", "--sizes=1"
+    )
     assert status == 1
     lines = output.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["direct", "nccl", "best"], output
@@ -107,7 +120,9 @@ def test_wrong_bytes_are_seen() -> None:
         assert end.open("direct", BLOCK_BYTES) == 4
         assert end.verify([1, 3], [1, 3]) == 2 * BLOCK_BYTES
         end.poison([3])
-        with pytest.raises(TransferError, match=r"1 of 2 blocks have other bytes.* block 3 here, 3 there"):
+        with pytest.raises(
+            TransferError, match=r"1 of 2 blocks have other bytes.* block 3 here, 3 there"
+        ):
             end.verify([1, 3], [1, 3])
     finally:
         end.close()

@@ -6,7 +6,9 @@ from openai import OpenAI
 
 found = {}
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-    client = instructor.from_openai(OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0), mode=mode)
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0), mode=mode
+    )
     person = client.chat.completions.create(
         model=model,
         response_model=Person,

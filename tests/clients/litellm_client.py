@@ -9,10 +9,19 @@ import litellm
 from common import ADD, HELLO, Person, key, model, show, url
 
 litellm.telemetry = False
-to = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": key, "max_retries": 0, "temperature": 0}
+to = {
+    "model": f"openai/{model}",
+    "api_base": f"{url}/v1",
+    "api_key": key,
+    "max_retries": 0,
+    "temperature": 0,
+}
 to["messages"] = [{"role": "user", "content": HELLO}]
 whole = litellm.completion(max_tokens=8, **to)
-chunks = [part.choices[0].delta.content or "" for part in litellm.completion(max_tokens=8, stream=True, **to)]
+chunks = [
+    part.choices[0].delta.content or ""
+    for part in litellm.completion(max_tokens=8, stream=True, **to)
+]
 answer = litellm.completion(tools=[{"type": "function", "function": ADD}], **to)
 (called,) = answer.choices[0].message.tool_calls
 person = litellm.completion(response_format=Person, max_tokens=60, **to).choices[0].message.content

@@ -7,7 +7,12 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
-to = {"api_base": f"{url}/v1", "api_key": key, "is_chat_model": True, "is_function_calling_model": True}
+to = {
+    "api_base": f"{url}/v1",
+    "api_key": key,
+    "is_chat_model": True,
+    "is_function_calling_model": True,
+}
 to |= {"temperature": 0, "max_tokens": 60, "max_retries": 0}
 llm = OpenAILike(model=model, should_use_structured_outputs=True, **to)
 short = OpenAILike(model=model, **{**to, "max_tokens": 8})

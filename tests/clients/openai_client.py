@@ -12,7 +12,9 @@ stream = chat.create(model=model, messages=hello, max_tokens=8, temperature=0, s
 chunks = [chunk.choices[0].delta.content or "" for chunk in stream]
 tools = [{"type": "function", "function": ADD}]
 (called,) = chat.create(model=model, messages=hello, tools=tools).choices[0].message.tool_calls
-person = chat.parse(model=model, messages=hello, response_format=Person, max_tokens=60, temperature=0)
+person = chat.parse(
+    model=model, messages=hello, response_format=Person, max_tokens=60, temperature=0
+)
 with client.responses.stream(model=model, input=HELLO, temperature=0) as events:
     kinds = [event.type for event in events]
     said = events.get_final_response().output_text

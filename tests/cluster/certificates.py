@@ -1,4 +1,6 @@
-"""Certificates for tests, made by openssl: an authority, and certificates of 127.0.0.1 that it has signed."""
+"""Certificates for tests, made by openssl: an authority, and certificates of 127.0.0.1 that it has
+signed.
+"""
 
 from __future__ import annotations
 

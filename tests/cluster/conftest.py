@@ -1,4 +1,6 @@
-"""What modules share: a cluster of the embedded model, and an environment for clients that want other libraries."""
+"""What modules share: a cluster of the embedded model, and an environment for clients that want
+other libraries.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_cluster import EMBEDDED_KEY, SMALL_LEASE_S, SMALL_LONGEST_BODY, Cluster, running, tiny_model
+from real_cluster import (
+    EMBEDDED_KEY,
+    SMALL_LEASE_S,
+    SMALL_LONGEST_BODY,
+    Cluster,
+    running,
+    tiny_model,
+)
 
 from kvrelay.embedded import embedded_model
 from wire.errors import ConfigError
@@ -33,10 +42,13 @@ def install(folder: Path, wanted: Path, *commands: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def clients(repository: Path) -> Path:
-    """The folder of its commands. Who asks first installs tests/clients/requirements.txt: a few seconds."""
+    """The folder of its commands. Who asks first installs tests/clients/requirements.txt: a few
+    seconds.
+    """
     requirements, folder = CLIENTS / "requirements.txt", repository / ".venv-clients"
     create = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
-    # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
+    # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of
+    # an hour.
     fill = [str(repository / "scripts" / "install.sh"), sys.prefix, str(folder), "-q", "--no-deps"]
     install(folder, requirements, create, [*fill, "-r", str(requirements)])
     return folder / "bin"
@@ -44,18 +56,25 @@ def clients(repository: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def node_clients() -> str:
-    """Find the command `node`. Who asks first installs tests/clients/package-lock.json: a few seconds."""
+    """Find the command `node`. Who asks first installs tests/clients/package-lock.json: a few
+    seconds.
+    """
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("no node and npm here: the clients of npm cannot run")
-    install(CLIENTS / "node_modules", CLIENTS / "package-lock.json", [npm, "ci", "--ignore-scripts", "--no-audit"])
+    install(
+        CLIENTS / "node_modules",
+        CLIENTS / "package-lock.json",
+        [npm, "ci", "--ignore-scripts", "--no-audit"],
+    )
     return node
 
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """1P1D of the embedded model, for modules whose clients change nothing of it. Both nodes propose tokens, which
-    must make no difference to any answer."""
+    """1P1D of the embedded model, for modules whose clients change nothing of it. Both nodes
+    propose tokens, which must make no difference to any answer.
+    """
     try:
         model = str(embedded_model())
     except ConfigError as why:
@@ -71,10 +90,17 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """1P1D of a tiny model, for modules whose clients change nothing of it. Its decode node proposes tokens, which must
-    make no difference to any answer."""
+    """1P1D of a tiny model, for modules whose clients change nothing of it. Its decode node
+    proposes tokens, which must make no difference to any answer.
+    """
     folder = tmp_path_factory.mktemp("small")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20)]
+    flags = [
+        *tiny_model(folder),
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(16 << 20),
+    ]
     flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4"]
     decode_flags = [
         "--speculative-config",

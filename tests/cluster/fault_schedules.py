@@ -1,8 +1,9 @@
 """Random faults, one after the other, to a cluster of real processes that serves requests.
 
-`python tests/cluster/fault_schedules.py --count 300` runs many and says how each kind has gone. What is promised, and
-checked after each: every request has ended once and in time, with the tokens of an undisturbed run (an error only where
-the fault allows one), and a second after the fault's end all blocks of all living nodes are free.
+`python tests/cluster/fault_schedules.py --count 300` runs many and says how each kind has gone.
+What is promised, and checked after each: every request has ended once and in time, with the tokens
+of an undisturbed run (an error only where the fault allows one), and a second after the fault's end
+all blocks of all living nodes are free.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Asked(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._connection.request("POST", "/v1/completions", self._body, {"content-type": "application/json"})
+            self._connection.request(
+                "POST", "/v1/completions", self._body, {"content-type": "application/json"}
+            )
             answer = self._connection.getresponse()
             if answer.status != 200:
                 self._over(f"status {answer.status}: {answer.read()[:300]!r}")
@@ -168,7 +171,10 @@ class Faults:
             if kind == "refusal":
                 state = "queued"  # it happens when the decode leg begins, and that is soon
                 self.gates[rng.choice(self._up("decode")).url].refuse_next()
-            asked = [Asked(self.router.port, rng.randrange(PROMPTS)) for _ in range(rng.choice([1, 2, 3]))]
+            asked = [
+                Asked(self.router.port, rng.randrange(PROMPTS))
+                for _ in range(rng.choice([1, 2, 3]))
+            ]
             self._reach(state, asked[-1], rng)
             ended_at = self._happen(kind, role, asked[-1], rng)
             for each in asked:
@@ -181,7 +187,9 @@ class Faults:
         except AssertionError as why:
             said = "\n".join(self.router.log.read_text().splitlines()[-8:])
             self._bring_back()
-            raise AssertionError(f"seed {seed}: {kind} of {role} in state {state}: {why}\n{said}") from why
+            raise AssertionError(
+                f"seed {seed}: {kind} of {role} in state {state}: {why}\n{said}"
+            ) from why
         ends = Counter(each.end.partition(" ")[0].strip(":") for each in asked)
         return Outcome(seed, kind, state, ends, time.monotonic() - began, free_s)
 
@@ -192,12 +200,15 @@ class Faults:
         elif state == "growing":
             asked.wait_for(1, self.first_token_s * rng.uniform(0.1, 0.95))
         else:
-            # With the first token the last of the KV is on its way; the second one comes of the decode node.
+            # With the first token the last of the KV is on its way; the second one comes of the
+            # decode node.
             asked.wait_for(1 if state == "reading" else rng.randint(2, LAST - 8), ANSWER_DEADLINE_S)
             time.sleep(0.004 * rng.random())
 
     def _happen(self, kind: str, role: str, asked: Asked, rng: random.Random) -> float:
-        """Do it. When it will have ended: seen by all, or the leases that it has left behind have run out."""
+        """Do it. When it will have ended: seen by all, or the leases that it has left behind have
+        run out.
+        """
         victim = self._busy(role)
         if kind in ("kill", "restart"):
             victim.kill(signal.SIGKILL)
@@ -206,7 +217,9 @@ class Faults:
             if kind == "restart":
                 self._bring_back()
         elif kind in ("short stop", "long stop"):
-            for_s = LEASE_S * (rng.uniform(0.1, 0.7) if kind == "short stop" else rng.uniform(1.2, 3.0))
+            for_s = LEASE_S * (
+                rng.uniform(0.1, 0.7) if kind == "short stop" else rng.uniform(1.2, 3.0)
+            )
             processes = family(victim.popen.pid)
             try:
                 for pid in processes:
@@ -227,12 +240,18 @@ class Faults:
             self.router.kill(signal.SIGKILL)
             self.router.popen.wait(10)
             self.cluster.router = self.cluster._launch("router", self.router.port, self.router.argv)
-        return time.monotonic() + (0.0 if kind in ("refusal", "client gone", "short stop") else LEASE_S)
+        return time.monotonic() + (
+            0.0 if kind in ("refusal", "client gone", "short stop") else LEASE_S
+        )
 
     def _judge(self, asked: Asked, kind: str, left: Asked) -> None:
-        assert not asked.is_alive(), f"no answer within {ANSWER_DEADLINE_S:g} s, {asked.tokens} tokens so far"
+        assert not asked.is_alive(), (
+            f"no answer within {ANSWER_DEADLINE_S:g} s, {asked.tokens} tokens so far"
+        )
         if asked.end == "done":
-            assert asked.text == self.expected[asked.number], f"{asked.text!r} is not {self.expected[asked.number]!r}"
+            assert asked.text == self.expected[asked.number], (
+                f"{asked.text!r} is not {self.expected[asked.number]!r}"
+            )
         elif kind == "client gone" and asked is left:
             assert asked.end == "left", asked.end
         else:
@@ -248,18 +267,28 @@ class Faults:
 
         def used() -> dict[str, object]:
             reports = {f"{node.role}:{node.port}": node.health() for node in self._up()}
-            return {name: report for name, report in reports.items() if report is None or not has_all(report)}
+            return {
+                name: report
+                for name, report in reports.items()
+                if report is None or not has_all(report)
+            }
 
         while left := used():
             over_s = time.monotonic() - since
             if over_s >= FREE_WITHIN_S:
-                tails = "\n".join(node.tail() for node in self._up() if f"{node.role}:{node.port}" in left)
-                raise AssertionError(f"{over_s:.1f} s after the fault's end blocks are not free: {left}\n{tails}")
+                tails = "\n".join(
+                    node.tail() for node in self._up() if f"{node.role}:{node.port}" in left
+                )
+                raise AssertionError(
+                    f"{over_s:.1f} s after the fault's end blocks are not free: {left}\n{tails}"
+                )
             time.sleep(0.02)
         return max(0.0, time.monotonic() - since)
 
     def _up(self, role: str = "") -> list[Process]:
-        return [n for n in self.cluster.nodes if n not in self.down and (not role or n.role == role)]
+        return [
+            n for n in self.cluster.nodes if n not in self.down and (not role or n.role == role)
+        ]
 
     def _busy(self, role: str) -> Process:
         """A node with a leg on it, if there is one."""
@@ -292,8 +321,10 @@ class Faults:
 def attentive_model(folder: Path) -> list[str]:
     """A model whose tokens depend on every block of its KV, and the flags of a node that serves it.
 
-    Dummy weights are so small that a model of this size hardly attends: a foreign block changed the answer of none of
-    12 prompts. With weights 15 times as large, and drawn tokens, it changed all 12."""
+    Dummy weights are so small that a model of this size hardly attends: a foreign block changed the
+    answer of none of 12 prompts. With weights 15 times as large, and drawn tokens, it changed all
+    12.
+    """
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
@@ -321,8 +352,21 @@ def attentive_model(folder: Path) -> list[str]:
 def cluster_of_faults(folder: Path) -> Iterator[Faults]:
     """Two prefill and two decode nodes that are ready and measured; ended, whatever happens."""
     flags = [*attentive_model(folder), "--served-model-name", "tiny"]
-    flags += ["--kv-cache-memory-bytes", str(8 << 20), "--max-num-batched-tokens", "32", "--no-enable-prefix-caching"]
-    flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", str(HEARTBEAT_S), "--transfer-deadline-s", "3"]
+    flags += [
+        "--kv-cache-memory-bytes",
+        str(8 << 20),
+        "--max-num-batched-tokens",
+        "32",
+        "--no-enable-prefix-caching",
+    ]
+    flags += [
+        "--lease-s",
+        str(LEASE_S),
+        "--heartbeat-s",
+        str(HEARTBEAT_S),
+        "--transfer-deadline-s",
+        "3",
+    ]
     cluster, gates = Cluster(folder, flags), Gates()
     try:
         control_ports = {}
@@ -333,7 +377,9 @@ def cluster_of_faults(folder: Path) -> Iterator[Faults]:
             control_ports[node.port] = port
         cluster.wait_ready(*cluster.nodes)
         before = {node.url: gates.before(node.port) for node in cluster.nodes}
-        peers = [f"--{node.role}=http://127.0.0.1:{before[node.url].port}" for node in cluster.nodes]
+        peers = [
+            f"--{node.role}=http://127.0.0.1:{before[node.url].port}" for node in cluster.nodes
+        ]
         cluster.router = cluster.start(
             "router",
             [*peers, "--strict-roles", "--health-interval-s", "0.2", "--health-deadline-s", "0.5"],
@@ -349,7 +395,9 @@ def cluster_of_faults(folder: Path) -> Iterator[Faults]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=300)
     options = parser.parse_args()
@@ -366,8 +414,14 @@ def main() -> int:
         of = [outcome for outcome in outcomes if outcome.kind == kind]
         ends = sum((outcome.ends for outcome in of), Counter())
         slowest = max((outcome.free_s for outcome in of), default=0.0)
-        print(f"{kind:18} {len(of):4} schedules, {dict(ends)}, blocks free {slowest:.2f} s after its end at most")
-    print(f"{len(outcomes)} of {options.count} schedules kept every promise in {time.monotonic() - began:.0f} s")
+        print(
+            f"{kind:18} {len(of):4} schedules, {dict(ends)}, blocks free {slowest:.2f} s after "
+            f"its end at most"
+        )
+    print(
+        f"{len(outcomes)} of {options.count} schedules kept every promise in "
+        f"{time.monotonic() - began:.0f} s"
+    )
     return 1 if broken else 0
 
 

@@ -1,7 +1,8 @@
 """What a test may do to a cluster's connections: cut them, and refuse legs in a node's name.
 
-A `Gate` stands between the router and a node's HTTP port. Control channels between nodes cannot be stood between (a
-ticket names the node's own port), so `cut_connections` shuts the sockets of the process that holds them.
+A `Gate` stands between the router and a node's HTTP port. Control channels between nodes cannot be
+stood between (a ticket names the node's own port), so `cut_connections` shuts the sockets of the
+process that holds them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import threading
 from pathlib import Path
 
 _REFUSAL = b'{"error": {"message": "refused by the test", "type": "server_error"}}'
-_ANSWER = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
+_ANSWER = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: "
+    b"close\r\ncontent-length: "
+)
 _PIDFD_GETFD = 438  # the same number on every architecture
 
 
@@ -54,7 +58,9 @@ class Gate:
 
     def cut(self) -> None:
         """Drop all connections that are open now."""
-        self._loop.call_soon_threadsafe(lambda: [writer.transport.abort() for writer in list(self._open)])
+        self._loop.call_soon_threadsafe(
+            lambda: [writer.transport.abort() for writer in list(self._open)]
+        )
 
     def refuse_next(self) -> None:
         """Answer the next completion with a 503."""
@@ -68,14 +74,19 @@ class Gate:
             return
         self._open |= {writer, there[1]}
         try:
-            await asyncio.gather(self._copy(reader, there[1], writer), self._copy(there[0], writer, None))
+            await asyncio.gather(
+                self._copy(reader, there[1], writer), self._copy(there[0], writer, None)
+            )
         finally:
             for each in (writer, there[1]):
                 self._open.discard(each)
                 each.close()
 
     async def _copy(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asker: asyncio.StreamWriter | None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        asker: asyncio.StreamWriter | None,
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
@@ -110,7 +121,9 @@ def cut_connections(pid: int, port: int) -> int:
     """Shut each connection that this process has to a port of the loopback; how many there were."""
     inodes = set()
     # zmq's connections are of IPv6 sockets, also where their addresses are of IPv4.
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    tables = [
+        Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")
+    ]
     for line in itertools.chain(*tables):
         fields = line.split()
         if int(fields[2].rpartition(":")[2], 16) == port and fields[3] == "01":

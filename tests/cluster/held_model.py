@@ -1,7 +1,7 @@
 """A router as clients would see it in front of a model that calls tools of its own accord.
 
-The embedded model is too small for that. So what passes here is as the client sent it, but for one field:
-`structured_outputs`, which holds the model to the call that a larger one would write.
+The embedded model is too small for that. So what passes here is as the client sent it, but for one
+field: `structured_outputs`, which holds the model to the call that a larger one would write.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ FREE = (None, "auto", {"type": "auto"})
 
 
 def held(body: dict[str, Any], calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Add the calls that the model is to write to a request's body, if the request leaves it to the model.
+    """Add the calls that the model is to write to a request's body, if the request leaves it to the
+    model.
 
     `calls`: arguments by name of tool. Results of tools are answered freely.
     """
     last = (body.get("messages") or body.get("input"))[-1]
-    answered = isinstance(last, dict) and (last.get("role") == "tool" or last.get("type") == "function_call_output")
+    answered = isinstance(last, dict) and (
+        last.get("role") == "tool" or last.get("type") == "function_call_output"
+    )
     names = [tool.get("function", tool)["name"] for tool in body.get("tools") or ()]
     if not names or answered or body.get("tool_choice") not in FREE:
         return body
@@ -46,7 +49,11 @@ def held_model(router: str, calls: Mapping[str, Mapping[str, Any]]) -> Iterator[
             self._pass_on(json.dumps(held(json.loads(body), calls)).encode())
 
         def _pass_on(self, body: bytes) -> None:
-            headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
+            headers = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() != "content-length"
+            }
             asking = http.client.HTTPConnection(router.removeprefix("http://"), timeout=ASKING_S)
             try:
                 asking.request(self.command, self.path, body or None, headers)

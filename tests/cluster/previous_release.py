@@ -1,4 +1,6 @@
-"""The code of the release before this one, taken from the repository's own history, to run beside this one."""
+"""The code of the release before this one, taken from the repository's own history, to run beside
+this one.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,22 @@ from kvrelay.flag_names import BEFORE
 
 __all__ = ["as_before", "previous_release"]
 
-# The last commit whose processes speak the version before HANDOVER.newest or LEGS.newest (wire/versions.py), or, as
-# here, say nothing of their versions. Move it on with each new version.
+# The last commit whose processes speak the version before HANDOVER.newest or LEGS.newest
+# (wire/versions.py), or, as here, say nothing of their versions. Move it on with each new version.
 COMMIT = "323033705418c48688a4d16d8c977f946dd32749"
 _DEADLINE_S = 60.0
 
 
 def previous_release(folder: Path) -> Path | None:
-    """Its code, under `folder`; None where the history is not to be had (a shallow clone, an archive)."""
+    """Its code, under `folder`; None where the history is not to be had (a shallow clone, an
+    archive).
+    """
     root = Path(__file__).parents[2]
     try:
         archive = ["git", "-C", str(root), "archive", "--format=tar", COMMIT, ":!tests"]
-        packed = subprocess.run(archive, capture_output=True, check=True, timeout=_DEADLINE_S).stdout
+        packed = subprocess.run(
+            archive, capture_output=True, check=True, timeout=_DEADLINE_S
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:

@@ -1,6 +1,8 @@
-"""Third parties' proxies, as they behave towards nodes: what each sends on its two legs, and what it does with answers.
+"""Third parties' proxies, as they behave towards nodes: what each sends on its two legs, and what
+it does with answers.
 
-They are vLLM's toy_proxy_server.py and the NIXL connector of llm-d's sidecar. The third, vllm-router, is there itself.
+They are vLLM's toy_proxy_server.py and the NIXL connector of llm-d's sidecar. The third,
+vllm-router, is there itself.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ def toy_proxy(session: aiohttp.ClientSession, prefill: str, decode: str) -> Hand
         if given:
             body["kv_transfer_params"] = given
         # Whatever the node says, this proxy has said 200 and application/json by then.
-        return await _passed_on(request, session, decode, json.dumps(body), headers, "application/json", 200)
+        return await _passed_on(
+            request, session, decode, json.dumps(body), headers, "application/json", 200
+        )
 
     return handle
 
 
 def llm_d_sidecar(session: aiohttp.ClientSession, prefill: str, decode: str) -> Handler:
-    """The sidecar's runNIXLProtocolV2. It reads and writes JSON as Go does: each number becomes a 64-bit float."""
+    """The sidecar's runNIXLProtocolV2. It reads and writes JSON as Go does: each number becomes a
+    64-bit float.
+    """
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = go_read(await request.read())
@@ -58,15 +64,23 @@ def llm_d_sidecar(session: aiohttp.ClientSession, prefill: str, decode: str) -> 
         limits = ("max_tokens", "max_completion_tokens") if chat else ("max_tokens",)
         kept = {name: body[name] for name in ("stream", "stream_options", *limits) if name in body}
         # The client's own headers go along, and the id is added beside one that is there already.
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() == "x-request-id"]
+        headers = [
+            (name, value)
+            for name, value in request.headers.items()
+            if name.lower() == "x-request-id"
+        ]
         headers += [("content-type", "application/json"), ("x-request-id", str(uuid.uuid1()))]
         first = body | {"kv_transfer_params": HOLD, "stream": False} | dict.fromkeys(limits, 1)
         first.pop("stream_options", None)
-        async with session.post(prefill + request.path, data=go_write(first), headers=headers) as answer:
+        async with session.post(
+            prefill + request.path, data=go_write(first), headers=headers
+        ) as answer:
             if not 200 <= answer.status < 300:
                 return web.Response(status=answer.status)
             given = go_read(await answer.read()).get("kv_transfer_params")
-        rest = {name: value for name, value in body.items() if name not in limits and name != "stream"}
+        rest = {
+            name: value for name, value in body.items() if name not in limits and name != "stream"
+        }
         rest |= kept | {"kv_transfer_params": given}
         return await _passed_on(request, session, decode, go_write(rest), headers)
 
@@ -86,7 +100,11 @@ def go_write(value: dict[str, Any]) -> str:
             return {name: plain(each) for name, each in part.items()}
         if isinstance(part, list):
             return [plain(each) for each in part]
-        return int(part) if isinstance(part, float) and part.is_integer() and abs(part) < 1e21 else part
+        return (
+            int(part)
+            if isinstance(part, float) and part.is_integer() and abs(part) < 1e21
+            else part
+        )
 
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -102,10 +120,14 @@ async def _passed_on(
     status: int = 0,
 ) -> web.StreamResponse:
     typed = [*(headers.items() if isinstance(headers, dict) else headers)]
-    typed = [(name, value) for name, value in typed if name != "content-type"] + [("content-type", "application/json")]
+    typed = [(name, value) for name, value in typed if name != "content-type"] + [
+        ("content-type", "application/json")
+    ]
     async with session.post(decode + request.path, data=body.encode(), headers=typed) as answer:
         kind = content_type or answer.headers["content-type"]
-        response = web.StreamResponse(status=status or answer.status, headers={"content-type": kind})
+        response = web.StreamResponse(
+            status=status or answer.status, headers={"content-type": kind}
+        )
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)

@@ -1,4 +1,6 @@
-"""All queries of the dashboards and alerts, and what they ask for: read out of the files that operators get."""
+"""All queries of the dashboards and alerts, and what they ask for: read out of the files that
+operators get.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MATCH = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
 @dataclass(frozen=True)
 class Asked:
-    """`metrics` as their samples are called; `kept` labels of aggregations, `selected` (metric, label, how, value)."""
+    """`metrics` as their samples are called; `kept` labels of aggregations, `selected` (metric,
+    label, how, value).
+    """
 
     where: str
     expr: str
@@ -34,11 +38,17 @@ def asked() -> list[Asked]:
     for path in sorted((MONITORING / "grafana" / "dashboards").glob("*.json")):
         board = json.loads(path.read_text())
         found += [
-            _asked(f"{board['uid']}: {panel['title']} {target['refId']}", target["expr"], target["legendFormat"])
+            _asked(
+                f"{board['uid']}: {panel['title']} {target['refId']}",
+                target["expr"],
+                target["legendFormat"],
+            )
             for panel in board["panels"]
             for target in panel.get("targets", [])
         ]
-    rules = yaml.safe_load((MONITORING / "prometheus" / "kvrelay.rules.yml").read_text())["groups"][0]["rules"]
+    rules = yaml.safe_load((MONITORING / "prometheus" / "kvrelay.rules.yml").read_text())["groups"][
+        0
+    ]["rules"]
     return found + [_asked(rule["alert"], rule["expr"], "") for rule in rules]
 
 
@@ -47,4 +57,6 @@ def _asked(where: str, expr: str, legend: str) -> Asked:
     selected = {(metric, *match) for metric, inside in hits for match in _MATCH.findall(inside)}
     kept = {label.strip() for labels in _KEPT.findall(expr) for label in labels.split(",")}
     kept |= set(re.findall(r"\{\{(\w+)\}\}", legend))
-    return Asked(where, expr, frozenset(name for name, _ in hits), frozenset(kept), frozenset(selected))
+    return Asked(
+        where, expr, frozenset(name for name, _ in hits), frozenset(kept), frozenset(selected)
+    )

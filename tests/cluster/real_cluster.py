@@ -23,7 +23,10 @@ from kvrelay.drawn_keys import stored_key
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
-SMALL_LEASE_S, SMALL_LONGEST_BODY = 2.5, 10_000  # of another cluster that modules share; the second of its decode node
+SMALL_LEASE_S, SMALL_LONGEST_BODY = (
+    2.5,
+    10_000,
+)  # of another cluster that modules share; the second of its decode node
 EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {
@@ -44,7 +47,9 @@ TINY = {
 
 
 def tiny_model(folder: Path, max_position_embeddings: int = 1024) -> list[str]:
-    """Writes a model of two small layers to `folder`/tiny. Returns the flags of a node that serves it on one thread."""
+    """Writes a model of two small layers to `folder`/tiny. Returns the flags of a node that serves
+    it on one thread.
+    """
     model = folder / "tiny"
     model.mkdir()
     content = {**TINY, "max_position_embeddings": max_position_embeddings}
@@ -57,7 +62,9 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02) -> Any:
+def wait_until(
+    condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02
+) -> Any:
     """The first true value of `condition`. Raises AssertionError naming `what` after the deadline."""
     end = time.monotonic() + deadline_s
     while True:
@@ -70,8 +77,12 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, inter
 
 
 def counted(nodes: Iterable[Process], name: str, expected: float) -> None:
-    """Waits until a metric of these sums up to `expected`: what follows an answer is counted a moment later."""
-    wait_until(lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}")
+    """Waits until a metric of these sums up to `expected`: what follows an answer is counted a
+    moment later.
+    """
+    wait_until(
+        lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}"
+    )
 
 
 def children(pid: int, what: bytes) -> list[int]:
@@ -103,7 +114,9 @@ class Process:
             answer = httpx2.get(f"{self.url}/health", timeout=5)
         except httpx2.HTTPError:
             return None
-        return answer.json() if answer.status_code == 200 and answer.json()["status"] == "ok" else None
+        return (
+            answer.json() if answer.status_code == 200 and answer.json()["status"] == "ok" else None
+        )
 
     def free_blocks(self) -> tuple[int, int]:
         """Free and total KV blocks."""
@@ -131,8 +144,12 @@ class Process:
         os.kill(self.popen.pid, how)
 
     def engines(self) -> list[Path]:
-        """The processes below it, in /proc. A node's engine serves its KV, and outlives it for a moment."""
-        children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        """The processes below it, in /proc. A node's engine serves its KV, and outlives it for a
+        moment.
+        """
+        children = (
+            Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        )
         return [Path("/proc", pid) for pid in children]
 
     def kill_whole(self) -> None:
@@ -140,7 +157,11 @@ class Process:
         engines = self.engines()
         self.kill()
         self.popen.wait(30)
-        wait_until(lambda: not any(engine.exists() for engine in engines), 30, "the engine goes with its node")
+        wait_until(
+            lambda: not any(engine.exists() for engine in engines),
+            30,
+            "the engine goes with its node",
+        )
 
     def tail(self) -> str:
         return self.log.read_text()[-3000:]
@@ -148,7 +169,9 @@ class Process:
 
 @dataclass
 class Cluster:
-    """Processes by role; `url` is the router's. The nodes share a secret that the router does not know."""
+    """Processes by role; `url` is the router's. The nodes share a secret that the router does not
+    know.
+    """
 
     folder: Path
     flags: list[str]
@@ -173,11 +196,21 @@ class Cluster:
     def of(self, role: str) -> list[Process]:
         return [node for node in self.nodes if node.role == role]
 
-    def start(self, role: str, flags: list[str], port: int | None = None, env: dict[str, str] | None = None) -> Process:
-        """`env`: variables for this process beside ours. The ranks of another host have a port that nobody uses."""
+    def start(
+        self,
+        role: str,
+        flags: list[str],
+        port: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Process:
+        """`env`: variables for this process beside ours. The ranks of another host have a port that
+        nobody uses.
+        """
         port = port or free_port()
         if role == "rank":
-            return self._launch(role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env)
+            return self._launch(
+                role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env
+            )
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
         argv += [kv_events()] if self.events and role in ("prefill", "decode") else []
         return self._launch(role, port, argv, env)
@@ -189,7 +222,9 @@ class Cluster:
         self.nodes[self.nodes.index(process)] = fresh
         return fresh
 
-    def _launch(self, role: str, port: int, argv: list[str], env: dict[str, str] | None = None) -> Process:
+    def _launch(
+        self, role: str, port: int, argv: list[str], env: dict[str, str] | None = None
+    ) -> Process:
         log = self.folder / f"{role}-{port}.log"
         root = Path(__file__).parents[2]
         environment = {
@@ -210,13 +245,17 @@ class Cluster:
         for process in processes:
 
             def healthy(process: Process = process) -> Any:
-                assert process.popen.poll() is None, f"{process.role} ended at start: {process.tail()}"
+                assert process.popen.poll() is None, (
+                    f"{process.role} ended at start: {process.tail()}"
+                )
                 return process.health()
 
             wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
 
     def wait_met(self, pairs: int, within_s: float = 60.0) -> None:
-        """Until so many pairs of nodes have handed a first block over, or have failed to: no probe is under way."""
+        """Until so many pairs of nodes have handed a first block over, or have failed to: no probe
+        is under way.
+        """
         assert self.router is not None
         router = self.router
 
@@ -230,7 +269,10 @@ class Cluster:
         """Every block of every live node is free within the time."""
 
         def free() -> bool:
-            return all(free == total for free, total in (n.free_blocks() for n in self.nodes if n.popen.poll() is None))
+            return all(
+                free == total
+                for free, total in (n.free_blocks() for n in self.nodes if n.popen.poll() is None)
+            )
 
         try:
             wait_until(free, within_s, "all blocks free")

@@ -1,4 +1,6 @@
-"""LoRA adapters through real processes: hand-over equal to one node, run-time load and unload, content that differs."""
+"""LoRA adapters through real processes: hand-over equal to one node, run-time load and unload,
+content that differs.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,21 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
 def cluster(tmp_path_factory, adapters):
     folder = tmp_path_factory.mktemp("cluster")
     flags = tiny_model(folder)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(4 << 20), "--max-num-batched-tokens", "16"]
-    flags += ["--enable-lora", "--lora-modules", f"one={adapters['one']}", "--lora-modules", f"two={adapters['two']}"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(4 << 20),
+        "--max-num-batched-tokens",
+        "16",
+    ]
+    flags += [
+        "--enable-lora",
+        "--lora-modules",
+        f"one={adapters['one']}",
+        "--lora-modules",
+        f"two={adapters['two']}",
+    ]
     flags += ["--max-loras", "3", "--allow-runtime-lora"]
     with running(folder, prefill=1, decode=1, flags=flags) as ours:
         alone = ours.start("serve", flags)
@@ -92,7 +107,9 @@ def test_a_hand_over_gives_what_one_node_gives(cluster):
         assert said(again) == answers[name]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     several = {"n": 2, "temperature": 0.9, "seed": 4, "model": "two"}
-    choices = [[c["text"] for c in answer(url, **several)["choices"]] for url in (cluster.url, alone)]
+    choices = [
+        [c["text"] for c in answer(url, **several)["choices"]] for url in (cluster.url, alone)
+    ]
     assert choices[0] == choices[1]
     assert choices[0][0] != choices[0][1]
     assert len({tuple(logprobs) for _, logprobs in answers.values()}) == 3
@@ -156,14 +173,23 @@ def test_what_cannot_be_loaded_says_why(cluster, tmp_path):
     assert "adapter_config.json" in empty.json()["error"]["message"]
     assert load(cluster.url, "tiny", tmp_path).status_code == 400
     assert post(cluster.url, "/v1/load_lora_adapter", lora_path="x").status_code == 400
-    assert post(of(cluster, "decode").url, "/v1/load_lora_adapter", lora_name="x").status_code == 400
+    assert (
+        post(of(cluster, "decode").url, "/v1/load_lora_adapter", lora_name="x").status_code == 400
+    )
 
 
 def test_a_request_that_runs_when_its_adapter_goes_ends_first(cluster, adapters):
     node = of(cluster, "serve")
     assert load(node.url, "three", adapters["three"]).status_code == 200
     wanted = said(answer(node.url, "three", max_tokens=300))
-    body = {"model": "three", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "three",
+        "prompt": PROMPT,
+        "max_tokens": 300,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with httpx2.stream("POST", f"{node.url}/v1/completions", json=body, timeout=120) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
@@ -185,7 +211,10 @@ def test_kv_of_another_content_is_not_taken(cluster, adapters):
     assert load(prefill.url, "mixed", adapters["three"]).status_code == 200
     none = wait_until(
         lambda: (
-            (got := post(cluster.url, "/v1/completions", model="mixed", prompt="x", max_tokens=2)).status_code == 503
+            (
+                got := post(cluster.url, "/v1/completions", model="mixed", prompt="x", max_tokens=2)
+            ).status_code
+            == 503
             and got
         ),
         20,
@@ -193,7 +222,11 @@ def test_kv_of_another_content_is_not_taken(cluster, adapters):
     )
     assert "decode node" in none.json()["error"]["message"]
     assert load(decode.url, "mixed", adapters["four"]).status_code == 200
-    wait_until(lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=20).json()["nodes"][1]), 20, "known")
+    wait_until(
+        lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=20).json()["nodes"][1]),
+        20,
+        "known",
+    )
     got = answer(cluster.url, "mixed", logprobs=None)
     assert got["usage"]["completion_tokens"] == 12
     counted([decode], "kvrelay_fetches_failed_total", before + 1)

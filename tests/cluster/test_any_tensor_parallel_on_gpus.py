@@ -1,4 +1,5 @@
-"""Nodes of 1, 2 and 4 ranks on two GPUs: KV of every pair is equal to the byte, by the direct and the NIXL plane.
+"""Nodes of 1, 2 and 4 ranks on two GPUs: KV of every pair is equal to the byte, by the direct and
+the NIXL plane.
 
 Tokens are compared loosely: sums of bf16 depend on the number of ranks.
 """
@@ -43,12 +44,21 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(kind, tmp_path_factory):
-    """Nodes of one rank have the second GPU. They start one after the other, because each measures what is free."""
+    """Nodes of one rank have the second GPU. They start one after the other, because each measures
+    what is free.
+    """
     folder = tmp_path_factory.mktemp(f"tp-{kind}")
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(MODEL))
     engine = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cuda"]
-    engine += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+    engine += [
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+        "--max-num-seqs",
+        "8",
+        "--max-num-batched-tokens",
+        "256",
+    ]
     engine += ["--gpu-memory-utilization", "0.1"]
     ours = Cluster(folder, engine)
     others: list[Process] = []
@@ -63,8 +73,15 @@ def cluster(kind, tmp_path_factory):
                         "--tensor-parallel-address",
                         f"127.0.0.1:{free_port()}",
                     ]
-                    others = [ours.start("rank", [*flags, "--first-rank", str(r)], env=host(r)) for r in (1, 2, 3)]
-                env = {1: {"CUDA_VISIBLE_DEVICES": "1"}, 2: {"CUDA_VISIBLE_DEVICES": "0,1"}, 4: host(0)}[size]
+                    others = [
+                        ours.start("rank", [*flags, "--first-rank", str(r)], env=host(r))
+                        for r in (1, 2, 3)
+                    ]
+                env = {
+                    1: {"CUDA_VISIBLE_DEVICES": "1"},
+                    2: {"CUDA_VISIBLE_DEVICES": "0,1"},
+                    4: host(0),
+                }[size]
                 more = ["--served-model-name", "tiny", "--kv-connector", kind]
                 ours.nodes.append(ours.start(role, [*flags, *more], env=env))
                 ours.wait_ready(ours.nodes[-1], within_s=COLD_S)
@@ -92,7 +109,9 @@ def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
     argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *urls, "--json"]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert (done.returncode, report["failures"]) == (0, []), done.stderr
@@ -102,18 +121,32 @@ def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
     cluster.all_blocks_free(within_s=6)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in range(len(PREFILL)) for d in range(len(DECODE))])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(p, d) for p in range(len(PREFILL)) for d in range(len(DECODE))]
+)
 def test_tokens_are_near_those_of_one_rank_alone(cluster, prefill, decode):
     source, reader = cluster.of("prefill")[prefill], cluster.of("decode")[decode]
     fetches = reader.metric("kvrelay_fetches_total")
     equal = 0
     for seed in range(8):
-        prompt = [2 + (seed * 7919 + i * i) % 300 for i in range(300)]  # several chunks, some of which sample nothing
-        request = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        prompt = [
+            2 + (seed * 7919 + i * i) % 300 for i in range(300)
+        ]  # several chunks, some of which sample nothing
+        request = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         request |= {"logprobs": 0}
         alone = complete(cluster.of("prefill")[0], request)["choices"][0]["logprobs"]
-        first = complete(source, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
-        ours = complete(reader, request | {"kv_transfer_params": first["kv_transfer_params"]})["choices"][0]["logprobs"]
+        first = complete(
+            source, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        )
+        ours = complete(reader, request | {"kv_transfer_params": first["kv_transfer_params"]})[
+            "choices"
+        ][0]["logprobs"]
         if ours["tokens"][:2] == alone["tokens"][:2]:  # else a near-tie
             equal += 1
             assert ours["token_logprobs"][:2] == pytest.approx(alone["token_logprobs"][:2], abs=0.1)

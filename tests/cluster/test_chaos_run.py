@@ -1,4 +1,6 @@
-"""`python -m benchmarks.chaos`: every kind of fault once on a small cluster, with the seed that is written here."""
+"""`python -m benchmarks.chaos`: every kind of fault once on a small cluster, with the seed that is
+written here.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,35 @@ from benchmarks.chaos.faults import KINDS, NETWORK, Schedule
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 SEED = 24  # KV is full first, and the router is lost late: before that there are answers
-SMALL = ["--prefill", "1", "--decode", "2", "--streams", "8", "--per-kind", "1", "--longest", "1000", "--pool-mib", "4"]
+SMALL = [
+    "--prefill",
+    "1",
+    "--decode",
+    "2",
+    "--streams",
+    "8",
+    "--per-kind",
+    "1",
+    "--longest",
+    "1000",
+    "--pool-mib",
+    "4",
+]
 
 
 def test_every_kind_of_fault_once_breaks_no_promise(tmp_path: Path, repository: Path) -> None:
     report, record = tmp_path / "report.json", tmp_path / "schedule.json"
-    argv = ["--each-once", "--every-s", "2", "--seed", str(SEED), "--json", str(report), "--record", str(record)]
+    argv = [
+        "--each-once",
+        "--every-s",
+        "2",
+        "--seed",
+        str(SEED),
+        "--json",
+        str(report),
+        "--record",
+        str(record),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", *SMALL, *argv],
         env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},

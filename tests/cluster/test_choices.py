@@ -1,4 +1,6 @@
-"""Answers of several choices among real processes: equal to those of one node, however they were computed."""
+"""Answers of several choices among real processes: equal to those of one node, however they were
+computed.
+"""
 
 import json
 import signal
@@ -17,7 +19,13 @@ PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("choices")
     flags = tiny_model(folder)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20), "--no-enable-prefix-caching"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(8 << 20),
+        "--no-enable-prefix-caching",
+    ]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
@@ -31,7 +39,14 @@ def nothing_is_lost(cluster: Cluster):
 
 
 def asked(url: str, **fields) -> dict:
-    every = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
+    every = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+    }
     answer = httpx2.post(f"{url}/v1/completions", json={**every, **fields}, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -40,12 +55,22 @@ def asked(url: str, **fields) -> dict:
 def choices(answer: dict) -> list[tuple]:
     """All that is said of each choice, in order."""
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
-    return [(c["text"], json.dumps(c["logprobs"]), c["finish_reason"], c["stop_reason"]) for c in answer["choices"]]
+    return [
+        (c["text"], json.dumps(c["logprobs"]), c["finish_reason"], c["stop_reason"])
+        for c in answer["choices"]
+    ]
 
 
 def streamed(url: str, path: str = "/v1/completions", **fields) -> tuple[list[dict], dict]:
     """All chunks, and by index the text of each choice."""
-    every = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
+    every = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+    }
     answer = httpx2.post(f"{url}{path}", json={**every, "stream": True, **fields}, timeout=60)
     assert answer.status_code == 200, answer.text
     events = answer.text.split("\n\n")
@@ -62,7 +87,9 @@ def forked_blocks(cluster: Cluster) -> float:
     return sum(node.metric("kvrelay_forked_blocks_total") for node in cluster.of("decode"))
 
 
-@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}]
+)
 def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, fields):
     decode = cluster.of("decode")[0]
     forked = forked_blocks(cluster)
@@ -70,13 +97,17 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     if fields != {"max_tokens": 1}:
         assert forked_blocks(cluster) - forked == 3 * 5
     assert choices(handed_over) == choices(asked(decode.url, n=4, **fields))
-    assert len(set(choices(handed_over))) >= (4 if handed_over["usage"]["completion_tokens"] > 4 else 2)
+    assert len(set(choices(handed_over))) >= (
+        4 if handed_over["usage"]["completion_tokens"] > 4 else 2
+    )
     assert choices(handed_over) == choices(asked(cluster.url, n=4, **fields))
     one = asked(cluster.url, **fields)
     assert choices(one) == choices(handed_over)[:1]
     assert handed_over["usage"]["prompt_tokens"] == len(PROMPT)
     _, texts = streamed(cluster.url, n=4, **fields)
-    assert [texts[index] for index in range(4)] == [choice["text"] for choice in handed_over["choices"]]
+    assert [texts[index] for index in range(4)] == [
+        choice["text"] for choice in handed_over["choices"]
+    ]
 
 
 def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
@@ -89,9 +120,13 @@ def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
     assert handed_over["choices"][0]["stop_reason"] == first[0]
     assert max(len(choice["token_ids"]) for choice in handed_over["choices"]) > 1
     counted(cluster.of("decode"), "kvrelay_fetches_total", fetches + 1)
-    assert choices(handed_over) == choices(asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True))
+    assert choices(handed_over) == choices(
+        asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True)
+    )
     _, texts = streamed(cluster.url, n=3, stop_token_ids=first)
-    assert [texts[index] for index in range(3)] == [choice["text"] for choice in handed_over["choices"]]
+    assert [texts[index] for index in range(3)] == [
+        choice["text"] for choice in handed_over["choices"]
+    ]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -102,14 +137,21 @@ def test_a_proxy_that_knows_no_frames_gets_all_choices_of_the_decode_node(cluste
     leg = asked(prefill.url, n=3, max_tokens=1, kv_transfer_params=asking)
     if stream:
         _, texts = streamed(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
-        assert [texts[index] for index in range(3)] == [choice["text"] for choice in alone["choices"]]
+        assert [texts[index] for index in range(3)] == [
+            choice["text"] for choice in alone["choices"]
+        ]
     else:
-        assert choices(asked(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])) == choices(alone)
+        assert choices(
+            asked(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
+        ) == choices(alone)
 
 
 def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
     chunks, _ = streamed(
-        cluster.url, n=3, stream_options={"include_usage": True, "continuous_usage_stats": True}, logprobs=1
+        cluster.url,
+        n=3,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        logprobs=1,
     )
     ends = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]]
     assert sorted(end["index"] for end in ends) == [0, 1, 2]
@@ -121,7 +163,10 @@ def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
     order = [c["choices"][0]["index"] for c in chunks if c["choices"]]
     assert order != sorted(order), "the choices do not come interleaved"
     tokens = [
-        t for c in chunks if c["choices"] and c["choices"][0]["logprobs"] for t in c["choices"][0]["logprobs"]["tokens"]
+        t
+        for c in chunks
+        if c["choices"] and c["choices"][0]["logprobs"]
+        for t in c["choices"][0]["logprobs"]["tokens"]
     ]
     assert len(tokens) == 36
 
@@ -134,16 +179,26 @@ def test_several_prompts_are_answered_as_each_alone(cluster, fields):
     decode = cluster.of("decode")[0]
     n = fields.get("n", 1)
     answer = asked(cluster.url, prompt=PROMPTS, **fields)
-    alone = [choice for prompt in PROMPTS for choice in choices(asked(cluster.url, prompt=prompt, **fields))]
+    alone = [
+        choice
+        for prompt in PROMPTS
+        for choice in choices(asked(cluster.url, prompt=prompt, **fields))
+    ]
     assert choices(answer) == alone
     assert choices(asked(decode.url, prompt=PROMPTS, **fields)) == alone
     assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
     assert answer["usage"]["completion_tokens"] == 12 * 3 * n
     for url in (cluster.url, decode.url):
-        chunks, texts = streamed(url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields)
+        chunks, texts = streamed(
+            url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields
+        )
         assert [texts[index] for index in range(3 * n)] == [choice[0] for choice in alone]
         assert [chunk["usage"] for chunk in chunks if not chunk["choices"]] == [answer["usage"]]
-        assert len({chunk["id"] for chunk in chunks}) == len({chunk["created"] for chunk in chunks}) == 1
+        assert (
+            len({chunk["id"] for chunk in chunks})
+            == len({chunk["created"] for chunk in chunks})
+            == 1
+        )
 
 
 def test_prompts_as_texts_and_without_a_seed_differ(cluster):
@@ -168,7 +223,9 @@ def test_the_best_of_several_are_the_likeliest(cluster):
     likeliest = sorted(every["choices"], key=likelihood, reverse=True)[:2]
     for url in (cluster.url, decode.url):
         best = asked(url, n=2, best_of=5)
-        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in likeliest]
+        assert [choice["text"] for choice in best["choices"]] == [
+            choice["text"] for choice in likeliest
+        ]
         assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
         assert best["usage"]["completion_tokens"] == 60
 
@@ -180,7 +237,10 @@ def test_an_answer_may_repeat_its_prompt(cluster):
         assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
         assert streamed(url, prompt="Hello", echo=True, n=2)[1][0] == "Hello" + text
         only = asked(url, prompt=["Hello", "you"], echo=True, max_tokens=0)
-        assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [("Hello", "length"), ("you", "length")]
+        assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [
+            ("Hello", "length"),
+            ("you", "length"),
+        ]
         assert only["usage"]["completion_tokens"] == 0
 
 
@@ -188,11 +248,19 @@ def test_an_answer_may_repeat_its_prompt(cluster):
     "fields", [{}, {"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": [9]}, {"prompt": PROMPTS}]
 )
 def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
-    """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all the same."""
+    """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all
+    the same.
+    """
     decode = cluster.of("decode")[0]
     fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
     answer = asked(cluster.url, prompt_logprobs=3, **fields)
-    handed_over = 0 if fields.get("max_tokens") == 1 else len(PROMPTS) if fields.get("prompt") == PROMPTS else 1
+    handed_over = (
+        0
+        if fields.get("max_tokens") == 1
+        else len(PROMPTS)
+        if fields.get("prompt") == PROMPTS
+        else 1
+    )
     counted(cluster.of("decode"), "kvrelay_fetches_total", fetches + handed_over)
     assert choices(answer) == choices(asked(cluster.url, **fields))
     alone = asked(decode.url, prompt_logprobs=3, **fields)
@@ -236,7 +304,13 @@ def test_an_echo_lists_the_prompts_tokens_streamed_or_not(cluster):
 
 
 def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
-    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 1}
+    body = {
+        "model": "tiny",
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "prompt_logprobs": 1,
+    }
     body["messages"] = [{"role": "user", "content": "x"}]
     answers = [
         httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -244,14 +318,26 @@ def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
     ]
     assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
     assert len(answers[0]["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
-    refused = httpx2.post(f"{cluster.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60)
+    refused = httpx2.post(
+        f"{cluster.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60
+    )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 def test_a_chat_goes_on_with_its_last_message(cluster):
-    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
+    body = {
+        "model": "tiny",
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "echo": True,
+        "n": 2,
+    }
     body |= {"continue_final_message": True, "return_token_ids": True}
-    body["messages"] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
+    body["messages"] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "Once upon"},
+    ]
     answers = [
         httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         for url in (cluster.url, cluster.of("decode")[0].url)
@@ -272,7 +358,14 @@ def test_a_prompt_is_cut_before_the_first_leg(cluster):
 
 @pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": PROMPTS, "n": 3}])
 def test_a_client_that_leaves_ends_every_choice(cluster, fields):
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True, **fields}
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
     for url in (cluster.url, cluster.of("decode")[0].url):
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             for seen, _ in enumerate(answer.iter_lines()):
@@ -297,7 +390,9 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
     victim, chunks = None, []
     fetches = {node.url: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
     try:
-        with httpx2.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx2.stream(
+            "POST", f"{cluster.url}/v1/completions", json=body, timeout=60
+        ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     chunks.append(json.loads(line.removeprefix("data: ")))
@@ -317,7 +412,11 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
     def said(of: list[dict], index: int) -> tuple[str, list, list]:
         mine = [c["choices"][0] for c in of if c["choices"] and c["choices"][0]["index"] == index]
         logprobs = [lp for c in mine if c["logprobs"] for lp in c["logprobs"]["token_logprobs"]]
-        return "".join(c["text"] for c in mine), logprobs, [c["finish_reason"] for c in mine if c["finish_reason"]]
+        return (
+            "".join(c["text"] for c in mine),
+            logprobs,
+            [c["finish_reason"] for c in mine if c["finish_reason"]],
+        )
 
     for index in range(3):
         assert said(chunks, index) == said(whole, index)

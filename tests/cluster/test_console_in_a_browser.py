@@ -1,6 +1,8 @@
-"""The console in a real browser (Debian's Chromium): it sees the nodes, drains one, chats, and shows where time went.
+"""The console in a real browser (Debian's Chromium): it sees the nodes, drains one, chats, and
+shows where time went.
 
-With KVRELAY_SCREENSHOTS=FOLDER it does so on 2P2D under load and leaves pictures there: those of docs/images.
+With KVRELAY_SCREENSHOTS=FOLDER it does so on 2P2D under load and leaves pictures there: those of
+docs/images.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
 from kvrelay.drawn_keys import stored_key
 from kvrelay.embedded import embedded_model
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 SCREENSHOTS = os.environ.get("KVRELAY_SCREENSHOTS", "")
 DEADLINE_MS = 60_000.0
 QUESTIONS = (
@@ -36,19 +40,33 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.model,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (apt install chromium)"),
-    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None, reason="playwright is not installed"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """The shared one; for pictures a larger one."""
     if not SCREENSHOTS:
         yield request.getfixturevalue("embedded")
         return
-    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(96 << 20)]
+    flags = [
+        "--model",
+        str(embedded_model()),
+        "--cpu",
+        "--threads",
+        "1",
+        "--kv-cache-memory-bytes",
+        str(96 << 20),
+    ]
     folder = tmp_path_factory.mktemp("console")
-    with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--api-key", EMBEDDED_KEY]) as ours:
+    with running(
+        folder, prefill=2, decode=2, flags=flags, router_flags=["--api-key", EMBEDDED_KEY]
+    ) as ours:
         yield ours
 
 
@@ -69,16 +87,19 @@ def page_of(browser: Any, cluster: Cluster, **context: Any) -> Iterator[Any]:
     with browser.new_context(**{"viewport": size, "reduced_motion": "reduce", **context}) as opened:
         page, wrong, asked = opened.new_page(), [], []
         page.set_default_timeout(DEADLINE_MS)
-        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None,
+        )
         page.on("pageerror", lambda why: wrong.append(str(why)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"{cluster.url}/console#key={stored_key('admin', cluster.url)}")
         page.locator("#health[data-state=ok]").wait_for()
         yield page
         assert not wrong
-        assert {url.partition("/console")[0].partition("/v1")[0].partition("/admin")[0] for url in asked} == {
-            cluster.url
-        }
+        assert {
+            url.partition("/console")[0].partition("/v1")[0].partition("/admin")[0] for url in asked
+        } == {cluster.url}
 
 
 @contextmanager
@@ -90,14 +111,19 @@ def load(cluster: Cluster, clients: int) -> Iterator[None]:
         headers = {"authorization": f"Bearer {EMBEDDED_KEY}"}
         at = mine
         while not over.is_set():
-            asked = {"role": "user", "content": QUESTIONS[at % len(QUESTIONS)] + " Please." * (at % 7)}
+            asked = {
+                "role": "user",
+                "content": QUESTIONS[at % len(QUESTIONS)] + " Please." * (at % 7),
+            }
             body = {
                 "model": "SmolLM2-135M-Instruct",
                 "messages": [asked],
                 "max_tokens": 12 + 7 * (at % 5),
                 "stream": True,
             }
-            httpx2.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+            httpx2.post(
+                f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120
+            )
             at += clients
 
     threads = [threading.Thread(target=ask, args=(mine,)) for mine in range(clients)]
@@ -141,7 +167,8 @@ def test_it_shows_the_nodes_drains_one_and_chats(browser: Any, cluster: Cluster)
         row.get_by_role("button").press("Enter")
         assert "prefill" in page.locator("#log .detail .parts").inner_text()
 
-        # By keyboard: tabs with arrows, then the button of the last node, and the dialog that it opens.
+        # By keyboard: tabs with arrows, then the button of the last node, and the dialog that it
+        # opens.
         page.get_by_role("tab", name="Requests").focus()
         page.keyboard.press("ArrowLeft")
         assert page.get_by_role("tab", name="Cluster").get_attribute("aria-selected") == "true"
@@ -163,11 +190,19 @@ def test_it_fits_a_phone_and_nothing_moves_when_news_come(browser: Any, cluster:
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         page.get_by_role("tab", name="Cluster").click()
         name = page.locator("#nodes tbody .name").first
-        assert name.evaluate("name => name.scrollWidth <= name.clientWidth"), "a node's name is cut off"
+        assert name.evaluate("name => name.scrollWidth <= name.clientWidth"), (
+            "a node's name is cut off"
+        )
         assert page.evaluate("scrollY") == 0
         before = page.locator("#nodes").bounding_box()
-        shifted = "new Promise(done => { let sum = 0; new PerformanceObserver(list => list.getEntries().forEach("
-        shifted += "each => sum += each.hadRecentInput ? 0 : each.value)).observe({type: 'layout-shift'}); "
+        shifted = (
+            "new Promise(done => { let sum = 0; new PerformanceObserver(list => "
+            "list.getEntries().forEach("
+        )
+        shifted += (
+            "each => sum += each.hadRecentInput ? 0 : each.value)).observe({type: "
+            "'layout-shift'}); "
+        )
         shifted += "setTimeout(() => done(sum), 2500); })"
         assert page.evaluate(shifted) < 0.02
         assert page.locator("#nodes").bounding_box() == before
@@ -210,7 +245,11 @@ def test_pictures(browser: Any, cluster: Cluster) -> None:
                 page.locator("#log tbody button").nth(2).click()
                 if scheme == "light":
                     shoot(page, "requests")
-        phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "color_scheme": "light"}
+        phone = {
+            "viewport": {"width": 390, "height": 844},
+            "device_scale_factor": 2,
+            "color_scheme": "light",
+        }
         with page_of(browser, cluster, **phone) as page:
             page.locator("#wires .busy").first.wait_for(state="attached")
             shoot(page, "phone")

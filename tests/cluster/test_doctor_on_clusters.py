@@ -1,4 +1,6 @@
-"""`kvrelay doctor` on real clusters: what it finds, and that nothing stays taken, whoever dies in the middle."""
+"""`kvrelay doctor` on real clusters: what it finds, and that nothing stays taken, whoever dies in
+the middle.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def cluster(tmp_path_factory):
         KEY,
     ]
     flags += ["--transfer-deadline-s", "1"]
-    with running(folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]) as ours:
+    with running(
+        folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]
+    ) as ours:
         forced = ours.start("decode", [*flags, "--kv-connector", "nixl"])
         ours.nodes.append(forced)
         ours.wait_ready(forced)
@@ -51,12 +55,19 @@ def doctor(*arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "KVRELAY_NODE_API_KEY": key}
     argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *arguments]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=90, env=environment, check=False
+    )
 
 
 def ask(node: Process, what: str, content: object, key: str = KEY) -> httpx2.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx2.post(f"{node.url}/kv/probe/{what}", content=json.dumps(content).encode(), headers=headers, timeout=30)
+    return httpx2.post(
+        f"{node.url}/kv/probe/{what}",
+        content=json.dumps(content).encode(),
+        headers=headers,
+        timeout=30,
+    )
 
 
 def engine_pid(node: Process) -> int:
@@ -99,7 +110,9 @@ def test_a_pair_on_a_slow_path_is_named_in_words(cluster):
 
 def test_a_node_that_is_down_and_a_wrong_key_are_failures(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
-    done = doctor("--prefill", prefill.url, "--prefill", "http://127.0.0.1:9", "--decode", decode.url)
+    done = doctor(
+        "--prefill", prefill.url, "--prefill", "http://127.0.0.1:9", "--decode", decode.url
+    )
     assert done.returncode == 1
     assert "failure: prefill-1 (http://127.0.0.1:9): " in done.stdout
     assert "prefill-0 -> decode-0: handshake ok" in done.stdout
@@ -114,7 +127,11 @@ def test_a_doctor_that_dies_between_offer_and_fetch_takes_nothing_for_longer_tha
     offered = offer(prefill, 8)
     busy = ask(prefill, "offer", {"blocks": 1}).json()
     assert (busy["type"], busy["busy"]) == ("ProbeRefused", True)
-    wait_until(lambda: prefill.metric("kvrelay_leases_expired_total") > expired, LEASE_S + 2, "its lease ends")
+    wait_until(
+        lambda: prefill.metric("kvrelay_leases_expired_total") > expired,
+        LEASE_S + 2,
+        "its lease ends",
+    )
     cluster.all_blocks_free(within_s=1)
     late = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
     assert late["type"] == "ProbeRefused"
@@ -124,7 +141,9 @@ def test_a_doctor_that_dies_between_offer_and_fetch_takes_nothing_for_longer_tha
 def test_wrong_bytes_are_noticed(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 4)
-    fetched = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"] + 1}).json()
+    fetched = ask(
+        decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"] + 1}
+    ).json()
     assert (fetched["type"], fetched["verified"]) == ("ProbeFetched", False)
 
 
@@ -141,12 +160,19 @@ def test_wrong_bytes_are_noticed(cluster):
 def test_forged_tickets_are_refused(cluster, change, said):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 2)
-    answer = ask(decode, "fetch", {"ticket": offered["ticket"] | change, "seed": offered["seed"]}).json()
+    answer = ask(
+        decode, "fetch", {"ticket": offered["ticket"] | change, "seed": offered["seed"]}
+    ).json()
     assert answer["type"] == "ProbeRefused"
     assert said in answer["reason"]
     release = {"request_ids": [offered["ticket"]["remote_request_id"]]}
     headers = {"authorization": f"Bearer {KEY}"}
-    httpx2.post(f"{prefill.url}/kv/release", content=json.dumps(release).encode(), headers=headers, timeout=5)
+    httpx2.post(
+        f"{prefill.url}/kv/release",
+        content=json.dumps(release).encode(),
+        headers=headers,
+        timeout=5,
+    )
 
 
 def test_bad_asks_are_refused(cluster):
@@ -154,7 +180,11 @@ def test_bad_asks_are_refused(cluster):
     assert ask(prefill, "offer", {"blocks": 1}, key="wrong").status_code == 401
     assert ask(prefill, "offer", {"blocks": "x"}).status_code == 400
     assert ask(prefill, "offer", {"blocks": 1 << 70}).status_code == 400
-    for ticket, seed in (({"remote_port": 1 << 40}, 1), ({"remote_port": 9}, 1 << 70), ({"lease_epoch": 1 << 70}, 1)):
+    for ticket, seed in (
+        ({"remote_port": 1 << 40}, 1),
+        ({"remote_port": 9}, 1 << 70),
+        ({"lease_epoch": 1 << 70}, 1),
+    ):
         assert ask(decode, "fetch", {"ticket": ticket, "seed": seed}).status_code == 400
     assert ask(decode, "offer", {"blocks": 1}).status_code == 400
     assert ask(prefill, "fetch", {"ticket": {}, "seed": 1}).status_code == 400
@@ -165,7 +195,9 @@ def test_bad_asks_are_refused(cluster):
 
 
 def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(cluster):
-    """Nothing of it is in flight yet, so its blocks are free at once; the stopped one's when it goes on."""
+    """Nothing of it is in flight yet, so its blocks are free at once; the stopped one's when it
+    goes on.
+    """
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     offered = offer(prefill, 8)
     engine = engine_pid(prefill)
@@ -179,7 +211,9 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
         os.kill(engine, signal.SIGCONT)
     cluster.all_blocks_free(within_s=LEASE_S + 1)
     fresh = offer(prefill, 8)
-    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()["verified"]
+    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()[
+        "verified"
+    ]
 
 
 def test_a_prefill_node_that_is_killed_between_costs_the_decode_node_nothing(cluster):
@@ -192,13 +226,17 @@ def test_a_prefill_node_that_is_killed_between_costs_the_decode_node_nothing(clu
     cluster.all_blocks_free(within_s=1)
     cluster.wait_ready(cluster.restart(prefill))
     fresh = offer(cluster.of("prefill")[1], 8)
-    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()["verified"]
+    assert ask(decode, "fetch", {"ticket": fresh["ticket"], "seed": fresh["seed"]}).json()[
+        "verified"
+    ]
 
 
 def test_a_decode_node_that_is_killed_costs_the_prefill_node_a_lease(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[1]
     offered = offer(prefill, 8)
-    assert ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()["verified"]
+    assert ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()[
+        "verified"
+    ]
     offer(prefill, 8)
     decode.kill_whole()
     cluster.all_blocks_free(within_s=LEASE_S + 1)

@@ -1,6 +1,8 @@
-"""Every sampling feature, disaggregated and alone: the same answers, token for token, one at a time and eight at once.
+"""Every sampling feature, disaggregated and alone: the same answers, token for token, one at a time
+and eight at once.
 
-The node that answers alone does not speculate and the decode node does, so that is compared as well.
+The node that answers alone does not speculate and the decode node does, so that is compared as
+well.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "stop": SAMPLED | {"stop": ["t1", "t2", "a"]},
     "included stop": SAMPLED | {"stop": ["t1", "t2", "a"], "include_stop_str_in_output": True},
     "logprobs": SAMPLED | {"logprobs": 3},
-    "token ids": SAMPLED | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True},
+    "token ids": SAMPLED
+    | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True},
     "prompt_logprobs": SAMPLED | {"prompt_logprobs": 2},
     "echo": SAMPLED | {"echo": True, "logprobs": 1},
     "n": SAMPLED | {"n": 3},
@@ -49,10 +52,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "truncate_prompt_tokens": SAMPLED | {"truncate_prompt_tokens": 20},
     "guided_json": SAMPLED | {"guided_json": SCHEMA, "ignore_eos": False, "max_tokens": 40},
     "guided_regex": SAMPLED | {"guided_regex": "[a-d]{3,9}!", "ignore_eos": False},
-    "guided_choice and logprobs": SAMPLED | {"guided_choice": ["left", "right"], "ignore_eos": False, "logprobs": 1},
+    "guided_choice and logprobs": SAMPLED
+    | {"guided_choice": ["left", "right"], "ignore_eos": False, "logprobs": 1},
     "guided_grammar": SAMPLED | {"guided_grammar": 'start: ("a" | "b")+ "."', "ignore_eos": False},
     "everything": SAMPLED
-    | {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.4, "logprobs": 2}
+    | {
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.4,
+        "logprobs": 2,
+    }
     | {"n": 2, "stop": ["zz"], "min_tokens": 3, "logit_bias": {"90": 2}, "bad_words": ["t2"]},
 }
 
@@ -71,8 +82,17 @@ def plain() -> dict[str, list[Any]]:
 def body(prompt: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Prompts of different lengths, some of which repeat themselves."""
     length = 30 + 11 * prompt
-    tokens = [2 + (i * i * 7 + prompt) % 300 if prompt % 2 else 40 + (i + prompt) % 9 for i in range(length)]
-    return {"model": "tiny", "prompt": tokens, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True} | fields
+    tokens = [
+        2 + (i * i * 7 + prompt) % 300 if prompt % 2 else 40 + (i + prompt) % 9
+        for i in range(length)
+    ]
+    return {
+        "model": "tiny",
+        "prompt": tokens,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
 
 
 async def ask(http: httpx2.AsyncClient, url: str, prompt: int, fields: dict[str, Any]) -> Any:
@@ -109,14 +129,19 @@ async def test_disaggregated_answers_are_those_of_one_node(
         assert any(json.dumps(mine) != json.dumps(theirs) for mine, theirs in pairs)
 
 
-async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(cluster: Cluster) -> None:
+async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(
+    cluster: Cluster,
+) -> None:
     """They travel in the body of the decode leg, which is no client's."""
     (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
     fields = {"prompt_logprobs": 20}
     (alone,) = await asked(prefill.url, fields, at_once=False, prompts=1)
     (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
     assert told == alone
-    numbers = [[entry["logprob"] for entry in listed.values()] for listed in told["choices"][0]["prompt_logprobs"][1:]]
+    numbers = [
+        [entry["logprob"] for entry in listed.values()]
+        for listed in told["choices"][0]["prompt_logprobs"][1:]
+    ]
     assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
     counted([decode], "kvrelay_recomputed_prompts_total", 0)
     answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (SMALL_LONGEST_BODY + 1))

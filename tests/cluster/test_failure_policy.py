@@ -1,4 +1,6 @@
-"""Decode nodes whose operator wants an error and no prompt computed where it should not be, as real processes."""
+"""Decode nodes whose operator wants an error and no prompt computed where it should not be, as real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ TOKENS = 6000
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "16"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(16 << 20),
+        "--max-num-batched-tokens",
+        "16",
+    ]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--kv-load-failure-policy", "fail"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
@@ -28,14 +37,18 @@ def cluster(tmp_path_factory):
 
 def test_a_fetch_that_fails_ends_the_request_and_is_counted(cluster: Cluster) -> None:
     body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    ask = httpx2.post(f"{cluster.url}/v1/completions", json={**body, "prompt": [5] * 40}, timeout=60)
+    ask = httpx2.post(
+        f"{cluster.url}/v1/completions", json={**body, "prompt": [5] * 40}, timeout=60
+    )
     assert ask.status_code == 200
     # As a third party's proxy: a ticket of a node that dies before it is followed.
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     (prefill,), decodes = cluster.of("prefill"), cluster.of("decode")
     long = {**body, "prompt": [7] * 500}
     given = httpx2.post(
-        f"{prefill.url}/v1/completions", json={**long, "max_tokens": 1, "kv_transfer_params": asked}, timeout=60
+        f"{prefill.url}/v1/completions",
+        json={**long, "max_tokens": 1, "kv_transfer_params": asked},
+        timeout=60,
     ).json()["kv_transfer_params"]
     prefill.kill_whole()
     follow = {**long, "kv_transfer_params": given}
@@ -46,13 +59,19 @@ def test_a_fetch_that_fails_ends_the_request_and_is_counted(cluster: Cluster) ->
     assert "is gone or was restarted (PeerLost)" in error["message"]
     assert "127.0.0.1" not in error["message"]
     # A stream has begun with the first token, which came with the ticket.
-    answer = httpx2.post(f"{decodes[0].url}/v1/completions", json={**follow, "stream": True}, timeout=60)
+    answer = httpx2.post(
+        f"{decodes[0].url}/v1/completions", json={**follow, "stream": True}, timeout=60
+    )
     *_, last, done = (line for line in answer.text.splitlines() if line)
     assert (answer.status_code, done) == (200, "data: [DONE]")
     assert json.loads(last.removeprefix("data: "))["error"] == error
     counted([decodes[0]], "kvrelay_requests_not_loaded_total", 2)
     counted([decodes[0]], "kvrelay_recomputed_prompts_total", 0)
-    wait_until(lambda: decodes[0].metric("kvrelay_fetches_failed_total") == 2, 20, "both causes are counted")
+    wait_until(
+        lambda: decodes[0].metric("kvrelay_fetches_failed_total") == 2,
+        20,
+        "both causes are counted",
+    )
     cluster.all_blocks_free(within_s=15)
     cluster.wait_ready(cluster.restart(prefill))
 
@@ -71,9 +90,16 @@ def test_the_router_asks_no_other_decode_node(cluster: Cluster) -> None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    # Not by free blocks: a decode node holds one for a moment when it meets the prefill node that came back.
-    wait_until(lambda: any((node.health() or {}).get("requests") for node in decodes), 30, "a decode node waits", 0.005)
-    # Stopped and not killed: its lease runs out while its leg is open, so the router hears of it from the decode node.
+    # Not by free blocks: a decode node holds one for a moment when it meets the prefill node that
+    # came back.
+    wait_until(
+        lambda: any((node.health() or {}).get("requests") for node in decodes),
+        30,
+        "a decode node waits",
+        0.005,
+    )
+    # Stopped and not killed: its lease runs out while its leg is open, so the router hears of it
+    # from the decode node.
     for pid in (prefill.popen.pid, *(int(engine.name) for engine in prefill.engines())):
         os.kill(pid, signal.SIGSTOP)
     thread.join(30)

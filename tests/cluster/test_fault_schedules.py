@@ -26,12 +26,19 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faults]:
         yield it
 
 
-def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_foreign_kv(faults: Faults) -> None:
+def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_foreign_kv(
+    faults: Faults,
+) -> None:
     undisturbed = Asked(faults.router.port, 0, LONG)
     undisturbed.join(60)
-    before = {node.port: [node.metric(name) for name in COUNTED[node.role]] for node in faults.cluster.nodes}
+    before = {
+        node.port: [node.metric(name) for name in COUNTED[node.role]]
+        for node in faults.cluster.nodes
+    }
     asked = Asked(faults.router.port, 0, LONG)
-    decode = wait_until(lambda: with_blocks(faults, "decode"), 30, "a decode node takes blocks", 0.002)
+    decode = wait_until(
+        lambda: with_blocks(faults, "decode"), 30, "a decode node takes blocks", 0.002
+    )
     # Its engine alone: to the router the node is there.
     (engine,) = children(decode.popen.pid, b"node.engine_process")
     os.kill(engine, signal.SIGSTOP)
@@ -39,8 +46,16 @@ def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_fo
         prefill = wait_until(lambda: with_more(faults, before), 20, "the lease runs out")
         for number in range(100, 104):
             # Others take the blocks that it was reading.
-            body = {"model": "tiny", "prompt": prompt_of(number), "max_tokens": 2, "ignore_eos": True}
-            assert httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=30).status_code == 200
+            body = {
+                "model": "tiny",
+                "prompt": prompt_of(number),
+                "max_tokens": 2,
+                "ignore_eos": True,
+            }
+            assert (
+                httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=30).status_code
+                == 200
+            )
     finally:
         os.kill(engine, signal.SIGCONT)
     asked.join(60)
@@ -69,4 +84,7 @@ def with_blocks(faults: Faults, role: str) -> Process | None:
 def with_more(faults: Faults, before: dict[int, list[float]]) -> Process | None:
     """The prefill node of which a lease has run out."""
     nodes = faults.cluster.of("prefill")
-    return next((n for n in nodes if [n.metric(name) for name in COUNTED["prefill"]] != before[n.port]), None)
+    return next(
+        (n for n in nodes if [n.metric(name) for name in COUNTED["prefill"]] != before[n.port]),
+        None,
+    )

@@ -1,7 +1,9 @@
-"""Forty requests that clients of other servers send, through the router of a 1P1D cluster, with the official client.
+"""Forty requests that clients of other servers send, through the router of a 1P1D cluster, with the
+official client.
 
-The embedded model answers, so that content means something. Numbers C01 to C40 are those of the list that the requests
-were gathered in; requests which need another start-up are in `test_other_starts.py`.
+The embedded model answers, so that content means something. Numbers C01 to C40 are those of the
+list that the requests were gathered in; requests which need another start-up are in
+`test_other_starts.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ WEATHER: dict[str, Any] = {
 DALLAS: list[Any] = [
     {"role": "user", "content": "Hi! How are you doing today?"},
     {"role": "assistant", "content": "I'm doing well! How can I help you?"},
-    {"role": "user", "content": "Can you tell me what the temperature will be in dallas, in fahrenheit?"},
+    {
+        "role": "user",
+        "content": "Can you tell me what the temperature will be in dallas, in fahrenheit?",
+    },
 ]
 BASEBALL: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -102,7 +107,10 @@ def test_c03_sixteen_tokens_by_default(client: OpenAI) -> None:
 
 
 def test_c04_a_chat_ends_by_itself(client: OpenAI) -> None:
-    messages = [{"role": "system", "content": "Answer in one word."}, *user("What is the capital of France?")]
+    messages = [
+        {"role": "system", "content": "Answer in one word."},
+        *user("What is the capital of France?"),
+    ]
     answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     assert answer.choices[0].message.role == "assistant"
     assert "Paris" in answer.choices[0].message.content
@@ -110,7 +118,10 @@ def test_c04_a_chat_ends_by_itself(client: OpenAI) -> None:
 
 
 def test_c05_a_joke(client: OpenAI) -> None:
-    messages = [{"role": "system", "content": "You are a helpful assistant."}, *user("Tell me a joke.")]
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        *user("Tell me a joke."),
+    ]
     answer = chat(client, messages, max_tokens=10)
     assert len(answer.choices[0].message.content) > 10
     assert answer.usage.completion_tokens == 10
@@ -137,7 +148,10 @@ def test_c07_guided_choice(client: OpenAI, stream: bool) -> None:
     )
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
-        text, finish = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+        text, finish = (
+            "".join(chunk.delta.content or "" for chunk in chunks),
+            chunks[-1].finish_reason,
+        )
     else:
         text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert text in ("positive", "negative")
@@ -158,14 +172,18 @@ def test_c09_c10_two_choices_with_logprobs(client: OpenAI, stream: bool) -> None
     texts = [choice.text for choice in whole.choices]
     assert [choice.index for choice in whole.choices] == [0, 1]
     assert texts[0] != texts[1]
-    assert whole.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in whole.choices)
+    assert whole.usage.completion_tokens == sum(
+        len(choice.logprobs.tokens) for choice in whole.choices
+    )
     for choice in whole.choices:
         assert "".join(choice.logprobs.tokens) == choice.text
         assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
         assert all(3 <= len(top) <= 4 for top in choice.logprobs.top_logprobs)
     if stream:
         seen, ends = ["", ""], [0, 0]
-        for chunk in complete(client, "A robot may not injure a human being", stream=True, **fields):
+        for chunk in complete(
+            client, "A robot may not injure a human being", stream=True, **fields
+        ):
             (choice,) = chunk.choices
             seen[choice.index] += choice.text
             ends[choice.index] += choice.finish_reason is not None
@@ -190,10 +208,16 @@ def test_c12_every_chunk_has_a_choice(client: OpenAI) -> None:
 
 def test_c13_stop_token_ids(client: OpenAI, cluster: Cluster) -> None:
     free = complete(
-        client, "One, two, three,", max_tokens=8, logprobs=0, extra_body={"return_tokens_as_token_ids": True}
+        client,
+        "One, two, three,",
+        max_tokens=8,
+        logprobs=0,
+        extra_body={"return_tokens_as_token_ids": True},
     )
     ids = [int(token.removeprefix("token_id:")) for token in free.choices[0].logprobs.tokens]
-    answer = complete(client, "One, two, three,", max_tokens=8, extra_body={"stop_token_ids": [ids[3]]})
+    answer = complete(
+        client, "One, two, three,", max_tokens=8, extra_body={"stop_token_ids": [ids[3]]}
+    )
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == ids[3]
     assert answer.usage.completion_tokens == ids.index(ids[3]) + 1
@@ -211,14 +235,24 @@ def test_c14_one_token(client: OpenAI, cluster: Cluster) -> None:
 def test_c15_c16_a_tool_call_of_the_models_own(client: OpenAI, stream: bool) -> None:
     """The model is small: a pattern makes it say what a larger one would, and the parser reads it."""
     arguments = r'\{"city": "Dallas", "state": "TX", "unit": "fahrenheit"\}'
-    said = rf'<tool_call>\n\{{"name": "get_current_weather", "arguments": {arguments}\}}\n</tool_call>'
-    fields = {"tools": [WEATHER], "stream": stream, "max_tokens": 120, "extra_body": {"guided_regex": said}}
+    said = (
+        rf'<tool_call>\n\{{"name": "get_current_weather", "arguments": {arguments}\}}\n</tool_call>'
+    )
+    fields = {
+        "tools": [WEATHER],
+        "stream": stream,
+        "max_tokens": 120,
+        "extra_body": {"guided_regex": said},
+    }
     answer = chat(client, DALLAS, **fields)
     if stream:
         call, finish = streamed_call(answer)
     else:
         (call_,) = answer.choices[0].message.tool_calls
-        call, finish = (call_.id, call_.function.name, call_.function.arguments), answer.choices[0].finish_reason
+        call, finish = (
+            (call_.id, call_.function.name, call_.function.arguments),
+            answer.choices[0].finish_reason,
+        )
         assert not answer.choices[0].message.content
     assert call[0]
     assert call[1] == "get_current_weather"
@@ -244,11 +278,19 @@ def streamed_call(stream: Any) -> tuple[tuple[str, str, str], str | None]:
 
 def test_c17_a_tools_answer_is_read(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function"}
-    function = {"name": "get_current_weather", "arguments": '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}'}
+    function = {
+        "name": "get_current_weather",
+        "arguments": '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}',
+    }
     messages = [
         *DALLAS,
         {"role": "assistant", "tool_calls": [call | {"function": function}]},
-        {"role": "tool", "content": "It is 85 degrees in Dallas.", "tool_call_id": "call_1", "name": function["name"]},
+        {
+            "role": "tool",
+            "content": "It is 85 degrees in Dallas.",
+            "tool_call_id": "call_1",
+            "name": function["name"],
+        },
     ]
     answer = chat(client, messages, tools=[WEATHER])
     longer = chat(client, DALLAS, tools=[WEATHER])
@@ -264,7 +306,11 @@ def test_c18_a_named_tool_needs_no_parser(client: OpenAI, stream: bool) -> None:
         (_, name, arguments), finish = streamed_call(answer)
     else:
         (call,) = answer.choices[0].message.tool_calls
-        name, arguments, finish = call.function.name, call.function.arguments, answer.choices[0].finish_reason
+        name, arguments, finish = (
+            call.function.name,
+            call.function.arguments,
+            answer.choices[0].finish_reason,
+        )
     given = json.loads(arguments)
     assert name == "get_current_weather"
     assert set(given) == {"city", "state", "unit"}
@@ -273,9 +319,17 @@ def test_c18_a_named_tool_needs_no_parser(client: OpenAI, stream: bool) -> None:
 
 
 def test_c18_required_calls_one_of_the_tools(client: OpenAI) -> None:
-    other = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+    other = {
+        "type": "function",
+        "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+    }
     answer = chat(
-        client, DALLAS, tools=[WEATHER, other], tool_choice="required", parallel_tool_calls=False, max_tokens=150
+        client,
+        DALLAS,
+        tools=[WEATHER, other],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=150,
     )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name in ("get_current_weather", "get_time")
@@ -291,9 +345,15 @@ def test_c19_an_unknown_model(client: OpenAI) -> None:
 
 
 def test_c20_a_stop_string(client: OpenAI) -> None:
-    free = complete(client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24).choices[0].text
+    free = (
+        complete(client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24)
+        .choices[0]
+        .text
+    )
     stop = free[5:9]
-    answer = complete(client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24, stop=[stop])
+    answer = complete(
+        client, "[user] Count to ten. [/user] [assistant] one, two,", max_tokens=24, stop=[stop]
+    )
     assert answer.choices[0].text == free[: free.index(stop)]
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
     kept = complete(
@@ -307,13 +367,19 @@ def test_c20_a_stop_string(client: OpenAI) -> None:
 
 
 def test_c21_sampling_parameters(client: OpenAI) -> None:
-    answer = complete(client, "Hello, my name is", logprobs=1, max_tokens=4, extra_body={"prompt_logprobs": 1})
+    answer = complete(
+        client, "Hello, my name is", logprobs=1, max_tokens=4, extra_body={"prompt_logprobs": 1}
+    )
     of_prompt = answer.choices[0].prompt_logprobs
     assert len(of_prompt) == answer.usage.prompt_tokens
     assert of_prompt[0] is None
     assert all(value["logprob"] <= 0 for entry in of_prompt[1:] for value in entry.values())
-    again = complete(client, "Hello, my name is", logprobs=1, max_tokens=4, extra_body={"prompt_logprobs": 1})
-    assert again.choices[0].prompt_logprobs == of_prompt  # also when the prompt is in the prefix cache
+    again = complete(
+        client, "Hello, my name is", logprobs=1, max_tokens=4, extra_body={"prompt_logprobs": 1}
+    )
+    assert (
+        again.choices[0].prompt_logprobs == of_prompt
+    )  # also when the prompt is in the prefix cache
     other = complete(
         client,
         "Hello, my name is",
@@ -366,21 +432,35 @@ def test_c23_c24_a_long_prefix_is_computed_once(client: OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens > 0.8 * second.usage.prompt_tokens
     again = complete(client, table + tails[0], max_tokens=4)
     assert again.choices[0].text == first.choices[0].text
-    salted = complete(client, table + tails[0], max_tokens=4, extra_body={"cache_salt": "somebody else"})
+    salted = complete(
+        client, table + tails[0], max_tokens=4, extra_body={"cache_salt": "somebody else"}
+    )
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
     assert salted.choices[0].text == first.choices[0].text
 
 
 def test_c25_a_long_answer_streams_to_its_end(client: OpenAI) -> None:
-    essay = [*BASEBALL[:3], {"role": "user", "content": "Write an essay about the importance of higher education."}]
-    chunks = [chunk.choices[0] for chunk in chat(client, essay, stream=True, temperature=0.5, seed=2, max_tokens=60)]
+    essay = [
+        *BASEBALL[:3],
+        {"role": "user", "content": "Write an essay about the importance of higher education."},
+    ]
+    chunks = [
+        chunk.choices[0]
+        for chunk in chat(client, essay, stream=True, temperature=0.5, seed=2, max_tokens=60)
+    ]
     whole = chat(client, essay, temperature=0.5, seed=2, max_tokens=60)
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    )
     assert sum(chunk.finish_reason is not None for chunk in chunks) == 1
 
 
 def test_c27_a_poem(client: OpenAI) -> None:
-    answer = chat(client, user("Compose a poem that explains the concept of recursion in programming."), max_tokens=20)
+    answer = chat(
+        client,
+        user("Compose a poem that explains the concept of recursion in programming."),
+        max_tokens=20,
+    )
     assert answer.usage.completion_tokens == 20
     assert len(answer.choices[0].message.content.split()) > 8
 
@@ -394,24 +474,35 @@ def test_c31_suffix(client: OpenAI) -> None:
 def test_c32_extra_fields(client: OpenAI) -> None:
     prompt = "Once upon a time"
     plain = complete(client, prompt, max_tokens=10)
-    exact = complete(client, prompt, max_tokens=10, extra_body={"min_tokens": 10, "ignore_eos": True})
+    exact = complete(
+        client, prompt, max_tokens=10, extra_body={"min_tokens": 10, "ignore_eos": True}
+    )
     assert exact.usage.completion_tokens == 10
     cut = complete(client, prompt, max_tokens=2, extra_body={"truncate_prompt_tokens": 2})
     assert cut.usage.prompt_tokens == 2
-    sure = complete(client, prompt, max_tokens=10, temperature=1.0, seed=9, extra_body={"min_p": 1.0})
+    sure = complete(
+        client, prompt, max_tokens=10, temperature=1.0, seed=9, extra_body={"min_p": 1.0}
+    )
     assert sure.choices[0].text == plain.choices[0].text
     repeated = complete(client, "a a a a a a a a a a a a", max_tokens=10)
-    varied = complete(client, "a a a a a a a a a a a a", max_tokens=10, extra_body={"repetition_penalty": 2.0})
+    varied = complete(
+        client, "a a a a a a a a a a a a", max_tokens=10, extra_body={"repetition_penalty": 2.0}
+    )
     assert repeated.choices[0].text != varied.choices[0].text
     allowed = complete(
-        client, prompt, max_tokens=5, extra_body={"allowed_token_ids": [40, 41], "return_token_ids": True}
+        client,
+        prompt,
+        max_tokens=5,
+        extra_body={"allowed_token_ids": [40, 41], "return_token_ids": True},
     )
     assert set(allowed.choices[0].token_ids) <= {40, 41}
     word = next(re.finditer(r"\w+", plain.choices[0].text)).group()
     without = complete(client, prompt, max_tokens=10, extra_body={"bad_words": [word]})
     assert without.choices[0].text != plain.choices[0].text
     assert not re.search(rf"\b{re.escape(word)}\b", without.choices[0].text)
-    special = chat(client, user("Say hi."), max_tokens=40, extra_body={"skip_special_tokens": False})
+    special = chat(
+        client, user("Say hi."), max_tokens=40, extra_body={"skip_special_tokens": False}
+    )
     hidden = chat(client, user("Say hi."), max_tokens=40)
     assert special.choices[0].message.content == hidden.choices[0].message.content + "<|im_end|>"
 
@@ -428,16 +519,24 @@ def test_c33_structured_output(client: OpenAI) -> None:
     }
     ask = user("Describe a person as JSON.")
     by_guide = chat(client, ask, max_tokens=60, extra_body={"guided_json": schema})
-    named = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    named = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": schema, "strict": True},
+    }
     by_format = chat(client, ask, max_tokens=60, response_format=named)
-    by_new_name = chat(client, ask, max_tokens=60, extra_body={"structured_outputs": {"json": schema}})
+    by_new_name = chat(
+        client, ask, max_tokens=60, extra_body={"structured_outputs": {"json": schema}}
+    )
     for answer in (by_guide, by_format, by_new_name):
         person = json.loads(answer.choices[0].message.content)
         assert set(person) == {"name", "age"}
         assert 0 <= person["age"] <= 120
     assert by_guide.choices[0].message.content == by_format.choices[0].message.content
     address = chat(
-        client, user("An IPv4 address:"), max_tokens=30, extra_body={"guided_regex": r"(\d{1,3}\.){3}\d{1,3}"}
+        client,
+        user("An IPv4 address:"),
+        max_tokens=30,
+        extra_body={"guided_regex": r"(\d{1,3}\.){3}\d{1,3}"},
     )
     assert re.fullmatch(r"(\d{1,3}\.){3}\d{1,3}", address.choices[0].message.content)
     grammar = 'start: "SELECT " column " FROM " table\ncolumn: "a" | "b"\ntable: "t" | "u"\n'
@@ -449,11 +548,16 @@ def test_c33_structured_output(client: OpenAI) -> None:
         "required": ["a"],
         "additionalProperties": False,
     }
-    assert json.loads(chat(client, ask, max_tokens=40, extra_body={"guided_json": pairs}).choices[0].message.content)[
-        "a"
-    ] in (True, False)
+    assert json.loads(
+        chat(client, ask, max_tokens=40, extra_body={"guided_json": pairs})
+        .choices[0]
+        .message.content
+    )["a"] in (True, False)
     some = chat(
-        client, user("Say a JSON object with one key."), max_tokens=100, response_format={"type": "json_object"}
+        client,
+        user("Say a JSON object with one key."),
+        max_tokens=100,
+        response_format={"type": "json_object"},
     )
     if some.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(some.choices[0].message.content), dict)
@@ -487,7 +591,10 @@ def test_c37_c38_routes_that_are_not_there(client: OpenAI, cluster: Cluster) -> 
         client.embeddings.create(model=MODEL, input=["one", "two"])
     assert set(why.value.body) >= {"message", "type"}
     old = httpx2.post(f"{cluster.url}/generate", json={"prompt": "a"})
-    assert (old.status_code, set(old.json()["error"])) == (404, {"message", "type", "param", "code"})
+    assert (old.status_code, set(old.json()["error"])) == (
+        404,
+        {"message", "type", "param", "code"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -499,26 +606,40 @@ def test_c37_c38_routes_that_are_not_there(client: OpenAI, cluster: Cluster) -> 
 )
 def test_c39_images_and_audio_are_refused_in_words(client: OpenAI, part: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=part["type"]):
-        chat(client, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}])
+        chat(
+            client, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+        )
 
 
 def test_c40_templates_and_unfinished_messages(client: OpenAI) -> None:
-    started = [*user("What is the capital of France?"), {"role": "assistant", "content": "The capital of France is"}]
+    started = [
+        *user("What is the capital of France?"),
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
     extra = {"add_generation_prompt": False, "continue_final_message": True}
     answer = chat(client, started, extra_body=extra)
     assert answer.choices[0].message.content.strip().startswith("Paris")
     assert answer.choices[0].message.role == "assistant"
     echoed = chat(client, started, extra_body=extra | {"echo": True})
-    assert echoed.choices[0].message.content == started[1]["content"] + answer.choices[0].message.content
+    assert (
+        echoed.choices[0].message.content
+        == started[1]["content"] + answer.choices[0].message.content
+    )
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tail }}"
     shown = chat(
         client,
         user("1 2 3"),
-        extra_body={"chat_template": template, "chat_template_kwargs": {"tail": " 4 5"}, "return_token_ids": True},
+        extra_body={
+            "chat_template": template,
+            "chat_template_kwargs": {"tail": " 4 5"},
+            "return_token_ids": True,
+        },
     )
     plain = complete(client, "1 2 3 4 5", max_tokens=12)
     assert shown.choices[0].message.content == plain.choices[0].text
     documents = [{"title": "A", "text": "alpha"}]
     listing = "{% for d in documents %}{{ d.title }}: {{ d.text }}{% endfor %}"
     read = chat(client, user("x"), extra_body={"chat_template": listing, "documents": documents})
-    assert read.usage.prompt_tokens == complete(client, "A: alpha", max_tokens=1).usage.prompt_tokens
+    assert (
+        read.usage.prompt_tokens == complete(client, "A: alpha", max_tokens=1).usage.prompt_tokens
+    )

@@ -21,7 +21,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The model is greedy and says 6 tokens; only the decode node was told otherwise."""
     folder = tmp_path_factory.mktemp("defaults")
     flags = [*tiny_model(folder), "--served-model-name", "tiny"]
-    Path(folder, "tiny", "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 6}')
+    Path(folder, "tiny", "generation_config.json").write_text(
+        '{"temperature": 0.0, "max_new_tokens": 6}'
+    )
     wild = {"temperature": 2.0, "repetition_penalty": 2.0, "max_new_tokens": 3}
     with running(
         folder,
@@ -35,7 +37,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def answer(url: str, path: str, **body: Any) -> Any:
-    told = httpx2.post(f"{url}{path}", json={"model": "tiny", "ignore_eos": True, **body}, timeout=60)
+    told = httpx2.post(
+        f"{url}{path}", json={"model": "tiny", "ignore_eos": True, **body}, timeout=60
+    )
     assert told.status_code == 200, told.text
     return told.json()
 
@@ -55,7 +59,11 @@ def test_both_nodes_use_those_of_the_one_that_drew_the_first_token(
     def said(**more: Any) -> tuple[Any, int]:
         told = answer(cluster.url, path, **asked, **more)
         usage = told["usage"]
-        text = told.get("choices") or told.get("content") or [item["content"] for item in told["output"]]
+        text = (
+            told.get("choices")
+            or told.get("content")
+            or [item["content"] for item in told["output"]]
+        )
         return text, usage.get("completion_tokens", usage.get("output_tokens"))
 
     greedy = said(**limit, temperature=0)
@@ -67,5 +75,10 @@ def test_both_nodes_use_those_of_the_one_that_drew_the_first_token(
 def test_a_node_alone_uses_its_own_and_its_limit_cuts_every_answer(cluster: Cluster) -> None:
     (decode,) = cluster.of("decode")
     for more in ({}, {"max_tokens": 50}):
-        assert answer(decode.url, "/v1/chat/completions", messages=TURNS, **more)["usage"]["completion_tokens"] == 3
+        assert (
+            answer(decode.url, "/v1/chat/completions", messages=TURNS, **more)["usage"][
+                "completion_tokens"
+            ]
+            == 3
+        )
     assert (decode.health() or {})["sampling_defaults"]["temperature"] == 2.0

@@ -1,4 +1,6 @@
-"""Two keys send one prompt: with --isolate-keys neither sees by its cached tokens that the other has been there."""
+"""Two keys send one prompt: with --isolate-keys neither sees by its cached tokens that the other
+has been there.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ def cached(url: str, path: str, more: dict[str, Any], key: str, prompt: str) -> 
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)
     asked = {field: prompt} if field else {"messages": [{"role": "user", "content": prompt}]}
     headers = {"authorization": f"Bearer {key}"}
-    answer = httpx2.post(url + path, json={"model": "tiny", **asked, **more}, headers=headers, timeout=60)
+    answer = httpx2.post(
+        url + path, json={"model": "tiny", **asked, **more}, headers=headers, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     if path == "/v1/messages":
         return int(usage["cache_read_input_tokens"])
-    return int(usage["input_tokens_details" if field == "input" else "prompt_tokens_details"]["cached_tokens"])
+    return int(
+        usage["input_tokens_details" if field == "input" else "prompt_tokens_details"][
+            "cached_tokens"
+        ]
+    )
 
 
 @pytest.mark.parametrize(("path", "more"), ROUTES)
@@ -54,7 +62,9 @@ def test_a_key_finds_cached_what_another_one_has_sent_unless_they_are_kept_apart
 ) -> None:
     url = cluster.others[0].url if isolate else cluster.url
     prompt = f"{path} {isolate} " + "the ship had been at sea for forty days " * 8
-    first, other, again, of_first = (cached(url, path, more, key, prompt) for key in ("ann", "bob", "bob", "ann"))
+    first, other, again, of_first = (
+        cached(url, path, more, key, prompt) for key in ("ann", "bob", "bob", "ann")
+    )
     assert first == 0
     assert (other > 0) is not isolate
     assert again == of_first > 0

@@ -1,4 +1,6 @@
-"""Checksums of fetched KV between real processes: nothing differs on its own, and what differs is never served."""
+"""Checksums of fetched KV between real processes: nothing differs on its own, and what differs is
+never served.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,17 @@ class Checked:
 
     def ask(self, length: int, salt: str, url: str = "") -> httpx2.Response:
         prompt = [2 + (length + i * i) % 300 for i in range(length)]
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"cache_salt": salt, "return_token_ids": True}
-        return httpx2.post(f"{url or self.cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        return httpx2.post(
+            f"{url or self.cluster.url}/v1/completions", json=body, timeout=DEADLINE_S
+        )
 
     def alone(self, length: int) -> Any:
         """What the decode node answers without KV from elsewhere."""
@@ -44,11 +54,27 @@ def text(answer: httpx2.Response) -> Any:
 
 
 @pytest.fixture(scope="module", params=["recompute", "fail"])
-def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+def checked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Checked]:
     folder = tmp_path_factory.mktemp(request.param)
     flags = tiny_model(folder, max_position_embeddings=2048)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--kv-connector", "direct"]
-    flags += ["--kv-checksums", "1", "--kv-load-failure-policy", request.param, "--max-num-batched-tokens", "64"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(16 << 20),
+        "--kv-connector",
+        "direct",
+    ]
+    flags += [
+        "--kv-checksums",
+        "1",
+        "--kv-load-failure-policy",
+        request.param,
+        "--max-num-batched-tokens",
+        "64",
+    ]
     flags += ["--transfer-deadline-s", "60", "--lease-s", "30"]
     trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +90,9 @@ def test_every_block_is_checked_and_none_is_wrong(checked: Checked) -> None:
         assert text(checked.ask(length, "a")) == checked.alone(length)
     probe = 1  # block, as the two nodes met
     blocks = probe + sum(-(-length // 16) for length in lengths)
-    wait_until(lambda: checked.count("checked") == blocks, DEADLINE_S, f"all {blocks} blocks are checked")
+    wait_until(
+        lambda: checked.count("checked") == blocks, DEADLINE_S, f"all {blocks} blocks are checked"
+    )
     assert checked.count("wrong") == checked.count("unchecked") == 0
 
 

@@ -1,4 +1,6 @@
-"""A listener with vLLM's types and sockets at a real node: what is cached, and again what it has missed."""
+"""A listener with vLLM's types and sockets at a real node: what is cached, and again what it has
+missed.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,27 @@ Node = tuple[str, str, str, bool]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["hashes alone", "token ids"])
-def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Node]:
     """Its URL, where it tells events and tells them again, and whether tokens, too."""
     folder = tmp_path_factory.mktemp("told")
     endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
+    told = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        "replay_endpoint": replay,
+    }
     told |= {"topic": "kv-events", "token_ids": request.param}
     cluster = Cluster(folder, [])
     try:
-        flags = [*tiny_model(folder), "--served-model-name", "tiny", f"--kv-events-config={json.dumps(told)}"]
+        flags = [
+            *tiny_model(folder),
+            "--served-model-name",
+            "tiny",
+            f"--kv-events-config={json.dumps(told)}",
+        ]
         cluster.nodes = [cluster.start("serve", flags)]
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0].url, endpoint, replay, request.param
@@ -72,7 +86,9 @@ def ask(url: str, prompt: list[int], **more: Any) -> None:
     assert httpx2.post(f"{url}/v1/completions", json=fields, timeout=60).status_code == 200
 
 
-def told_again(context: zmq.Context[zmq.Socket[bytes]], replay: str, start: int) -> dict[int, bytes]:
+def told_again(
+    context: zmq.Context[zmq.Socket[bytes]], replay: str, start: int
+) -> dict[int, bytes]:
     """The batches from a number on, until the node says that there are no more."""
     found = {}
     with context.socket(zmq.DEALER) as asking:
@@ -90,7 +106,11 @@ def told_again(context: zmq.Context[zmq.Socket[bytes]], replay: str, start: int)
 
 def test_a_listener_reads_what_is_cached_and_again_what_it_missed(node: Node) -> None:
     url, endpoint, replay, with_tokens = node
-    with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.REQ) as asking:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as sub,
+        context.socket(zmq.REQ) as asking,
+    ):
         for socket in (sub, asking):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)

@@ -1,4 +1,6 @@
-"""What the processes of `kvrelay up` listen on: every TCP and UDP port of each of them, as the kernel has it."""
+"""What the processes of `kvrelay up` listen on: every TCP and UDP port of each of them, as the
+kernel has it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,21 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
     """2P2D and a router, whose nodes have all met: pid of the command, and the router's URL."""
     (port,) = free_ports(1)
     root = Path(__file__).parents[2]
-    argv = [sys.executable, "-m", "kvrelay.cli", "up", f"--port={port}", "--prefill=2", "--decode=2"]
-    argv += [*tiny_model(folder), f"--kv-cache-memory-bytes={16 << 20}", f"--log-dir={folder / 'logs'}", *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        "kvrelay.cli",
+        "up",
+        f"--port={port}",
+        "--prefill=2",
+        "--decode=2",
+    ]
+    argv += [
+        *tiny_model(folder),
+        f"--kv-cache-memory-bytes={16 << 20}",
+        f"--log-dir={folder / 'logs'}",
+        *flags,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     url = f"http://127.0.0.1:{port}"
     with (folder / "up.log").open("wb") as log:
@@ -42,7 +57,10 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
         def met() -> bool:
             assert process.poll() is None, (folder / "up.log").read_text()
             with contextlib.suppress(httpx2.HTTPError):
-                return bool(httpx2.get(f"{url}/health", timeout=5).json().get("pairs", {}).get("met") == NODES)
+                return bool(
+                    httpx2.get(f"{url}/health", timeout=5).json().get("pairs", {}).get("met")
+                    == NODES
+                )
             return False
 
         wait_until(met, START_DEADLINE_S, "all nodes have met", 0.2)
@@ -81,11 +99,17 @@ def speaks_zmq(port: Port) -> bool:
 
 
 @pytest.mark.parametrize("connector", ["auto", "nixl"])
-def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(tmp_path: Path, connector: str) -> None:
+def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(
+    tmp_path: Path, connector: str
+) -> None:
     if connector == "nixl":
         pytest.importorskip("nixl")
     with up(tmp_path, "--kv-connector", connector) as (pid, url):
-        prompt = {"model": "tiny", "prompt": "the tide comes in twice a day, and " * 8, "max_tokens": 4}
+        prompt = {
+            "model": "tiny",
+            "prompt": "the tide comes in twice a day, and " * 8,
+            "max_tokens": 4,
+        }
         assert httpx2.post(f"{url}/v1/completions", json=prompt, timeout=60).status_code == 200
         commands = commands_of(pid)
         found = ports_of(commands)
@@ -93,20 +117,29 @@ def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(tmp_path: P
         urls = re.findall(r"--(?:prefill|decode)=(\S+)", router)
         told = [httpx2.get(f"{node}/health", timeout=5).json()["kv_events"] or {} for node in urls]
         engines = [[speaks_zmq(port) for port in ports] for ports in found["engine_process"]]
-    assert {(port.protocol, port.address) for each in found.values() for ports in each for port in ports} == {
-        ("tcp", "127.0.0.1")
+    assert {
+        (port.protocol, port.address) for each in found.values() for ports in each for port in ports
+    } == {("tcp", "127.0.0.1")}
+    numbers = {
+        what: sorted([port.number for port in ports] for ports in each)
+        for what, each in found.items()
     }
-    numbers = {what: sorted([port.number for port in ports] for ports in each) for what, each in found.items()}
     listeners = {"router", "prefill", "decode", "engine_process"}
     assert listeners < set(numbers)
     # Of `up` itself, and of the children in which nodes compile and read what clients send.
-    assert not any(ports for what, each in numbers.items() if what not in listeners for ports in each)
+    assert not any(
+        ports for what, each in numbers.items() if what not in listeners for ports in each
+    )
     assert numbers["router"] == [[int(url.rpartition(":")[2])]]
     ours = zip(urls, told, strict=True)
-    expected = [sorted([int(node.rpartition(":")[2]), *_event_ports(events)]) for node, events in ours]
+    expected = [
+        sorted([int(node.rpartition(":")[2]), *_event_ports(events)]) for node, events in ours
+    ]
     assert sorted(numbers["prefill"] + numbers["decode"]) == sorted(expected)
     # The control channel; and UCX's listener only where KV goes that way.
-    assert [sorted(each) for each in engines] == [[False, True] if connector == "nixl" else [True]] * NODES
+    assert [sorted(each) for each in engines] == [
+        [False, True] if connector == "nixl" else [True]
+    ] * NODES
 
 
 def _event_ports(events: dict[str, int]) -> list[int]:

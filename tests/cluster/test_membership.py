@@ -1,8 +1,10 @@
-"""Nodes that announce themselves, meet, drain, and are restarted one after the other under streams: real processes.
+"""Nodes that announce themselves, meet, drain, and are restarted one after the other under streams:
+real processes.
 
-The nodes begin with the code of the release before this one, where it is to be had, and are restarted with this one's;
-beside the router stands one of that release. So all of it is a rolling upgrade, too: each role and the router meet
-both. That release's heartbeats are another protocol: its router has a list of nodes, and its nodes are added by hand.
+The nodes begin with the code of the release before this one, where it is to be had, and are
+restarted with this one's; beside the router stands one of that release. So all of it is a rolling
+upgrade, too: each role and the router meet both. That release's heartbeats are another protocol:
+its router has a list of nodes, and its nodes are added by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ import aiohttp
 import httpx2
 import pytest
 from previous_release import as_before, previous_release
-from real_cluster import START_DEADLINE_S, Cluster, Process, counted, free_port, tiny_model, wait_until
+from real_cluster import (
+    START_DEADLINE_S,
+    Cluster,
+    Process,
+    counted,
+    free_port,
+    tiny_model,
+    wait_until,
+)
 
 from benchmarks.listening import listening
 from benchmarks.local_cluster import family
@@ -46,7 +56,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) -> Iterator[Cluster]:
-    """2P2D over NIXL. No list of nodes: once they are of this release they tell the router that they are there."""
+    """2P2D over NIXL. No list of nodes: once they are of this release they tell the router that
+    they are there.
+    """
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
     flags += ["--kv-cache-memory-bytes", str(8 << 20)]
@@ -57,7 +69,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         roles = ("prefill", "prefill", "decode", "decode")
         cluster.nodes = [cluster.start(role, theirs, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
-        every = ["--strict-roles", "--prefill-policy", "round_robin", "--decode-policy", "least_queue"]
+        every = [
+            "--strict-roles",
+            "--prefill-policy",
+            "round_robin",
+            "--decode-policy",
+            "least_queue",
+        ]
         router_flags = [
             "--heartbeat-port",
             str(heartbeats),
@@ -73,8 +91,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
         theirs = as_before(every) if "PYTHONPATH" in before else every
         cluster.others = [cluster.start("router", [*listed, *theirs], env=before)]
         for node in cluster.nodes:
-            wait_until(lambda node=node: _by_hand(cluster, "POST", node), START_DEADLINE_S, f"{node.url} is added")
-            node.argv = [*(BEFORE.get(word, word) for word in node.argv), "--router", f"udp://127.0.0.1:{heartbeats}"]
+            wait_until(
+                lambda node=node: _by_hand(cluster, "POST", node),
+                START_DEADLINE_S,
+                f"{node.url} is added",
+            )
+            node.argv = [
+                *(BEFORE.get(word, word) for word in node.argv),
+                "--router",
+                f"udp://127.0.0.1:{heartbeats}",
+            ]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
         cluster.wait_met(4)
         yield cluster
@@ -83,11 +109,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
 
 
 def _by_hand(cluster: Cluster, how: str, node: Process) -> bool:
-    """Have the router add (POST) or forget (DELETE) what an operator says of a node; whether it has."""
+    """Have the router add (POST) or forget (DELETE) what an operator says of a node; whether it
+    has.
+    """
     operator = {"authorization": f"Bearer {KEYS['KVRELAY_ADMIN_KEY']}"}
-    spec = {"json": {"url": node.url, "role": node.role}} if how == "POST" else {"params": {"url": node.url}}
+    spec = (
+        {"json": {"url": node.url, "role": node.role}}
+        if how == "POST"
+        else {"params": {"url": node.url}}
+    )
     try:
-        return httpx2.request(how, f"{cluster.url}/admin/nodes", headers=operator, timeout=5, **spec).is_success
+        return httpx2.request(
+            how, f"{cluster.url}/admin/nodes", headers=operator, timeout=5, **spec
+        ).is_success
     except httpx2.ConnectError:
         return False
 
@@ -108,12 +142,16 @@ def connections(node: Process) -> list[str]:
 
 def test_the_nodes_begin_with_the_release_before(cluster: Cluster, before: dict[str, str]) -> None:
     if "PYTHONPATH" not in before:
-        pytest.skip("the history of this repository is not here, so nodes of the same release are restarted")
+        pytest.skip(
+            "the history of this repository is not here, so nodes of the same release are restarted"
+        )
     assert {(node["up"], node["release"]) for node in health(cluster)["nodes"]} == {(True, "")}
 
 
 def settled(cluster: Cluster, name: str) -> float:
-    """The sum over all decode nodes. Those of the release before tell their numbers twice a second, whoever asks."""
+    """The sum over all decode nodes. Those of the release before tell their numbers twice a second,
+    whoever asks.
+    """
     told = [-1.0]
 
     def same() -> bool:
@@ -130,7 +168,12 @@ def test_the_first_request_finds_its_pair_connected(cluster: Cluster) -> None:
     assert health(cluster)["pairs"] == {"met": 4, "failed": []}
     fetched = settled(cluster, "kvrelay_fetches_total")
     for at in range(4):
-        body = {"model": "best", "prompt": f"{at} " + "x" * 100, "max_tokens": 4, "ignore_eos": True}
+        body = {
+            "model": "best",
+            "prompt": f"{at} " + "x" * 100,
+            "max_tokens": 4,
+            "ignore_eos": True,
+        }
         answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200
         assert answer.json()["model"] == "tiny"
@@ -140,11 +183,20 @@ def test_the_first_request_finds_its_pair_connected(cluster: Cluster) -> None:
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, at: int, stop: asyncio.Event) -> int:
-    """Ask for one answer after the other until told to stop; how many there were. Each must be whole."""
+    """Ask for one answer after the other until told to stop; how many there were. Each must be
+    whole.
+    """
     done = 0
     while not stop.is_set():
-        body = {"model": "tiny", "prompt": f"{at} {done} " + "y" * 60, "max_tokens": TOKENS, "ignore_eos": True}
-        async with session.post(f"{url}/v1/completions", json=body | {"stream": True, "temperature": 0}) as answer:
+        body = {
+            "model": "tiny",
+            "prompt": f"{at} {done} " + "y" * 60,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+        }
+        async with session.post(
+            f"{url}/v1/completions", json=body | {"stream": True, "temperature": 0}
+        ) as answer:
             text = await answer.text()
             assert answer.status == 200, text
         assert text.endswith("data: [DONE]\n\n"), text[-300:]
@@ -155,13 +207,20 @@ async def _stream(session: aiohttp.ClientSession, url: str, at: int, stop: async
 
 
 async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> None:
-    """By the operator's way (drain, see that it is idle, restart) and by SIGTERM alone; through either router."""
+    """By the operator's way (drain, see that it is idle, restart) and by SIGTERM alone; through
+    either router.
+    """
     stop = asyncio.Event()
     urls = [cluster.url, *(other.url for other in cluster.others)]
     generations = {node["url"]: node["generation"] for node in health(cluster)["nodes"]}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        streams = [asyncio.create_task(_stream(session, urls[at % 2], at, stop)) for at in range(STREAMS)]
-        by_router, by_node = ["--router", cluster.url, "--admin-key", "operator"], ["--node-api-key", "nodes"]
+        streams = [
+            asyncio.create_task(_stream(session, urls[at % 2], at, stop)) for at in range(STREAMS)
+        ]
+        by_router, by_node = (
+            ["--router", cluster.url, "--admin-key", "operator"],
+            ["--node-api-key", "nodes"],
+        )
         (p, q), (d, e) = cluster.of("prefill"), cluster.of("decode")
         for drained, how, other in ((p, by_router, d), (e, by_node, q)):
             await asyncio.to_thread(_restart, cluster, drained, how, other, generations)
@@ -170,7 +229,8 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
             await asyncio.to_thread(
                 wait_until,
                 lambda fetched=fetched: all(
-                    node.metric("kvrelay_fetches_total") >= before + MIXED for node, before in fetched.items()
+                    node.metric("kvrelay_fetches_total") >= before + MIXED
+                    for node, before in fetched.items()
                 ),
                 60,
                 f"{MIXED} hand-overs to each decode node",
@@ -182,19 +242,26 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     for router in (cluster.router, *cluster.others):
         assert router is not None
         broken = [line for line in router.log.read_text().splitlines() if "leg broke" in line]
-        # Whose heartbeats a router does not hear may have ended since its last health check: that leg goes elsewhere.
+        # Whose heartbeats a router does not hear may have ended since its last health check: that
+        # leg goes elsewhere.
         assert [line for line in broken if "Cannot connect to host" not in line] == []
     for url in urls:
         text = httpx2.get(f"{url}/metrics", timeout=5).text
-        assert set(re.findall(r'requests_total\{[^}]*path="/v1/completions",status="(\d+)"', text)) == {"200"}
-    assert {(node["release"], node["leg_version"]) for node in health(cluster)["nodes"]} == {(RELEASE, LEGS.newest)}
+        assert set(
+            re.findall(r'requests_total\{[^}]*path="/v1/completions",status="(\d+)"', text)
+        ) == {"200"}
+    assert {(node["release"], node["leg_version"]) for node in health(cluster)["nodes"]} == {
+        (RELEASE, LEGS.newest)
+    }
     # Nothing was computed twice: KV was fetched from prefill nodes that were ending.
     counted(cluster.of("decode"), "kvrelay_recomputed_prompts_total", 0)
     cluster.wait_met(4)
     cluster.all_blocks_free(within_s=15)
 
 
-def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process, was: dict[str, str]) -> None:
+def _restart(
+    cluster: Cluster, drained: Process, how: list[str], other: Process, was: dict[str, str]
+) -> None:
     """Restart two nodes, one of them drained before it is told to end."""
     assert cli.run(["drain", drained.url, *how, "--wait", "60"]) == 0
     answer = httpx2.get(f"{drained.url}/health", timeout=5)
@@ -212,12 +279,16 @@ def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process,
     def back(url: str) -> bool:
         seen = {node["url"]: node for node in nodes_of(url)["nodes"]}
         return all(
-            node.url in seen and seen[node.url]["up"] and seen[node.url]["generation"] != was[node.url]
+            node.url in seen
+            and seen[node.url]["up"]
+            and seen[node.url]["generation"] != was[node.url]
             for node in fresh
         )
 
     for router in (cluster.url, *(other.url for other in cluster.others)):
-        wait_until(lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes")
+        wait_until(
+            lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes"
+        )
 
 
 def udp_ports(process: Process) -> list[int]:
@@ -229,12 +300,22 @@ def test_heartbeats_open_one_udp_port_at_the_router_and_none_at_nodes(cluster: C
     argv = cluster.router.argv
     assert udp_ports(cluster.router) == [int(argv[argv.index("--heartbeat-port") + 1])]
     for node in cluster.nodes:
-        wait_until(lambda node=node: not udp_ports(node), 5, f"{node.url} has no UDP port between two beats")
+        wait_until(
+            lambda node=node: not udp_ports(node),
+            5,
+            f"{node.url} has no UDP port between two beats",
+        )
 
 
 def test_a_node_that_ends_is_forgotten_at_once(cluster: Cluster) -> None:
-    """Its last word reaches the router before it ends, or with it; three missed heartbeats would be ten seconds."""
+    """Its last word reaches the router before it ends, or with it; three missed heartbeats would be
+    ten seconds.
+    """
     node = cluster.of("decode")[0]
     node.kill(signal.SIGTERM)
     node.popen.wait(60)
-    wait_until(lambda: node.url not in {each["url"] for each in health(cluster)["nodes"]}, 5, "the router forgets it")
+    wait_until(
+        lambda: node.url not in {each["url"] for each in health(cluster)["nodes"]},
+        5,
+        "the router forgets it",
+    )

@@ -1,5 +1,6 @@
-"""What an operator sees of a running cluster: one trace for each request, log lines as JSON, and metrics that the
-dashboards and alerts can ask for."""
+"""What an operator sees of a running cluster: one trace for each request, log lines as JSON, and
+metrics that the dashboards and alerts can ask for.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Collector:
         told = ExportTraceServiceRequest.FromString(await request.read())
         for of in told.resource_spans:
             facts = {fact.key: fact.value.string_value for fact in of.resource.attributes}
-            self.spans += [(facts["service.name"], span) for scope in of.scope_spans for span in scope.spans]
+            self.spans += [
+                (facts["service.name"], span) for scope in of.scope_spans for span in scope.spans
+            ]
         return web.Response(content_type="application/x-protobuf")
 
     def _run(self) -> None:
@@ -87,7 +90,9 @@ def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> I
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         environment.setenv("KVRELAY_LOG_FORMAT", "json")
-        with running(folder, prefill=1, decode=1, flags=tiny_model(folder), router_flags=["--workers", "2"]) as ours:
+        with running(
+            folder, prefill=1, decode=1, flags=tiny_model(folder), router_flags=["--workers", "2"]
+        ) as ours:
             yield ours
 
 
@@ -109,9 +114,15 @@ def request_id(cluster: Cluster) -> str:
     return answer.headers["x-request-id"]
 
 
-def test_one_trace_has_all_stages_of_a_request(cluster: Cluster, collector: Collector, request_id: str) -> None:
+def test_one_trace_has_all_stages_of_a_request(
+    cluster: Cluster, collector: Collector, request_id: str
+) -> None:
     def whole() -> bool:
-        roots = {service for service, span in collector.of(TRACE) if "kvrelay.request_id" in attributes(span)}
+        roots = {
+            service
+            for service, span in collector.of(TRACE)
+            if "kvrelay.request_id" in attributes(span)
+        }
         return roots == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode"}
 
     wait_until(whole, 30, "the spans of all three processes")
@@ -133,34 +144,64 @@ def test_one_trace_has_all_stages_of_a_request(cluster: Cluster, collector: Coll
             assert parent.start_time_unix_nano - slack <= span.start_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano + slack
     assert by_service["kvrelay-router"] >= {"queue", "announce", "answer"}
-    assert by_service["kvrelay-prefill"] >= {"prefill leg", "prefill"}  # a queue that took no time is no span
-    assert by_service["kvrelay-decode"] >= {"decode leg", "transfer", "decode_queue", "first_step", "decode"}
+    assert by_service["kvrelay-prefill"] >= {
+        "prefill leg",
+        "prefill",
+    }  # a queue that took no time is no span
+    assert by_service["kvrelay-decode"] >= {
+        "decode leg",
+        "transfer",
+        "decode_queue",
+        "first_step",
+        "decode",
+    }
 
 
 def test_a_request_without_a_trace_begins_one(cluster: Cluster, collector: Collector) -> None:
     body = {"model": "tiny", "prompt": [6] * 50, "max_tokens": 2, "temperature": 0}
-    answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60)
+    answer = httpx2.post(
+        f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60
+    )
     assert answer.status_code == 200
 
     def mine() -> list[Any]:
-        return [span for _, span in collector.spans if attributes(span).get("kvrelay.request_id") == "mine-1"]
+        return [
+            span
+            for _, span in collector.spans
+            if attributes(span).get("kvrelay.request_id") == "mine-1"
+        ]
 
     (span,) = wait_until(mine, 30, "the router's span")
     assert not span.parent_span_id
-    wait_until(lambda: len({s for s, _ in collector.of(span.trace_id.hex())}) == 3, 30, "the nodes' spans")
+    wait_until(
+        lambda: len({s for s, _ in collector.of(span.trace_id.hex())}) == 3, 30, "the nodes' spans"
+    )
 
 
-def test_a_trace_that_its_client_does_not_keep_is_not_sent(cluster: Cluster, collector: Collector) -> None:
+def test_a_trace_that_its_client_does_not_keep_is_not_sent(
+    cluster: Cluster, collector: Collector
+) -> None:
     unkept = TRACE.replace("4", "5")
     body = {"model": "tiny", "prompt": [7] * 50, "max_tokens": 2, "temperature": 0}
     for trace, flags in ((unkept, "00"), (TRACE.replace("4", "6"), "01")):
         headers = {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
-        assert httpx2.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
-    wait_until(lambda: len({s for s, _ in collector.of(TRACE.replace("4", "6"))}) == 3, 30, "the later request's spans")
+        assert (
+            httpx2.post(
+                f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60
+            ).status_code
+            == 200
+        )
+    wait_until(
+        lambda: len({s for s, _ in collector.of(TRACE.replace("4", "6"))}) == 3,
+        30,
+        "the later request's spans",
+    )
     assert not collector.of(unkept)
 
 
-def test_log_lines_are_json_with_the_ids_of_request_and_trace(cluster: Cluster, request_id: str) -> None:
+def test_log_lines_are_json_with_the_ids_of_request_and_trace(
+    cluster: Cluster, request_id: str
+) -> None:
     assert cluster.router is not None
     for process in (cluster.router, *cluster.nodes):
         lines = wait_until(lambda process=process: ended(process.log, request_id), 10, "its line")
@@ -184,11 +225,15 @@ def samples(cluster: Cluster, request_id: str) -> dict[str, set[frozenset[tuple[
     router = f"{cluster.router.url}/metrics"
     # Workers tell once a second what they have counted, both of them.
     wait_until(
-        lambda: "kvrelay_router_requests_total{" in httpx2.get(router, timeout=10).text, 5, "the request counted"
+        lambda: "kvrelay_router_requests_total{" in httpx2.get(router, timeout=10).text,
+        5,
+        "the request counted",
     )
     found: dict[str, set[frozenset[tuple[str, str]]]] = defaultdict(set)
     for process in (cluster.router, *cluster.nodes):
-        for family in text_string_to_metric_families(httpx2.get(f"{process.url}/metrics", timeout=10).text):
+        for family in text_string_to_metric_families(
+            httpx2.get(f"{process.url}/metrics", timeout=10).text
+        ):
             for sample in family.samples:
                 found[sample.name].add(frozenset(sample.labels.items()))
     return found
@@ -212,15 +257,21 @@ def test_every_metric_and_label_that_is_asked_for_exists(
             assert how == "=~" or value in values, f"{metric} has no {label}={value}"
 
 
-def test_the_reference_names_all_that_is_served(samples: dict[str, set[frozenset[tuple[str, str]]]]) -> None:
+def test_the_reference_names_all_that_is_served(
+    samples: dict[str, set[frozenset[tuple[str, str]]]],
+) -> None:
     facts = {fact.name: fact for fact in metrics_reference()}
     for name, series in samples.items():
         bare = name if name in facts else re.sub(r"_(bucket|sum|count|created)$", "", name)
         if name.endswith("_created") and f"{bare}_total" in facts:
             bare = f"{bare}_total"
         assert bare in facts, name
-        assert {label for labels in series for label, _ in labels} - {"le"} <= set(facts[bare].labels), name
+        assert {label for labels in series for label, _ in labels} - {"le"} <= set(
+            facts[bare].labels
+        ), name
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes
+    }

@@ -1,4 +1,6 @@
-"""What a decode node answers that computes the prompt, too, as real processes: the same as two nodes do."""
+"""What a decode node answers that computes the prompt, too, as real processes: the same as two
+nodes do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def cluster(small: Cluster) -> Cluster:
 def alone(cluster: Cluster):
     """A router whose only prefill node is not there."""
     nobody = f"http://127.0.0.1:{free_port()}"
-    router = cluster.start("router", [f"--prefill={nobody}", f"--decode={cluster.of('decode')[0].url}"])
+    router = cluster.start(
+        "router", [f"--prefill={nobody}", f"--decode={cluster.of('decode')[0].url}"]
+    )
     try:
         wait_until(lambda: status(router) == "degraded", 60, "the decode node is up")
         yield router
@@ -42,12 +46,22 @@ def status(router: Process) -> str:
     return str(answer.json()["status"])
 
 
-def ask(router: Process, fields: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+def ask(
+    router: Process, fields: dict[str, Any], path: str = "/v1/completions"
+) -> list[dict[str, Any]]:
     """The answer's JSON bodies without what differs from one answer to the next."""
-    body = {"model": "tiny", "temperature": 0.9, "seed": 5, "max_tokens": 24, "ignore_eos": True} | fields
+    body = {
+        "model": "tiny",
+        "temperature": 0.9,
+        "seed": 5,
+        "max_tokens": 24,
+        "ignore_eos": True,
+    } | fields
     answer = httpx2.post(router.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [answer.text]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [
+        answer.text
+    ]
     bodies = [json.loads(line) for line in lines]
     for each in bodies:
         each.pop("id")
@@ -58,7 +72,11 @@ def ask(router: Process, fields: dict[str, Any], path: str = "/v1/completions") 
 def text_of(bodies: list[dict[str, Any]]) -> dict[int, str]:
     texts: dict[int, str] = {}
     for choice in (choice for body in bodies for choice in body["choices"]):
-        said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+        said = (
+            choice.get("text")
+            or (choice.get("delta") or choice.get("message") or {}).get("content")
+            or ""
+        )
         texts[choice["index"]] = texts.get(choice["index"], "") + said
     return texts
 
@@ -119,14 +137,18 @@ def test_a_stream_is_equal_and_the_first_chunk_has_the_role(
     assert logprobs[0] == logprobs[1]
 
 
-def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(cluster: Cluster, alone: Process) -> None:
+def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(
+    cluster: Cluster, alone: Process
+) -> None:
     before = alone.metric("kvrelay_router_local_prefills_total")
     (answer,) = ask(alone, {"prompt": PROMPT, "include_metrics": True})
     stages = answer["kvrelay"]
     assert {"queue_ms", "prefill_ms", "decode_ms", "total_ms"} <= set(stages)
     assert not {"transfer_ms", "announce_ms", "decode_queue_ms"} & set(stages)
     # The router sees more than the node: the way there and back.
-    parts = sum(took for name, took in stages.items() if name in ("queue_ms", "prefill_ms", "decode_ms"))
+    parts = sum(
+        took for name, took in stages.items() if name in ("queue_ms", "prefill_ms", "decode_ms")
+    )
     assert 0 < parts <= stages["total_ms"] + 1.0
     assert alone.metric("kvrelay_router_local_prefills_total") == before + 1
     assert (
@@ -138,15 +160,28 @@ def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(cluster: C
     assert cluster.router.metric("kvrelay_router_disaggregated_total") > 0
 
 
-def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(cluster: Cluster) -> None:
+def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(
+    cluster: Cluster,
+) -> None:
     (prefill,) = cluster.of("prefill")
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": asked, "cache_salt": "renewed"}
-    given = httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()["kv_transfer_params"]
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "kv_transfer_params": asked,
+        "cache_salt": "renewed",
+    }
+    given = httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()[
+        "kv_transfer_params"
+    ]
     until = time.monotonic() + 1.6 * SMALL_LEASE_S
     with httpx2.Client(timeout=30) as client:
         while time.monotonic() < until:
-            told = client.post(f"{prefill.url}/kv/renew", json={"request_ids": [given["remote_request_id"], "unknown"]})
+            told = client.post(
+                f"{prefill.url}/kv/renew",
+                json={"request_ids": [given["remote_request_id"], "unknown"]},
+            )
             assert told.status_code == 200
             time.sleep(0.2)
     free, total = prefill.free_blocks()
@@ -160,5 +195,9 @@ def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:
         assert kv["fingerprint"]["kv_dtype"] == "float32"
         assert kv["fingerprint"]["block_tokens"] == 16
         assert "nixl" in kv["planes"]
-        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (SMALL_LEASE_S, True, "127.0.0.1")
+        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (
+            SMALL_LEASE_S,
+            True,
+            "127.0.0.1",
+        )
     assert facts[0] == facts[1]

@@ -1,7 +1,8 @@
-"""Client libraries that people use, each doing what its users do through a 1P1D cluster: URL and model changed alone.
+"""Client libraries that people use, each doing what its users do through a 1P1D cluster: URL and
+model changed alone.
 
-Most want another version of the official client than our other tests, so they live in environments of their own
-(conftest.py). The table in docs/guides/clients.md names those that run here.
+Most want another version of the official client than our other tests, so they live in environments
+of their own (conftest.py). The table in docs/guides/clients.md names those that run here.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ KEY, MODEL = EMBEDDED_KEY, "SmolLM2-135M-Instruct"
 SCRIPTS = Path(__file__).parents[1] / "clients"
 DEADLINE_S = 240.0
 NUMBERS = {"a": 2, "b": 3}
-COMPLETE = ["anthropic", "langchain", "litellm", "llama_index", "llm", "openai", "our openai", "pydantic_ai"]
+COMPLETE = [
+    "anthropic",
+    "langchain",
+    "litellm",
+    "llama_index",
+    "llm",
+    "openai",
+    "our openai",
+    "pydantic_ai",
+]
 COMPLETE += ["npm ai", "npm openai"]
-"""The clients that show all that is common: an answer, a stream, a tool call, an object and an error."""
+"""The clients that show all that is common: an answer, a stream, a tool call, an object and an
+error.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,9 @@ def url(embedded: Cluster) -> Iterator[str]:
 
 
 def run(request: pytest.FixtureRequest, name: str, url: str) -> dict[str, Any]:
-    """Return what a client's script printed last. Our own environment has the newest of OpenAI's and Anthropic's."""
+    """Return what a client's script printed last. Our own environment has the newest of OpenAI's
+    and Anthropic's.
+    """
     kind, _, script = name.rpartition(" ")
     if kind == "npm":
         command = [request.getfixturevalue("node_clients"), str(SCRIPTS / f"{script}_client.mjs")]
@@ -47,7 +61,11 @@ def run(request: pytest.FixtureRequest, name: str, url: str) -> dict[str, Any]:
         command = [python, str(SCRIPTS / f"{script}_client.py")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, url, KEY, MODEL], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+        [*command, url, KEY, MODEL],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -86,13 +104,17 @@ def assert_is_response(kinds: list[str]) -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_instructor_gets_objects_by_tool_and_by_schema(request: pytest.FixtureRequest, url: str) -> None:
+def test_instructor_gets_objects_by_tool_and_by_schema(
+    request: pytest.FixtureRequest, url: str
+) -> None:
     found = run(request, "instructor", url)
     assert len(found) == 2
     assert all(map(is_person, found.values()))
 
 
-def test_an_agent_calls_its_tool_over_the_responses_api(request: pytest.FixtureRequest, url: str) -> None:
+def test_an_agent_calls_its_tool_over_the_responses_api(
+    request: pytest.FixtureRequest, url: str
+) -> None:
     found = run(request, "agents", url)
     assert found["asked"] == [["add", NUMBERS]]
     assert found["said"]

@@ -1,4 +1,6 @@
-"""Hand-overs that begin before the prompt is computed, among real processes: long prompts in many small chunks."""
+"""Hand-overs that begin before the prompt is computed, among real processes: long prompts in many
+small chunks.
+"""
 
 import json
 import re
@@ -20,7 +22,14 @@ LAST = 8
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
     flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "16"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(16 << 20),
+        "--max-num-batched-tokens",
+        "16",
+    ]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-enable-prefix-caching"]
     with running(folder, prefill=2, decode=2, flags=flags) as ours:
         yield ours
@@ -39,7 +48,13 @@ class Answer(threading.Thread):
     def __init__(self, cluster: Cluster, seed: int, timeout_s: float = 60) -> None:
         super().__init__(daemon=True)
         prompt = [2 + (seed * 7919 + i * i) % 300 for i in range(TOKENS)]
-        self.body = {"model": "tiny", "prompt": prompt, "max_tokens": LAST, "temperature": 0, "ignore_eos": True}
+        self.body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": LAST,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         self.url, self.timeout_s = f"{cluster.url}/v1/completions", timeout_s
         self.answer: dict = {}
         self.start()
@@ -99,20 +114,46 @@ def test_nearly_all_of_a_transfer_is_hidden_behind_the_prompt(cluster):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(cluster, stream):
-    """They are those of one request, so they add up: what follows the prefill is announce, exposed, queue, step."""
+    """They are those of one request, so they add up: what follows the prefill is announce, exposed,
+    queue, step.
+    """
     prompt = [2 + (31 * i * i) % 300 for i in range(TOKENS // 2)]
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": LAST, "temperature": 0, "ignore_eos": True, "seed": 1}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": LAST,
+        "temperature": 0,
+        "ignore_eos": True,
+        "seed": 1,
+    }
     body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     plain = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert "kvrelay" not in plain.text
-    answer = httpx2.post(f"{cluster.url}/v1/completions", json={**body, "include_metrics": True}, timeout=60)
-    last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text)
+    answer = httpx2.post(
+        f"{cluster.url}/v1/completions", json={**body, "include_metrics": True}, timeout=60
+    )
+    last = json.loads(
+        answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    )
     assert last["usage"]["completion_tokens"] == LAST
     ms = last["kvrelay"]
-    stages = ["queue", "prefill", "announce", "transfer", "exposed", "decode_queue", "first_step", "decode", "total"]
+    stages = [
+        "queue",
+        "prefill",
+        "announce",
+        "transfer",
+        "exposed",
+        "decode_queue",
+        "first_step",
+        "decode",
+        "total",
+    ]
     assert list(ms) == [f"{name}_ms" for name in stages]
     assert all(took >= 0 for took in ms.values())
-    assert min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total")) > 0
+    assert (
+        min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total"))
+        > 0
+    )
     assert ms["exposed_ms"] <= ms["transfer_ms"] < ms["total_ms"]
     assert ms["queue_ms"] + ms["prefill_ms"] + ms["decode_ms"] < ms["total_ms"]
     assert ms["first_step_ms"] < ms["decode_ms"]
@@ -148,7 +189,11 @@ def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
 
 def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cluster):
     expected = Answer(cluster, 5).text()
-    names = "kvrelay_fetch_kept_blocks_total", "vllm:prompt_tokens_total", "kvrelay_fetches_failed_total"
+    names = (
+        "kvrelay_fetch_kept_blocks_total",
+        "vllm:prompt_tokens_total",
+        "kvrelay_fetches_failed_total",
+    )
     kept, computed, failed = (total(cluster, "decode", name) for name in names)
     there = {node.port: node.metric("vllm:prompt_tokens_total") for node in cluster.of("prefill")}
     answer = Answer(cluster, 5)
@@ -161,7 +206,11 @@ def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cl
     victim.kill(signal.SIGKILL)
     try:
         assert answer.text() == expected
-        wait_until(lambda: total(cluster, "decode", names[1]) > computed, 5, "the count of what was computed")
+        wait_until(
+            lambda: total(cluster, "decode", names[1]) > computed,
+            5,
+            "the count of what was computed",
+        )
         kept = total(cluster, "decode", names[0]) - kept
         assert kept * 16 > TOKENS / 20
         assert total(cluster, "decode", names[1]) - computed == TOKENS - kept * 16
@@ -170,7 +219,9 @@ def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cl
         restored(cluster, victim)
 
 
-def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_second_prefill(cluster):
+def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_second_prefill(
+    cluster,
+):
     expected = Answer(cluster, 3).text()
     computed = total(cluster, "prefill", "vllm:prompt_tokens_total")
     here = {node.port: node.metric("vllm:prompt_tokens_total") for node in cluster.of("decode")}

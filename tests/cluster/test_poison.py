@@ -1,4 +1,6 @@
-"""A request that kills every node that it reaches, over real processes: two of four die, and the others go on."""
+"""A request that kills every node that it reaches, over real processes: two of four die, and the
+others go on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ STREAMS = 4
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("poison")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
+    flags = [
+        *tiny_model(folder),
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(8 << 20),
+    ]
     fault = Path(__file__).parent / "poison_fault"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))
@@ -36,7 +44,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def ask(cluster: Cluster, user: str, **fields: Any) -> httpx2.Response:
-    body = {"model": "tiny", "prompt": "x" * 60, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "user": user}
+    body = {
+        "model": "tiny",
+        "prompt": "x" * 60,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "user": user,
+    }
     return httpx2.post(f"{cluster.url}/v1/completions", json=body | fields, timeout=60)
 
 
@@ -52,13 +67,22 @@ def outcome(cluster: Cluster, name: str) -> float:
 
 
 @pytest.mark.parametrize("what", ["kill-http", "kill-engine"])
-def test_two_nodes_die_of_it_and_then_it_reaches_none_for_a_while(cluster: Cluster, what: str) -> None:
-    fault, stopped, refused = cluster.folder / "fault", outcome(cluster, "stopped"), outcome(cluster, "refused")
+def test_two_nodes_die_of_it_and_then_it_reaches_none_for_a_while(
+    cluster: Cluster, what: str
+) -> None:
+    fault, stopped, refused = (
+        cluster.folder / "fault",
+        outcome(cluster, "stopped"),
+        outcome(cluster, "refused"),
+    )
     fault.touch()
     answers: list[str] = []
     streams = [
         threading.Thread(
-            target=lambda at=at: answers.append(ask(cluster, f"{at}", stream=True, max_tokens=100).text), daemon=True
+            target=lambda at=at: answers.append(
+                ask(cluster, f"{at}", stream=True, max_tokens=100).text
+            ),
+            daemon=True,
         )
         for at in range(STREAMS)
     ]
@@ -75,13 +99,17 @@ def test_two_nodes_die_of_it_and_then_it_reaches_none_for_a_while(cluster: Clust
     for stream in streams:
         stream.join(60)
     assert len(answers) == STREAMS
-    assert all(text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text for text in answers)
+    assert all(
+        text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text for text in answers
+    )
     assert len(dead(cluster)) == 2
     assert (outcome(cluster, "stopped"), outcome(cluster, "refused")) == (stopped + 1, refused + 1)
     for node in dead(cluster):
         cluster.wait_ready(cluster.restart(node))
     fault.unlink()  # its cause is mended
-    wait_until(lambda: ask(cluster, what).status_code == 200, 2 * REFUSED_S, "it may come again", 0.5)
+    wait_until(
+        lambda: ask(cluster, what).status_code == 200, 2 * REFUSED_S, "it may come again", 0.5
+    )
     assert dead(cluster) == []
     cluster.all_blocks_free(within_s=15)
 
@@ -93,19 +121,31 @@ def test_nodes_that_end_in_order_count_nothing(cluster: Cluster) -> None:
     for node in prefill:
         (engine,) = children(node.popen.pid, b"node.engine_process")
         os.kill(engine, signal.SIGSTOP)  # it answers nothing
-    asking = threading.Thread(target=lambda: answers.append(ask(cluster, "in order").status_code), daemon=True)
+    asking = threading.Thread(
+        target=lambda: answers.append(ask(cluster, "in order").status_code), daemon=True
+    )
     asking.start()
     for _ in prefill:
-        node = wait_until(lambda: next((node for node in prefill if _requests(node)), None), 15, "a node has it")
+        node = wait_until(
+            lambda: next((node for node in prefill if _requests(node)), None), 15, "a node has it"
+        )
         node.kill(signal.SIGTERM)
-        wait_until(lambda node=node: _seen(cluster, node)["reason"] == "it is draining", 10, "the router knows")
+        wait_until(
+            lambda node=node: _seen(cluster, node)["reason"] == "it is draining",
+            10,
+            "the router knows",
+        )
         node.kill(signal.SIGTERM)  # at once
         node.popen.wait(30)
     asking.join(60)
     assert answers == [200]
     for node in prefill:
         cluster.wait_ready(cluster.restart(node))
-    wait_until(lambda: all(_seen(cluster, node)["up"] for node in prefill), 30, "the router takes them back")
+    wait_until(
+        lambda: all(_seen(cluster, node)["up"] for node in prefill),
+        30,
+        "the router takes them back",
+    )
     cluster.all_blocks_free(within_s=15)
 
 

@@ -1,4 +1,6 @@
-"""Two prefill and two decode nodes: a prompt goes to where its beginning is, as long as it is there."""
+"""Two prefill and two decode nodes: a prompt goes to where its beginning is, as long as it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.cluster
 
 BLOCK = 16
 SHARED = 500
-# Of the estimate, which goes by text, against what the node finds: where a token ends in the text is not known.
+# Of the estimate, which goes by text, against what the node finds: where a token ends in the text
+# is not known.
 NEARLY = 2 * BLOCK
 
 
@@ -34,7 +37,9 @@ def ids(name: int, count: int) -> list[int]:
 class Answer:
     """A request's tokens, what was cached of it, and where it was."""
 
-    def __init__(self, cluster: Cluster, prompt: list[int], at: Process | None = None, max_tokens: int = 4) -> None:
+    def __init__(
+        self, cluster: Cluster, prompt: list[int], at: Process | None = None, max_tokens: int = 4
+    ) -> None:
         name = uuid.uuid4().hex
         body = {
             "model": "tiny",
@@ -45,22 +50,34 @@ class Answer:
             "return_token_ids": True,
         }
         url = cluster.url if at is None else at.url
-        answer = httpx2.post(f"{url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+        answer = httpx2.post(
+            f"{url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60
+        )
         assert answer.status_code == 200, answer.text
         self.token_ids = answer.json()["choices"][0]["token_ids"]
         self.cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         if at is None:
             assert cluster.router is not None
             log = cluster.router.log
-            line = wait_until(lambda: re.search(rf"id={name} .*", log.read_text()), 10, "the router's log line")
-            self.prefill, self.decode = (re.search(rf" {role}=(\S+)", line[0])[1] for role in ("prefill", "decode"))
+            line = wait_until(
+                lambda: re.search(rf"id={name} .*", log.read_text()), 10, "the router's log line"
+            )
+            self.prefill, self.decode = (
+                re.search(rf" {role}=(\S+)", line[0])[1] for role in ("prefill", "decode")
+            )
 
 
 def told(cluster: Cluster, blocks: float) -> None:
-    """All nodes are listened to, and the router has heard of so many blocks, stored and removed, at least."""
+    """All nodes are listened to, and the router has heard of so many blocks, stored and removed, at
+    least.
+    """
     router = cluster.router
     assert router is not None
-    wait_until(lambda: router.metric("kvrelay_router_kv_event_doubted_nodes") == 0, 20, "all nodes are listened to")
+    wait_until(
+        lambda: router.metric("kvrelay_router_kv_event_doubted_nodes") == 0,
+        20,
+        "all nodes are listened to",
+    )
     name = "kvrelay_router_kv_event_blocks_total"
     wait_until(lambda: router.metric(name) >= blocks, 20, f"events of {blocks} blocks")
 
@@ -69,7 +86,10 @@ def counted(cluster: Cluster) -> tuple[float, float]:
     """Cached tokens of prompts so far: estimated by the router, reported by the nodes."""
     assert cluster.router is not None
     text = httpx2.get(f"{cluster.url}/metrics", timeout=5).text
-    found = {by: re.search(rf'cached_prompt_tokens_total{{by="{by}"}} (\S+)', text) for by in ("estimate", "report")}
+    found = {
+        by: re.search(rf'cached_prompt_tokens_total{{by="{by}"}} (\S+)', text)
+        for by in ("estimate", "report")
+    }
     estimate, report = (0.0 if match is None else float(match[1]) for match in found.values())
     return estimate, report
 
@@ -92,11 +112,14 @@ def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
     assert abs(estimated - reported) <= 6 * NEARLY
     assert router.metric("kvrelay_router_kv_event_gaps_total") == 0
 
-    # A turn later the text holds what the decode node has generated, which no prefill node has computed.
+    # A turn later the text holds what the decode node has generated, which no prefill node has
+    # computed.
     turn = Answer(cluster, ids(3, SHARED), max_tokens=100)
     told(cluster, 6 * blocks + (SHARED + 99) // BLOCK - blocks)
     for _ in range(3):
-        assert Answer(cluster, [*ids(3, SHARED), *turn.token_ids, *ids(4, 20)]).decode == turn.decode
+        assert (
+            Answer(cluster, [*ids(3, SHARED), *turn.token_ids, *ids(4, 20)]).decode == turn.decode
+        )
 
 
 def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:

@@ -1,4 +1,5 @@
-"""A real Prometheus (Debian's package) scrapes 2P2D under load; all queries of dashboards and alerts work.
+"""A real Prometheus (Debian's package) scrapes 2P2D under load; all queries of dashboards and
+alerts work.
 
 Skipped where it is not installed: `apt-get install prometheus`.
 """
@@ -22,7 +23,9 @@ from real_cluster import Cluster, free_port, running, tiny_model, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus here (apt-get install prometheus)"),
+    pytest.mark.skipif(
+        not shutil.which("prometheus"), reason="no Prometheus here (apt-get install prometheus)"
+    ),
 ]
 
 SCRAPES = 6
@@ -49,7 +52,11 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("scraped")
-    flags = [*tiny_model(folder), "--speculative-config", '{"num_speculative_tokens": 2, "prompt_lookup_min": 1}']
+    flags = [
+        *tiny_model(folder),
+        "--speculative-config",
+        '{"num_speculative_tokens": 2, "prompt_lookup_min": 1}',
+    ]
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--workers", "2"]) as ours:
         yield ours
 
@@ -60,7 +67,13 @@ def load(cluster: Cluster) -> Iterator[None]:
     over = threading.Event()
 
     def stream() -> None:
-        body = {"model": "tiny", "max_tokens": 16, "stream": True, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "max_tokens": 16,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         at = 0
         while not over.wait(0.15):
             at += 1
@@ -77,7 +90,9 @@ def load(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(cluster: Cluster, load: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def prometheus(
+    cluster: Cluster, load: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
     """With the rules that operators get, and all processes of the cluster as targets."""
     assert cluster.router is not None
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
@@ -99,7 +114,10 @@ def prometheus(cluster: Cluster, load: None, tmp_path_factory: pytest.TempPathFa
         wait_until(lambda: answers(ours, process, folder / "log"), 60, "Prometheus answers", 0.1)
         scraped = "min(count_over_time(kvrelay_router_requests_total[1m]))"
         wait_until(
-            lambda: (found := ours.value(scraped)) and float(found[0]["value"][1]) >= SCRAPES, 60, "scrapes", 0.2
+            lambda: (found := ours.value(scraped)) and float(found[0]["value"][1]) >= SCRAPES,
+            60,
+            "scrapes",
+            0.2,
         )
         yield ours
     finally:
@@ -118,10 +136,14 @@ def answers(prometheus: Prometheus, process: subprocess.Popen[bytes], log: Path)
 def test_all_processes_are_scraped(prometheus: Prometheus, cluster: Cluster) -> None:
     targets = prometheus.ask("targets", state="active")["activeTargets"]
     assert len(targets) == 5
-    assert {target["health"] for target in targets} == {"up"}, [target["lastError"] for target in targets]
+    assert {target["health"] for target in targets} == {"up"}, [
+        target["lastError"] for target in targets
+    ]
 
 
-@pytest.mark.parametrize("query", [each for each in asked() if ": " in each.where], ids=lambda query: query.where)
+@pytest.mark.parametrize(
+    "query", [each for each in asked() if ": " in each.where], ids=lambda query: query.where
+)
 def test_every_query_of_the_dashboards_returns_data(prometheus: Prometheus, query: Asked) -> None:
     found = prometheus.value(query.expr.replace("$__rate_interval", INSTANT))
     assert found, query.expr
@@ -137,7 +159,10 @@ def test_the_queries_measure_what_goes_on(prometheus: Prometheus) -> None:
     assert one("sum(rate(kvrelay_router_requests_total[6s]))") > 0
     assert one("sum(rate(kvrelay_fetched_bytes_total[6s]))") > 0
     assert one('count(vllm:kv_cache_usage_perc{role="decode"})') == 2
-    ttft = one("histogram_quantile(0.5, sum by (le) (rate(kvrelay_router_time_to_first_token_seconds_bucket[6s])))")
+    ttft = one(
+        "histogram_quantile(0.5, sum by (le) "
+        "(rate(kvrelay_router_time_to_first_token_seconds_bucket[6s])))"
+    )
     assert 0 < ttft < 30
     assert not math.isnan(ttft)
 
@@ -147,5 +172,9 @@ def test_the_rules_are_evaluated_without_an_error(prometheus: Prometheus) -> Non
     ours = yaml.safe_load((MONITORING / "prometheus" / "kvrelay.rules.yml").read_text())
     assert len(group["rules"]) == len(ours["groups"][0]["rules"])
     wait_until(
-        lambda: {rule["health"] for rule in prometheus.ask("rules")["groups"][0]["rules"]} == {"ok"}, 20, "evaluation"
+        lambda: (
+            {rule["health"] for rule in prometheus.ask("rules")["groups"][0]["rules"]} == {"ok"}
+        ),
+        20,
+        "evaluation",
     )

@@ -1,6 +1,8 @@
-"""Real nodes change their roles under streams: none is harmed, what is asked next uses the new ratio, and back again.
+"""Real nodes change their roles under streams: none is harmed, what is asked next uses the new
+ratio, and back again.
 
-Two routers: one with a list of nodes and two processes, one that hears heartbeats. Both follow the nodes.
+Two routers: one with a list of nodes and two processes, one that hears heartbeats. Both follow the
+nodes.
 """
 
 from __future__ import annotations
@@ -32,17 +34,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """2P1D."""
     folder = tmp_path_factory.mktemp("roles")
     beats = free_port()
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
+    flags = [
+        *tiny_model(folder),
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(8 << 20),
+    ]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--router", f"udp://127.0.0.1:{beats}"]
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "prefill", "decode")]
-        every = ["--strict-roles", "--prefill-policy", "round_robin", "--decode-policy", "round_robin"]
+        every = [
+            "--strict-roles",
+            "--prefill-policy",
+            "round_robin",
+            "--decode-policy",
+            "round_robin",
+        ]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*listed, *every, "--workers", "2"])
         cluster.others = [cluster.start("router", ["--heartbeat-port", str(beats), *every])]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
-        wait_until(lambda: all(ratio(url) == (2, 1) for url in urls(cluster)), 60, "both routers see 2P1D")
+        wait_until(
+            lambda: all(ratio(url) == (2, 1) for url in urls(cluster)), 60, "both routers see 2P1D"
+        )
         cluster.wait_met(2)
         yield cluster
     finally:
@@ -67,15 +83,28 @@ def all_workers_see(cluster: Cluster, wanted: tuple[int, int]) -> None:
     """Each process of the first router, which tells once a second what it sees."""
 
     def seen() -> bool:
-        picture = json.loads(httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=5).content)
-        by_role = [[node for node in picture["nodes"] if node["role"] == role] for role in ("prefill", "decode")]
-        return tuple(map(len, by_role)) == wanted and all(node["up_in"] == 2 for nodes in by_role for node in nodes)
+        picture = json.loads(
+            httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=5).content
+        )
+        by_role = [
+            [node for node in picture["nodes"] if node["role"] == role]
+            for role in ("prefill", "decode")
+        ]
+        return tuple(map(len, by_role)) == wanted and all(
+            node["up_in"] == 2 for nodes in by_role for node in nodes
+        )
 
     wait_until(seen, 3.0, f"all processes see {wanted}")
 
 
 def body(at: int) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": f"{at} " + "y" * 60, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    return {
+        "model": "tiny",
+        "prompt": f"{at} " + "y" * 60,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
 
 
 def text_of(events: str) -> str:
@@ -83,12 +112,16 @@ def text_of(events: str) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-async def stream(session: aiohttp.ClientSession, url: str, at: int, wanted: list[str], stop: asyncio.Event) -> int:
+async def stream(
+    session: aiohttp.ClientSession, url: str, at: int, wanted: list[str], stop: asyncio.Event
+) -> int:
     """Ask for one answer after the other until told to stop; each must be what it is undisturbed."""
     done = 0
     while not stop.is_set():
         which = (at + done) % PROMPTS
-        async with session.post(f"{url}/v1/completions", json=body(which) | {"stream": True}) as answer:
+        async with session.post(
+            f"{url}/v1/completions", json=body(which) | {"stream": True}
+        ) as answer:
             text = await answer.text()
             assert answer.status == 200, text
         assert text.endswith("data: [DONE]\n\n"), text[-300:]
@@ -117,7 +150,10 @@ def flip(cluster: Cluster, node: Process, role: str, *flags: str) -> float:
 
 
 async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster: Cluster) -> None:
-    answers = [httpx2.post(f"{cluster.url}/v1/completions", json=body(at), timeout=60).json() for at in range(PROMPTS)]
+    answers = [
+        httpx2.post(f"{cluster.url}/v1/completions", json=body(at), timeout=60).json()
+        for at in range(PROMPTS)
+    ]
     wanted = [answer["choices"][0]["text"] for answer in answers]
     node = cluster.nodes[1]
     engine, blocks = node.popen.pid, node.free_blocks()[1]
@@ -125,34 +161,56 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
     stop = asyncio.Event()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         streams = [
-            asyncio.create_task(stream(session, urls(cluster)[at % 2], at, wanted, stop)) for at in range(STREAMS)
+            asyncio.create_task(stream(session, urls(cluster)[at % 2], at, wanted, stop))
+            for at in range(STREAMS)
         ]
-        for role, seen, by in (("decode", (1, 2), ("--router", cluster.url)), ("prefill", (2, 1), ())):
+        for role, seen, by in (
+            ("decode", (1, 2), ("--router", cluster.url)),
+            ("prefill", (2, 1), ()),
+        ):
             await asyncio.to_thread(flip, cluster, node, role, *by)
             for url in urls(cluster):
                 await asyncio.to_thread(
-                    wait_until, lambda url=url, seen=seen: ratio(url) == seen, 30, f"{url} sees {seen}"
+                    wait_until,
+                    lambda url=url, seen=seen: ratio(url) == seen,
+                    30,
+                    f"{url} sees {seen}",
                 )
-            await asyncio.to_thread(wait_until, lambda seen=seen: _seen(cluster, seen), 30, "all processes see it")
+            await asyncio.to_thread(
+                wait_until, lambda seen=seen: _seen(cluster, seen), 30, "all processes see it"
+            )
             gave, took = await asyncio.to_thread(handed_over, node)
             fresh = (
                 # An answer that goes on elsewhere as roles change again has fewer tokens here.
-                lambda took=took: handed_over(node)[1] > took + 4 and generated(node)["decode"] > 4 * TOKENS,
+                lambda took=took: (
+                    handed_over(node)[1] > took + 4 and generated(node)["decode"] > 4 * TOKENS
+                ),
                 lambda gave=gave: handed_over(node)[0] > gave + 4,
             )
-            await asyncio.to_thread(wait_until, fresh[role == "prefill"], 60, f"it serves as a {role} node")
-            assert not any(each.done() for each in streams), [each for each in streams if each.done()]
+            await asyncio.to_thread(
+                wait_until, fresh[role == "prefill"], 60, f"it serves as a {role} node"
+            )
+            assert not any(each.done() for each in streams), [
+                each for each in streams if each.done()
+            ]
         stop.set()
         assert min(await asyncio.gather(*streams)) > 0
     told = health(node.url)
-    assert (told["role"], told["flips"], told["generation"], node.popen.pid) == ("prefill", 2, generation, engine)
+    assert (told["role"], told["flips"], told["generation"], node.popen.pid) == (
+        "prefill",
+        2,
+        generation,
+        engine,
+    )
     assert node.free_blocks()[1] == blocks
     for router in (cluster.router, *cluster.others):
         assert router is not None
         assert [line for line in router.log.read_text().splitlines() if "leg broke" in line] == []
     for url in urls(cluster):
         text = httpx2.get(f"{url}/metrics", timeout=5).text
-        assert set(re.findall(r'requests_total\{[^}]*path="/v1/completions",status="(\d+)"', text)) == {"200"}
+        assert set(
+            re.findall(r'requests_total\{[^}]*path="/v1/completions",status="(\d+)"', text)
+        ) == {"200"}
     # Nothing was computed twice, and what each role did is counted apart.
     assert sum(each.metric("kvrelay_recomputed_prompts_total") for each in cluster.nodes) == 0
     text = httpx2.get(f"{node.url}/metrics", timeout=5).text
@@ -176,12 +234,16 @@ def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(
     (p, *_), d = cluster.of("prefill"), cluster.nodes[2]
     for wanted in ("aggregated", "chef"):
         answer = httpx2.post(f"{p.url}/admin/role", json={"role": wanted}, timeout=5)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
     assert cli.run(["role", p.url, "chef"]) == 2
     assert cli.run(["role", d.url, "prefill", "--router", cluster.url]) == 1
     assert "--force" in capsys.readouterr().err
     assert [health(node.url)["role"] for node in cluster.nodes] == ["prefill", "prefill", "decode"]
-    # Asked in the old role after it has changed, as by a router that does not know yet: nobody's fault.
+    # Asked in the old role after it has changed, as by a router that does not know yet: nobody's
+    # fault.
     flip(cluster, p, "decode", "--router", cluster.url)
     prefill_leg = body(0) | {"kv_transfer_params": {"do_remote_decode": True}}
     answer = httpx2.post(f"{p.url}/v1/completions", json=prefill_leg, timeout=5)
@@ -189,9 +251,13 @@ def test_a_role_that_it_cannot_have_and_the_last_of_a_role_are_refused(
     flip(cluster, p, "prefill", "--router", cluster.url)
 
 
-async def test_a_node_that_is_killed_while_it_flips_comes_back_in_the_role_of_its_start(cluster: Cluster) -> None:
+async def test_a_node_that_is_killed_while_it_flips_comes_back_in_the_role_of_its_start(
+    cluster: Cluster,
+) -> None:
     """By a stream that keeps the flip from ending; which goes on at another node."""
-    answer = httpx2.post(f"{cluster.url}/v1/completions", json=body(0) | {"max_tokens": 600}, timeout=60).json()
+    answer = httpx2.post(
+        f"{cluster.url}/v1/completions", json=body(0) | {"max_tokens": 600}, timeout=60
+    ).json()
     wanted, node = answer["choices"][0]["text"], cluster.nodes[1]
     await asyncio.to_thread(flip, cluster, node, "decode", "--router", cluster.url)
     wait_until(lambda: ratio(cluster.url) == (1, 2), 30, "1P2D")
@@ -209,7 +275,9 @@ async def test_a_node_that_is_killed_while_it_flips_comes_back_in_the_role_of_it
 
         await asyncio.to_thread(wait_until, begun, 30, "a stream on the node")
         asked = {"url": node.url, "role": "prefill"}
-        async with session.post(f"{cluster.url}/admin/nodes/role", json=asked, headers=cluster.operator) as answer:
+        async with session.post(
+            f"{cluster.url}/admin/nodes/role", json=asked, headers=cluster.operator
+        ) as answer:
             assert (answer.status, (await answer.json())["node"]["flips_to"]) == (200, "prefill")
         node.kill(signal.SIGKILL)
         assert await asyncio.gather(*streams) == [wanted] * 4

@@ -1,4 +1,5 @@
-"""A router of two processes finds that three decode nodes are too many for long prompts, and makes one a prefill node.
+"""A router of two processes finds that three decode nodes are too many for long prompts, and makes
+one a prefill node.
 
 All by itself: nobody asks for a change of roles, and no stream is harmed by it.
 """
@@ -28,12 +29,29 @@ CHANGES_WITHIN_S = 180.0
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """1P3D."""
     folder = tmp_path_factory.mktemp("roles")
-    flags = [*tiny_model(folder, 8192), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(32 << 20)]
+    flags = [
+        *tiny_model(folder, 8192),
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-memory-bytes",
+        str(32 << 20),
+    ]
     cluster = Cluster(folder, flags)
     try:
-        cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode", "decode", "decode")]
+        cluster.nodes = [
+            cluster.start(role, flags) for role in ("prefill", "decode", "decode", "decode")
+        ]
         listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        others = ["--tpot-target-ms", "60000", "--least-decode", "2", "--workers", "2", "--log-format", "json"]
+        others = [
+            "--tpot-target-ms",
+            "60000",
+            "--least-decode",
+            "2",
+            "--workers",
+            "2",
+            "--log-format",
+            "json",
+        ]
         cluster.router = cluster.start("router", [*listed, *others])
         cluster.wait_ready(*cluster.nodes, cluster.router)
         cluster.wait_met(3)
@@ -83,7 +101,9 @@ async def ask_for_ever(
 
 async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Cluster) -> None:
     def answer(at: int) -> str:
-        said = httpx2.post(f"{cluster.url}/v1/completions", json=body(at, "undisturbed"), timeout=120)
+        said = httpx2.post(
+            f"{cluster.url}/v1/completions", json=body(at, "undisturbed"), timeout=120
+        )
         return str(said.json()["choices"][0]["text"])
 
     wanted = [await asyncio.to_thread(answer, at) for at in range(PROMPTS)]
@@ -91,18 +111,31 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
 
     def changed() -> Any:
         assert not any(each.done() for each in streams), [each for each in streams if each.done()]
-        roles = [json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"] for node in cluster.nodes]
+        roles = [
+            json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"]
+            for node in cluster.nodes
+        ]
         return roles.count("prefill") == 2 and picture(cluster)["changes"][0]
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        streams = [asyncio.create_task(ask_for_ever(session, cluster.url, at, wanted, stop)) for at in range(STREAMS)]
+        streams = [
+            asyncio.create_task(ask_for_ever(session, cluster.url, at, wanted, stop))
+            for at in range(STREAMS)
+        ]
         try:
-            change = await asyncio.to_thread(wait_until, changed, CHANGES_WITHIN_S, "a node has changed its role", 0.5)
+            change = await asyncio.to_thread(
+                wait_until, changed, CHANGES_WITHIN_S, "a node has changed its role", 0.5
+            )
             before = [node.metric("kvrelay_leases_released_total") for node in cluster.nodes]
-            flipped = next(at for at, node in enumerate(cluster.nodes) if node.url == change["node"])
+            flipped = next(
+                at for at, node in enumerate(cluster.nodes) if node.url == change["node"]
+            )
 
             def serves() -> bool:
-                return cluster.nodes[flipped].metric("kvrelay_leases_released_total") > before[flipped] + 2
+                return (
+                    cluster.nodes[flipped].metric("kvrelay_leases_released_total")
+                    > before[flipped] + 2
+                )
 
             await asyncio.to_thread(wait_until, serves, 60, "prompts are computed on it", 0.5)
         finally:
@@ -110,14 +143,22 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
         assert sum(await asyncio.gather(*streams)) > 4
     assert change["role"] == "prefill"
     assert change["node"] == max(node.url for node in cluster.of("decode"))
-    roles = [json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"] for node in cluster.nodes]
+    roles = [
+        json.loads(httpx2.get(f"{node.url}/health", timeout=5).content)["role"]
+        for node in cluster.nodes
+    ]
     assert sorted(roles) == ["decode", "decode", "prefill", "prefill"]
     text = httpx2.get(f"{cluster.url}/metrics", timeout=10).text
     changes = r'kvrelay_router_role_changes_total\{model_name="tiny",outcome="(\w+)",role="prefill"\} (\S+)'
     assert re.findall(changes, text) == [("begun", "1.0")]
-    assert re.findall(r'kvrelay_router_role_use\{model_name="tiny",role="(\w+)"\}', text) == ["prefill", "decode"]
+    assert re.findall(r'kvrelay_router_role_use\{model_name="tiny",role="(\w+)"\}', text) == [
+        "prefill",
+        "decode",
+    ]
     assert cluster.router is not None
     lines = [line for line in cluster.router.log.read_text().splitlines() if "roles: " in line]
     assert [change["node"] in line and change["why"] in line for line in lines] == [True]
-    assert [line for line in cluster.router.log.read_text().splitlines() if "leg broke" in line] == []
+    assert [
+        line for line in cluster.router.log.read_text().splitlines() if "leg broke" in line
+    ] == []
     cluster.all_blocks_free(within_s=10)

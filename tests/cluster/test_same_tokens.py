@@ -1,7 +1,8 @@
-"""The embedded model through a real 1P1D cluster: the same tokens and log-probabilities as alone, bit for bit.
+"""The embedded model through a real 1P1D cluster: the same tokens and log-probabilities as alone,
+bit for bit.
 
-The cluster proposes tokens and the engine alone does not, which must make no difference either. A part of
-`python -m benchmarks.equality`, which takes 50 prompts of up to 1,500 tokens.
+The cluster proposes tokens and the engine alone does not, which must make no difference either. A
+part of `python -m benchmarks.equality`, which takes 50 prompts of up to 1,500 tokens.
 """
 
 import asyncio
@@ -27,7 +28,9 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Clust
     engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory_bytes=256 << 20))
     alone, batch = (
         [
-            in_engine(engine, tokenizer, prompts, seeded=seeded, max_tokens=MAX_TOKENS, alone=one_by_one)
+            in_engine(
+                engine, tokenizer, prompts, seeded=seeded, max_tokens=MAX_TOKENS, alone=one_by_one
+            )
             for seeded in (False, True)
         ]
         for one_by_one in (True, False)
@@ -44,11 +47,18 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Clust
     before = [decode.metric(name) for name in counted]
 
     def asked(url: str, *, seeded: bool) -> object:
-        sampling = {"seeded": seeded, "max_tokens": MAX_TOKENS, "concurrency": 5, "key": EMBEDDED_KEY}
+        sampling = {
+            "seeded": seeded,
+            "max_tokens": MAX_TOKENS,
+            "concurrency": 5,
+            "key": EMBEDDED_KEY,
+        }
         return asyncio.run(through(url, "SmolLM2-135M-Instruct", prompts, **sampling))
 
     assert [asked(embedded.url, seeded=seeded) for seeded in (False, True)] == alone
-    fetches, failed, drafted, accepted = (decode.metric(name) - was for name, was in zip(counted, before, strict=True))
+    fetches, failed, drafted, accepted = (
+        decode.metric(name) - was for name, was in zip(counted, before, strict=True)
+    )
     assert (fetches, failed) == (2 * len(prompts), 0)
     assert 0 < accepted < drafted
     assert asked(decode.url, seeded=True) == alone[1]

@@ -55,10 +55,18 @@ def client(cluster: Cluster) -> openai.OpenAI:
 
 
 def body(prompt: str = "hello", **fields) -> dict:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | fields
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
 
 
-def post(cluster: Cluster, content: bytes | dict, path: str = "/v1/completions", key: str = KEY) -> httpx2.Response:
+def post(
+    cluster: Cluster, content: bytes | dict, path: str = "/v1/completions", key: str = KEY
+) -> httpx2.Response:
     data = json.dumps(content).encode() if isinstance(content, dict) else content
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     return httpx2.post(cluster.url + path, content=data, headers=headers, timeout=60)
@@ -67,7 +75,8 @@ def post(cluster: Cluster, content: bytes | dict, path: str = "/v1/completions",
 def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
     before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
     whole = client(cluster).completions.create(
-        **{k: v for k, v in body("a" * 200).items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}
+        **{k: v for k, v in body("a" * 200).items() if k != "ignore_eos"},
+        extra_body={"ignore_eos": True},
     )
     chunks = list(client(cluster).completions.create(
         model="tiny", prompt="a" * 200, max_tokens=12, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -82,16 +91,24 @@ def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
-    """The contract of the field, sequential: prefill with max_tokens 1, then decode with what it answered."""
+    """The contract of the field, sequential: prefill with max_tokens 1, then decode with what it
+    answered.
+    """
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("b" * 50, max_tokens=1, kv_transfer_params=asked))
+    first = httpx2.post(
+        f"{prefill.url}/v1/completions", json=body("b" * 50, max_tokens=1, kv_transfer_params=asked)
+    )
     given = first.json()["kv_transfer_params"]
     assert given["do_remote_prefill"] is True
     assert given["remote_block_ids"] == [given["remote_block_ids"][0]]
     before = decode.metric("kvrelay_fetches_total")
-    second = httpx2.post(f"{decode.url}/v1/completions", json=body("b" * 50, kv_transfer_params=given, stream=stream))
-    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("b" * 50)).json()["choices"][0]["text"]
+    second = httpx2.post(
+        f"{decode.url}/v1/completions", json=body("b" * 50, kv_transfer_params=given, stream=stream)
+    )
+    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("b" * 50)).json()["choices"][0][
+        "text"
+    ]
     if stream:
         events = [line[6:] for line in second.text.splitlines() if line.startswith("data: {")]
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
@@ -106,13 +123,17 @@ def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
     decode = cluster.of("decode")[0]
 
     def report() -> HealthReport:
-        return msgspec.json.decode(httpx2.get(f"{decode.url}/health", timeout=5).content, type=HealthReport)
+        return msgspec.json.decode(
+            httpx2.get(f"{decode.url}/health", timeout=5).content, type=HealthReport
+        )
 
     told = report()
     assert told.costs is not None
     assert min(told.costs.step, told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
     wishes = {"spill": True, "tpot_ms": 50.0, "expected_output": 12}
-    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("spilled", n=2, kv_transfer_params=wishes))
+    answer = httpx2.post(
+        f"{decode.url}/v1/completions", json=body("spilled", n=2, kv_transfer_params=wishes)
+    )
     number = Load.parse(answer.headers["x-kvrelay-load"]).leg
     assert number >= told.load.legs + 2
     wait_until(lambda: report().load.legs >= number, 5, "the engine has counted the leg")
@@ -133,7 +154,9 @@ def test_a_node_tells_the_stages_that_it_has_to_who_asks_it_itself(cluster, stre
 
     assert stages() == {"queue_ms", "prefill_ms", "first_step_ms", "decode_ms", "total_ms"}
     assert stages(max_tokens=1) == {"queue_ms", "prefill_ms", "total_ms"}
-    text = httpx2.post(f"{decode.url}/v1/completions", json=body("stages")).json()["choices"][0]["text"]
+    text = httpx2.post(f"{decode.url}/v1/completions", json=body("stages")).json()["choices"][0][
+        "text"
+    ]
     assert {"queue_ms", "prefill_ms", "total_ms"} <= stages(stop=text[len(text) // 2 :])
 
 
@@ -157,7 +180,9 @@ def test_chat_streams_through_the_official_client(cluster):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert [
+        c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason
+    ] == ["length"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +199,11 @@ def test_chat_streams_through_the_official_client(cluster):
         (body(temperature=-1), 400, "temperature"),
         (body(logprobs=21), 400, "logprobs"),
         (body(stream_options={"include_usage": True}), 400, "stream_options"),
-        (body(kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.0.0.1"}), 400, "kv_transfer_params"),
+        (
+            body(kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.0.0.1"}),
+            400,
+            "kv_transfer_params",
+        ),
         (body(suffix="x"), 400, "suffix"),
         (body(repetition_penalty=1e-300), 400, "repetition_penalty"),
         (body(stop_token_ids=list(range(320)) * 4, min_tokens=2), 400, "stop_token_ids"),
@@ -215,7 +244,9 @@ def _ticket(**changes) -> dict:
 def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
     decode = cluster.of("decode")[0]
     answer = httpx2.post(
-        f"{decode.url}/v1/completions", json=body("", kv_transfer_params=_ticket(**changes)), timeout=30
+        f"{decode.url}/v1/completions",
+        json=body("", kv_transfer_params=_ticket(**changes)),
+        timeout=30,
     )
     assert answer.status_code == 400, answer.text
     assert decode.health() is not None
@@ -223,14 +254,18 @@ def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
 
 def _signed(ticket: dict, secret: str, at: float) -> dict:
     """As a node that has this secret would give it away."""
-    return json.loads(msgspec.json.encode(signed(msgspec.convert(ticket, KvTransferParams), secret, at)))
+    return json.loads(
+        msgspec.json.encode(signed(msgspec.convert(ticket, KvTransferParams), secret, at))
+    )
 
 
 def test_a_signed_ticket_to_nowhere_is_computed_here(cluster):
     decode = cluster.of("decode")[0]
     failed = decode.metric("kvrelay_fetches_failed_total")
     ticket = _signed(_ticket(), cluster.secret, time.time())
-    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", kv_transfer_params=ticket), timeout=30)
+    answer = httpx2.post(
+        f"{decode.url}/v1/completions", json=body("", kv_transfer_params=ticket), timeout=30
+    )
     assert answer.json()["usage"]["completion_tokens"] == 12
     counted([decode], "kvrelay_fetches_failed_total", failed + 1)
     assert decode.metric("kvrelay_recomputed_prompts_total") >= 1
@@ -240,9 +275,13 @@ def test_a_signed_ticket_to_nowhere_is_computed_here(cluster):
 def test_a_ticket_that_no_node_of_the_cluster_signed_is_computed_here_and_never_dialled(cluster):
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("d" * 50, max_tokens=1, kv_transfer_params=asked))
+    first = httpx2.post(
+        f"{prefill.url}/v1/completions", json=body("d" * 50, max_tokens=1, kv_transfer_params=asked)
+    )
     given = first.json()["kv_transfer_params"]
-    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("d" * 50)).json()["choices"][0]["text"]
+    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("d" * 50)).json()["choices"][0][
+        "text"
+    ]
     failed = decode.metric("kvrelay_fetches_failed_total")
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         moved = given | {"remote_port": stranger.getsockname()[1]}
@@ -280,13 +319,19 @@ def test_the_secret_is_shown_nowhere(cluster):
 
 
 def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):
-    """Behind a third-party proxy the first token may be the last: the prefill node does not wait for its lease."""
+    """Behind a third-party proxy the first token may be the last: the prefill node does not wait
+    for its lease.
+    """
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("c" * 50, max_tokens=1, kv_transfer_params=asked))
+    first = httpx2.post(
+        f"{prefill.url}/v1/completions", json=body("c" * 50, max_tokens=1, kv_transfer_params=asked)
+    )
     given = first.json()["kv_transfer_params"]
     expired = prefill.metric("kvrelay_leases_expired_total")
-    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", max_tokens=1, kv_transfer_params=given))
+    answer = httpx2.post(
+        f"{decode.url}/v1/completions", json=body("", max_tokens=1, kv_transfer_params=given)
+    )
     assert answer.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
     cluster.all_blocks_free(within_s=1.0)
     counted([prefill], "kvrelay_leases_expired_total", expired)
@@ -304,22 +349,31 @@ def test_a_body_of_100_mb_is_413_and_is_not_read_whole(cluster):
     assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_body_of_300_000_keys_is_refused_by_the_router_and_by_every_node_before_it_is_read(cluster):
+def test_a_body_of_300_000_keys_is_refused_by_the_router_and_by_every_node_before_it_is_read(
+    cluster,
+):
     schema = dict.fromkeys(map(str, range(300_000)), 1)
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     crowded = body(response_format=wanted)
     answers = [post(cluster, crowded)]
-    answers += [httpx2.post(f"{node.url}/v1/completions", json=crowded, timeout=30) for node in cluster.nodes]
+    answers += [
+        httpx2.post(f"{node.url}/v1/completions", json=crowded, timeout=30)
+        for node in cluster.nodes
+    ]
     for answer in answers:
         assert answer.status_code == 400
         assert "keys and texts" in answer.json()["error"]["message"]
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, fields: dict, leave_after: float | None) -> str:
+async def _stream(
+    session: aiohttp.ClientSession, url: str, fields: dict, leave_after: float | None
+) -> str:
     """Read one stream; 'left', 'complete', or what went wrong."""
     began, finished = time.monotonic(), False
     try:
-        async with session.post(f"{url}/v1/completions", json=body(stream=True, **fields)) as answer:
+        async with session.post(
+            f"{url}/v1/completions", json=body(stream=True, **fields)
+        ) as answer:
             if answer.status != 200:
                 return f"status {answer.status}: {await answer.text()}"
             async for line in answer.content:
@@ -335,7 +389,9 @@ async def _stream(session: aiohttp.ClientSession, url: str, fields: dict, leave_
     return "ended silently"
 
 
-async def _crowd(cluster: Cluster, count: int, seed: int, leaving: float, max_tokens: int = 60) -> list[str]:
+async def _crowd(
+    cluster: Cluster, count: int, seed: int, leaving: float, max_tokens: int = 60
+) -> list[str]:
     rng = random.Random(seed)
     headers = {"authorization": f"Bearer {KEY}"}
     timeout = aiohttp.ClientTimeout(total=90)
@@ -344,7 +400,10 @@ async def _crowd(cluster: Cluster, count: int, seed: int, leaving: float, max_to
     ) as session:
         jobs = []
         for i in range(count):
-            fields = {"prompt": f"{i} " + "word " * rng.randint(1, 60), "max_tokens": rng.randint(5, max_tokens)}
+            fields = {
+                "prompt": f"{i} " + "word " * rng.randint(1, 60),
+                "max_tokens": rng.randint(5, max_tokens),
+            }
             leave_after = rng.uniform(0.0, 1.0) if rng.random() < leaving else None
             jobs.append(_stream(session, cluster.url, fields, leave_after))
         return await asyncio.gather(*jobs)
@@ -360,11 +419,15 @@ def test_64_streams_with_random_disconnects_lose_nothing(cluster):
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_killed_node_costs_nothing_but_what_it_had(cluster, role):
-    """kill -9 in the middle of 24 streams: they complete or end with an error; the next ones succeed on the rest."""
+    """kill -9 in the middle of 24 streams: they complete or end with an error; the next ones
+    succeed on the rest.
+    """
     victim = cluster.of(role)[0]
 
     async def kill_soon() -> None:
-        await asyncio.sleep(random.Random(role).uniform(0.02, 0.1))  # all of them take 0.2 s on an idle machine
+        await asyncio.sleep(
+            random.Random(role).uniform(0.02, 0.1)
+        )  # all of them take 0.2 s on an idle machine
         victim.kill(signal.SIGKILL)
 
     async def both() -> list[str]:

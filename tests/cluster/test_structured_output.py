@@ -1,4 +1,6 @@
-"""Constraints through a router and two nodes: the first token is the prefill node's, the rest the decode node's."""
+"""Constraints through a router and two nodes: the first token is the prefill node's, the rest the
+decode node's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def cluster(small: Cluster) -> Cluster:
 
 
 def post(url: str, **fields: Any) -> httpx2.Response:
-    body = {"model": "tiny", "prompt": "Say it:", "max_tokens": 150, "seed": 4, "logit_bias": {str(END): 20}}
+    body = {
+        "model": "tiny",
+        "prompt": "Say it:",
+        "max_tokens": 150,
+        "seed": 4,
+        "logit_bias": {str(END): 20},
+    }
     return httpx2.post(f"{url}/v1/completions", json=body | fields, timeout=60)
 
 
@@ -53,10 +61,18 @@ KINDS = [
     ({"guided_grammar": LARK}, lambda text: re.fullmatch("[a-z]=[0-9](,[a-z]=[0-9])*", text)),
     ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
         lambda text: list(json.loads(text)) == ["größe", "in"],
     ),
-    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "\n"}, lambda text: "\n" in text and " " not in text),
+    (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "\n"},
+        lambda text: "\n" in text and " " not in text,
+    ),
     ({"structured_outputs": {"choice": ["a b", "ä"]}}, lambda text: text in ("a b", "ä")),
     ({"guided_choice": ["x"]}, lambda text: text == "x"),  # over with the prefill node's token
 ]
@@ -72,12 +88,23 @@ def test_an_answer_keeps_to_it_and_is_the_same_on_one_node(fields, holds, cluste
 
 
 def test_streams_and_chats_keep_to_it(cluster):
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 150}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "?"}],
+        "stream": True,
+        "max_tokens": 150,
+    }
     body |= {"guided_json": SCHEMA, "seed": 1}
-    with httpx2.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60) as reply:
-        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
+    with httpx2.stream(
+        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60
+    ) as reply:
+        events = [
+            line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")
+        ]
     deltas = [json.loads(event)["choices"][0] for event in events]
-    assert json.loads("".join(delta["delta"].get("content") or "" for delta in deltas))["größe"] in ("klein", "groß", 3)
+    assert json.loads("".join(delta["delta"].get("content") or "" for delta in deltas))[
+        "größe"
+    ] in ("klein", "groß", 3)
     assert deltas[-1]["finish_reason"] == "stop"
 
 
@@ -121,7 +148,9 @@ def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, 
 
 
 def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
-    """As after the death of another one: it goes on from any of them, and notices that an answer is over already."""
+    """As after the death of another one: it goes on from any of them, and notices that an answer is
+    over already.
+    """
     (decode,) = cluster.of("decode")
     fields = {"guided_choice": ["yes and no"], "prompt": [ord("?")]}
     taken_over = {"do_remote_prefill": True, "prompt_token_ids": [ord("?")], "seed": 4}
@@ -135,7 +164,12 @@ def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
 
 def test_choices_go_their_own_ways_and_share_their_prompt(cluster):
     """Each with a guide of its own; they begin in order, so that all share the prompt's blocks."""
-    fields = {"guided_regex": "[a-z]{20}!", "n": 4, "temperature": 1.5, "prompt": "A prompt of some blocks. " * 4}
+    fields = {
+        "guided_regex": "[a-z]{20}!",
+        "n": 4,
+        "temperature": 1.5,
+        "prompt": "A prompt of some blocks. " * 4,
+    }
     (decode,) = cluster.of("decode")
     before = decode.metric("kvrelay_forked_blocks_total")
     replies = [post(url, **fields).json() for url in (cluster.url, decode.url)]
@@ -148,11 +182,20 @@ def test_choices_go_their_own_ways_and_share_their_prompt(cluster):
 
 
 def test_a_choice_that_is_over_with_its_first_token_keeps_the_others_going(cluster):
-    fields = {"guided_regex": "x|[a-h]{9}", "n": 6, "temperature": 1.0, "logit_bias": {str(ord("x")): 2}}
+    fields = {
+        "guided_regex": "x|[a-h]{9}",
+        "n": 6,
+        "temperature": 1.0,
+        "logit_bias": {str(ord("x")): 2},
+    }
     replies = [
-        post(url, **fields, seed=seed).json() for seed in range(6) for url in (cluster.url, cluster.nodes[1].url)
+        post(url, **fields, seed=seed).json()
+        for seed in range(6)
+        for url in (cluster.url, cluster.nodes[1].url)
     ]
     texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
     assert texts[::2] == texts[1::2]
-    assert {text[0] == "x" for text, *_ in texts} == {True, False}, "the first choice ends on the prefill node, or not"
+    assert {text[0] == "x" for text, *_ in texts} == {True, False}, (
+        "the first choice ends on the prefill node, or not"
+    )
     assert all(re.fullmatch("x|[a-h]{9}", text) for choices in texts for text in choices)

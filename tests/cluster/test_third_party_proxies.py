@@ -1,6 +1,7 @@
 """Proxies that others wrote drive our nodes, and their answers are those of our own router.
 
-Two of them as doubles (proxy_doubles.py), and the real vllm-router, from the environment of tests/clients.
+Two of them as doubles (proxy_doubles.py), and the real vllm-router, from the environment of
+tests/clients.
 """
 
 from __future__ import annotations
@@ -53,13 +54,22 @@ def vllm_router(clients: Path, cluster: Cluster) -> Iterator[str]:
     if not command.exists():
         pytest.skip("vllm-router has no wheel for this machine")
     port, log = free_port(), cluster.folder / "vllm-router.log"
-    argv = [str(command), "--port", str(port), "--prometheus-port", str(free_port()), "--vllm-pd-disaggregation"]
+    argv = [
+        str(command),
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(free_port()),
+        "--vllm-pd-disaggregation",
+    ]
     argv += ["--worker-startup-check-interval", "1", "--policy", "round_robin"]
     for node in cluster.nodes:
         argv += [f"--{node.role}", node.url]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, env=environment, cwd=cluster.folder)
+        process = subprocess.Popen(
+            argv, stdout=out, stderr=out, env=environment, cwd=cluster.folder
+        )
     url = f"http://127.0.0.1:{port}"
 
     def ready() -> bool:
@@ -87,7 +97,9 @@ async def proxy(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterat
         yield url
 
 
-async def answered(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> Any:
+async def answered(
+    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
+) -> Any:
     """Choices and token counts of an answer, of a stream put together."""
     async with session.post(url + path, json=body) as answer:
         text = await answer.text()
@@ -95,7 +107,11 @@ async def answered(session: aiohttp.ClientSession, url: str, path: str, body: di
     if not body.get("stream"):
         whole = json.loads(text)
         usage = whole["usage"]
-        return [_plain(choice) for choice in whole["choices"]], usage["prompt_tokens"], usage["completion_tokens"]
+        return (
+            [_plain(choice) for choice in whole["choices"]],
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
     *events, done, nothing = text.split("\n\n")
     assert (done, nothing) == ("data: [DONE]", ""), text[-300:]
     texts: dict[int, list[Any]] = {}
@@ -127,7 +143,9 @@ async def test_answers_are_those_of_our_own_router(proxy: str, cluster: Cluster)
     answers: dict[str, list[Any]] = {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         for url in (cluster.url, proxy):
-            fetches, failed = (decode.metric(f"kvrelay_fetches_{kind}total") for kind in ("", "failed_"))
+            fetches, failed = (
+                decode.metric(f"kvrelay_fetches_{kind}total") for kind in ("", "failed_")
+            )
             for name, stream in asked:
                 path, fields = CASES[name]
                 body = {"model": "tiny", "seed": 11, "temperature": 0.7, "stream": stream, **fields}
@@ -138,12 +156,16 @@ async def test_answers_are_those_of_our_own_router(proxy: str, cluster: Cluster)
         assert theirs == ours, case
     # Where the first token ends the answer nothing is handed over.
     least = fetches + sum(name not in ("a stop string", "one token") for name, _ in asked)
-    wait_until(lambda: decode.metric("kvrelay_fetches_total") >= least, 5, "KV fetched for every request")
+    wait_until(
+        lambda: decode.metric("kvrelay_fetches_total") >= least, 5, "KV fetched for every request"
+    )
     counted([decode], "kvrelay_fetches_failed_total", failed)
     cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
 
 
-async def test_what_a_client_asks_wrongly_is_refused_and_leaves_nothing_behind(proxy: str, cluster: Cluster) -> None:
+async def test_what_a_client_asks_wrongly_is_refused_and_leaves_nothing_behind(
+    proxy: str, cluster: Cluster
+) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         for fields in ({"temperature": -1}, {"prompt": "x" * 2000}, {"model": "other"}):
             body = {"model": "tiny", "prompt": "a", **fields}
@@ -152,7 +174,9 @@ async def test_what_a_client_asks_wrongly_is_refused_and_leaves_nothing_behind(p
     cluster.all_blocks_free(within_s=SMALL_LEASE_S + 2)
 
 
-async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(proxy: str, cluster: Cluster) -> None:
+async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(
+    proxy: str, cluster: Cluster
+) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         for _ in range(5):  # a seed that is drawn must survive a proxy that makes floats of numbers
             body = {"model": "tiny", "prompt": "a" * 30, "max_tokens": 5, "ignore_eos": True}
@@ -167,7 +191,13 @@ async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(pro
 
 async def test_a_hand_over_survives_a_proxy_that_makes_floats_of_numbers(cluster: Cluster) -> None:
     async with aiohttp.ClientSession() as session:
-        body = {"model": "tiny", "prompt": "a" * 30, "max_tokens": 1, "kv_transfer_params": HOLD, "logprobs": 2}
+        body = {
+            "model": "tiny",
+            "prompt": "a" * 30,
+            "max_tokens": 1,
+            "kv_transfer_params": HOLD,
+            "logprobs": 2,
+        }
         async with session.post(cluster.of("prefill")[0].url + COMPLETIONS, json=body) as answer:
             text = await answer.read()
     given = json.loads(text)["kv_transfer_params"]

@@ -1,4 +1,6 @@
-"""Nodes that serve https alone and want the router's certificate: they announce themselves, and requests go through."""
+"""Nodes that serve https alone and want the router's certificate: they announce themselves, and
+requests go through.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,41 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
     ca = str(authority(tmp_path) / "ca.pem")
     (cert, key), (own_cert, own_key) = signed(tmp_path, "node"), signed(tmp_path, "router")
     hears = free_port()
-    flags = [*tiny_model(tmp_path), "--served-model-name", "tiny", "--router", f"udp://127.0.0.1:{hears}"]
-    flags += ["--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", ca, "--ssl-cert-reqs", "2"]
+    flags = [
+        *tiny_model(tmp_path),
+        "--served-model-name",
+        "tiny",
+        "--router",
+        f"udp://127.0.0.1:{hears}",
+    ]
+    flags += [
+        "--ssl-certfile",
+        cert,
+        "--ssl-keyfile",
+        key,
+        "--ssl-ca-certs",
+        ca,
+        "--ssl-cert-reqs",
+        "2",
+    ]
     cluster = Cluster(tmp_path, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode")]
-        shown = ["--node-ssl-certfile", own_cert, "--node-ssl-keyfile", own_key, "--ssl-ca-certs", ca]
-        cluster.router = cluster.start("router", ["--heartbeat-port", str(hears), "--strict-roles", *shown])
+        shown = [
+            "--node-ssl-certfile",
+            own_cert,
+            "--node-ssl-keyfile",
+            own_key,
+            "--ssl-ca-certs",
+            ca,
+        ]
+        cluster.router = cluster.start(
+            "router", ["--heartbeat-port", str(hears), "--strict-roles", *shown]
+        )
         cluster.wait_ready(cluster.router)
-        wait_until(lambda: len((cluster.router.health() or {}).get("nodes", [])) == 2, 60, "two nodes")
+        wait_until(
+            lambda: len((cluster.router.health() or {}).get("nodes", [])) == 2, 60, "two nodes"
+        )
         cluster.wait_met(1)
         asked = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 8, "ignore_eos": True}
         told = httpx2.post(f"{cluster.url}/v1/completions", json=asked, timeout=60)
@@ -37,7 +65,9 @@ def test_a_cluster_whose_nodes_have_tls_and_want_the_routers_certificate(tmp_pat
         addresses = {f"https://127.0.0.1:{node.port}" for node in cluster.nodes}
         told = httpx2.get(f"{cluster.url}/admin/nodes", headers=cluster.operator, timeout=60)
         assert {row["url"] for row in told.json()["nodes"]} == addresses
-        assert httpx2.post(f"{cluster.url}/reset_prefix_cache", headers=cluster.operator, timeout=60).json()["success"]
+        assert httpx2.post(
+            f"{cluster.url}/reset_prefix_cache", headers=cluster.operator, timeout=60
+        ).json()["success"]
 
         stranger = ssl.create_default_context(cafile=ca)
         for address in addresses:

@@ -1,4 +1,6 @@
-"""Tokens in, tokens out on a real cluster: at the router through both legs, and at a node that is asked directly."""
+"""Tokens in, tokens out on a real cluster: at the router through both legs, and at a node that is
+asked directly.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ pytestmark = pytest.mark.cluster
 PATH = "/inference/v1/generate"
 KEY = {"authorization": "Bearer ann"}
 TOKEN_IDS = list(range(10, 60))
-SAMPLING = {"max_tokens": 24, "temperature": 0.9, "seed": 3, "detokenize": False, "ignore_eos": True}
+SAMPLING = {
+    "max_tokens": 24,
+    "temperature": 0.9,
+    "seed": 3,
+    "detokenize": False,
+    "ignore_eos": True,
+}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("tokens")
     flags = [*tiny_model(folder), "--served-model-name", "tiny"]
-    with running(folder, prefill=1, decode=1, flags=flags, router_flags=["--api-key", "ann"]) as ours:
+    with running(
+        folder, prefill=1, decode=1, flags=flags, router_flags=["--api-key", "ann"]
+    ) as ours:
         yield ours
 
 
@@ -44,7 +54,9 @@ def completed(url: str, **fields: Any) -> Any:
     return told.json()
 
 
-def test_the_tokens_are_those_of_the_completion_on_both_legs_and_on_a_node(cluster: Cluster) -> None:
+def test_the_tokens_are_those_of_the_completion_on_both_legs_and_on_a_node(
+    cluster: Cluster,
+) -> None:
     own = {name: value for name, value in SAMPLING.items() if name != "detokenize"}
     expected = completed(cluster.url, **own, n=2, logprobs=2, return_tokens_as_token_ids=True)
     before = cluster.router.metric("kvrelay_router_disaggregated_total")
@@ -55,7 +67,9 @@ def test_the_tokens_are_those_of_the_completion_on_both_legs_and_on_a_node(clust
     for told, wanted in zip(answer["choices"], expected["choices"], strict=True):
         assert (told["token_ids"], told["finish_reason"]) == (wanted["token_ids"], "length")
         scored = told["logprobs"]["content"]
-        assert [each["token"] for each in scored] == [f"token_id:{token}" for token in told["token_ids"]]
+        assert [each["token"] for each in scored] == [
+            f"token_id:{token}" for token in told["token_ids"]
+        ]
         assert [each["logprob"] for each in scored] == wanted["logprobs"]["token_logprobs"]
         assert "text" not in told
     direct = generated(cluster.nodes[1].url, SAMPLING)
@@ -66,11 +80,19 @@ def test_a_stream_has_the_same_tokens(cluster: Cluster) -> None:
     expected = generated(cluster.url, SAMPLING)
     for url in (cluster.url, cluster.nodes[1].url):
         options = {"include_usage": True}
-        answer = post(url, token_ids=TOKEN_IDS, sampling_params=SAMPLING, stream=True, stream_options=options)
+        answer = post(
+            url, token_ids=TOKEN_IDS, sampling_params=SAMPLING, stream=True, stream_options=options
+        )
         *events, done, rest = answer.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
-        told = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: ")]
-        tokens = [token for each in told for choice in each["choices"] for token in choice["token_ids"]]
+        told = [
+            json.loads(event.removeprefix("data: "))
+            for event in events
+            if event.startswith("data: ")
+        ]
+        tokens = [
+            token for each in told for choice in each["choices"] for token in choice["token_ids"]
+        ]
         assert tokens == expected["choices"][0]["token_ids"]
         assert told[-2]["choices"][0]["finish_reason"] == "length"
         assert told[-1]["usage"]["completion_tokens"] == 24
@@ -79,7 +101,10 @@ def test_a_stream_has_the_same_tokens(cluster: Cluster) -> None:
 def test_without_max_tokens_the_context_is_the_limit(cluster: Cluster) -> None:
     long = [7] * 1010
     answer = post(cluster.url, token_ids=long, sampling_params={"ignore_eos": True}).json()
-    assert (len(answer["choices"][0]["token_ids"]), answer["choices"][0]["finish_reason"]) == (14, "length")
+    assert (len(answer["choices"][0]["token_ids"]), answer["choices"][0]["finish_reason"]) == (
+        14,
+        "length",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +122,10 @@ def test_without_max_tokens_the_context_is_the_limit(cluster: Cluster) -> None:
 def test_what_is_wrong_is_named(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
     for url in (cluster.url, cluster.nodes[1].url):
         answer = post(url, **({"token_ids": [5], "sampling_params": {"max_tokens": 1}} | fields))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (404 if param == "model" else 400, param)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            404 if param == "model" else 400,
+            param,
+        )
 
 
 def test_no_token_comes_without_a_key_or_with_a_place_to_fetch_from(cluster: Cluster) -> None:

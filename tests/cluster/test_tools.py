@@ -1,4 +1,6 @@
-"""Tool calls through a router and two nodes, with a model of random weights that is held to what it writes."""
+"""Tool calls through a router and two nodes, with a model of random weights that is held to what it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Orléans"]}, "days": {"type": "integer", "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Paris", "Orléans"]},
+                "days": {"type": "integer", "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -40,9 +45,14 @@ LETTER = {
         },
     },
 }
-WRITTEN_LETTER = '<tool_call>\n{"name": "letter", "arguments": {"text": "%s"}}\n</tool_call>' % ("so much " * 60)
+WRITTEN_LETTER = '<tool_call>\n{"name": "letter", "arguments": {"text": "%s"}}\n</tool_call>' % (
+    "so much " * 60
+)
 NAMED = {"type": "function", "function": {"name": "weather"}}
-WRITTEN = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é\\n", "x": [{}]}}\n</tool_call>\n'
+WRITTEN = (
+    'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é\\n", "x": '
+    "[{}]}}\n</tool_call>\n"
+)
 WRITTEN += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
@@ -59,7 +69,12 @@ def client(url: str) -> OpenAI:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "max_tokens": 300}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": TOOLS,
+        "max_tokens": 300,
+    }
     return body | {"seed": 3} | fields
 
 
@@ -68,13 +83,19 @@ def whole(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]], s
     choice = client(url).chat.completions.create(**asked(**fields)).choices[0]
     calls = choice.message.tool_calls or []
     assert len({call.id for call in calls}) == len(calls)
-    return choice.message.content, [(c.function.name, c.function.arguments) for c in calls], choice.finish_reason
+    return (
+        choice.message.content,
+        [(c.function.name, c.function.arguments) for c in calls],
+        choice.finish_reason,
+    )
 
 
 def streamed(
     url: str, *, begun: Callable[[], None] = lambda: None, **fields: Any
 ) -> tuple[str | None, list[tuple[str, str]], str]:
-    """The same of a stream. `begun` is called once, when ten characters of a call's arguments are there."""
+    """The same of a stream. `begun` is called once, when ten characters of a call's arguments are
+    there.
+    """
     content: str | None = None
     calls: list[tuple[str, str]] = []
     finish = ""
@@ -128,7 +149,11 @@ def test_results_of_tools_are_taken_and_none_calls_none(cluster):
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "name": "now", "content": "noon"},
     ]
-    fields = {"messages": messages, "tool_choice": "none", "extra_body": {"guided_choice": [WRITTEN]}}
+    fields = {
+        "messages": messages,
+        "tool_choice": "none",
+        "extra_body": {"guided_choice": [WRITTEN]},
+    }
     assert whole(cluster.url, **fields) == (WRITTEN, [], "stop")
 
 
@@ -151,9 +176,14 @@ def test_what_cannot_be_is_a_400(fields, param, cluster):
 
 @pytest.mark.parametrize(
     ("choice", "fields"),
-    [("auto", {"extra_body": {"guided_choice": [WRITTEN_LETTER]}}), ("required", {"parallel_tool_calls": False})],
+    [
+        ("auto", {"extra_body": {"guided_choice": [WRITTEN_LETTER]}}),
+        ("required", {"parallel_tool_calls": False}),
+    ],
 )
-def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_whole(choice, fields, cluster):
+def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_whole(
+    choice, fields, cluster
+):
     """Both what parses the call and what constrains it go on where they stood, on another node."""
     asked = {"tools": [LETTER], "tool_choice": choice, "max_tokens": 700} | fields
 

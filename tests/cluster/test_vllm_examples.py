@@ -1,4 +1,5 @@
-"""Examples of vLLM's documentation against our processes: address, key and model name changed, nothing else.
+"""Examples of vLLM's documentation against our processes: address, key and model name changed,
+nothing else.
 
 They are vLLM's, so they are not here: the variable VLLM_EXAMPLES names the folder that has them.
 """
@@ -23,7 +24,10 @@ EXAMPLES = Path(os.environ.get("VLLM_EXAMPLES", "."))
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.model,
-    pytest.mark.skipif("VLLM_EXAMPLES" not in os.environ, reason="VLLM_EXAMPLES names no folder with vLLM's examples"),
+    pytest.mark.skipif(
+        "VLLM_EXAMPLES" not in os.environ,
+        reason="VLLM_EXAMPLES names no folder with vLLM's examples",
+    ),
 ]
 
 KEY, MODEL = "of-the-examples", "SmolLM2-135M-Instruct"
@@ -37,7 +41,11 @@ from openai_api.reasoning import ReasoningMarks
 # The embedded model does not reason: its first sentence is taken for a thought.
 REASONING_FORMATS["first_sentence"] = ReasoningFormat(marks=ReasoningMarks((), (".",), assumed=True))
 """
-SAMPLING = {"temperature": 0, "repetition_penalty": 1.2, "max_new_tokens": 200}  # so small a model ends no number else
+SAMPLING = {
+    "temperature": 0,
+    "repetition_penalty": 1.2,
+    "max_new_tokens": 200,
+}  # so small a model ends no number else
 TOKENIZER = '''
 """A stand-in for transformers, as it was before its version 5: no tokenizer is downloaded, a router has one."""
 import os, httpx
@@ -63,11 +71,24 @@ class AutoTokenizer:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve the embedded model by 1P1D; yields its URL. The examples set no limit, so the nodes do."""
-    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(256 << 20)]
+    flags = [
+        "--model",
+        str(embedded_model()),
+        "--cpu",
+        "--threads",
+        "1",
+        "--kv-cache-memory-bytes",
+        str(256 << 20),
+    ]
     flags += ["--override-generation-config", json.dumps(SAMPLING)]
     folder, router_flags = tmp_path_factory.mktemp("examples"), ["--api-key", KEY]
     (folder / "plugin.py").write_text(PLUGIN)
-    flags += ["--tool-parser-plugin", str(folder / "plugin.py"), "--reasoning-parser", "first_sentence"]
+    flags += [
+        "--tool-parser-plugin",
+        str(folder / "plugin.py"),
+        "--reasoning-parser",
+        "first_sentence",
+    ]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
         yield ours.url
         ours.all_blocks_free(within_s=15)
@@ -93,7 +114,9 @@ def copied(name: str, folder: Path, changes: dict[str, str]) -> Path:
 def run(name: str, clients: Path, folder: Path, url: str, *flags: str) -> str:
     """Return what an example printed that asked there."""
     changes = {"http://localhost:8000": url, '"(EMPTY|empty)"': f'"{KEY}"'}
-    if '"Qwen/' in (EXAMPLES / name).read_text(encoding="utf-8"):  # the others ask for the first model that is served
+    if '"Qwen/' in (EXAMPLES / name).read_text(
+        encoding="utf-8"
+    ):  # the others ask for the first model that is served
         changes['"Qwen/[^"]*"'] = f'"{MODEL}"'
     script = copied(name, folder, changes)
     (folder / "utils.py").write_bytes((EXAMPLES / "utils.py").read_bytes())
@@ -176,30 +199,48 @@ def test_tools_behind_reasoning(clients: Path, tmp_path: Path, calling: str) -> 
     said = run("openai_chat_completion_tool_calls_with_reasoning.py", clients, tmp_path, calling)
     assert len(re.findall(r"^reasoning: (?!None$)[^.\n]+$", said, re.MULTILINE)) == 4
     assert said.count("function name: get_current_weather\n") == 4
-    assert said.count(f"function arguments: {json.dumps(WEATHER)}\n") == 2  # the others are calls by name
+    assert (
+        said.count(f"function arguments: {json.dumps(WEATHER)}\n") == 2
+    )  # the others are calls by name
     assert len(set(re.findall("function arguments: (.*)", said))) <= 2
 
 
 def test_the_subscriber_reads_events(clients: Path, tmp_path: Path) -> None:
     ports = {"5557": str(free_port()), "5558": str(free_port())}
     changes = {f":{old}": f":{new}" for old, new in ports.items()}
-    changes["from vllm.v1.core.kv_cache_utils import ExternalBlockHash"] = "ExternalBlockHash = bytes | int"
+    changes["from vllm.v1.core.kv_cache_utils import ExternalBlockHash"] = (
+        "ExternalBlockHash = bytes | int"
+    )
     script = copied("kv_events_subscriber.py", tmp_path, changes)
     endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports.values())
-    told = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv-events"}
+    told = {
+        "enable_kv_cache_events": True,
+        "endpoint": endpoint,
+        "replay_endpoint": replay,
+        "topic": "kv-events",
+    }
     cluster, printed = Cluster(tmp_path, []), tmp_path / "printed"
     with printed.open("wb") as out:
         # Unbuffered, because it never ends by itself.
-        subscriber = subprocess.Popen([str(clients / "python"), "-u", str(script)], stdout=out, stderr=out)
+        subscriber = subprocess.Popen(
+            [str(clients / "python"), "-u", str(script)], stdout=out, stderr=out
+        )
     try:
-        flags = [*tiny_model(tmp_path), "--served-model-name", "tiny", f"--kv-events-config={json.dumps(told)}"]
+        flags = [
+            *tiny_model(tmp_path),
+            "--served-model-name",
+            "tiny",
+            f"--kv-events-config={json.dumps(told)}",
+        ]
         cluster.nodes = [node] = [cluster.start("serve", flags)]
         cluster.wait_ready(node)
         first = iter(range(20, 300))
 
         def heard() -> bool:  # until its subscription is there, events are missed
             body = {"model": "tiny", "prompt": [next(first), *range(40)], "max_tokens": 1}
-            assert httpx2.post(f"{node.url}/v1/completions", json=body, timeout=60).status_code == 200
+            assert (
+                httpx2.post(f"{node.url}/v1/completions", json=body, timeout=60).status_code == 200
+            )
             return "BlockStored(" in printed.read_text()
 
         wait_until(heard, 20, "the subscriber prints an event", 0.2)

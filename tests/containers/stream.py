@@ -1,6 +1,8 @@
-"""An OpenAI client of a cluster in containers: streams, kills containers meanwhile, and waits until they are back.
+"""An OpenAI client of a cluster in containers: streams, kills containers meanwhile, and waits until
+they are back.
 
-Run by run.sh. Exits with 0 if every stream ended whole, with the words that it has when nothing is killed.
+Run by run.sh. Exits with 0 if every stream ended whole, with the words that it has when nothing is
+killed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _READY_DEADLINE_S = 300.0
 _STREAM_DEADLINE_S = 300.0
 _SCRAPED_DEADLINE_S = 60.0
 _TOKENS = 48
-_QUESTIONS = [f"Tell me a story about {thing}." for thing in ("a router", "two nodes", "a lease", "a block")]
+_QUESTIONS = [
+    f"Tell me a story about {thing}." for thing in ("a router", "two nodes", "a lease", "a block")
+]
 
 
 async def _up(url: str, nodes: tuple[int, int], gone: str = "") -> dict[str, str]:
@@ -31,11 +35,17 @@ async def _up(url: str, nodes: tuple[int, int], gone: str = "") -> dict[str, str
     async with aiohttp.ClientSession() as session:
         while True:
             try:
-                async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                async with session.get(
+                    f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)
+                ) as answer:
                     seen = await answer.json(content_type=None)
                 counts = (seen["prefill"]["up"], seen["decode"]["up"])
                 generations = {node["url"]: node["generation"] for node in seen["nodes"]}
-                whole = answer.status == 200 and counts == nodes and seen["pairs"]["met"] == nodes[0] * nodes[1]
+                whole = (
+                    answer.status == 200
+                    and counts == nodes
+                    and seen["pairs"]["met"] == nodes[0] * nodes[1]
+                )
                 if whole and gone not in generations.values():
                     return generations
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as why:
@@ -45,7 +55,9 @@ async def _up(url: str, nodes: tuple[int, int], gone: str = "") -> dict[str, str
             await asyncio.sleep(0.5)
 
 
-async def _stream(client: AsyncOpenAI, model: str, question: str, begun: asyncio.Event | None = None) -> str:
+async def _stream(
+    client: AsyncOpenAI, model: str, question: str, begun: asyncio.Event | None = None
+) -> str:
     """The words of one answer; `begun` is set when the first have come."""
     words, chunks, reason = "", 0, None
     async for event in await client.chat.completions.create(
@@ -69,7 +81,11 @@ async def _stream(client: AsyncOpenAI, model: str, question: str, begun: asyncio
 
 async def _all(client: AsyncOpenAI, model: str, begun: asyncio.Event | None = None) -> list[str]:
     async with asyncio.timeout(_STREAM_DEADLINE_S):
-        return list(await asyncio.gather(*(_stream(client, model, question, begun) for question in _QUESTIONS)))
+        return list(
+            await asyncio.gather(
+                *(_stream(client, model, question, begun) for question in _QUESTIONS)
+            )
+        )
 
 
 async def _scraped(prometheus: str, targets: int) -> None:
@@ -80,7 +96,10 @@ async def _scraped(prometheus: str, targets: int) -> None:
         while time.monotonic() < deadline:
             try:
                 async with session.get(f"{prometheus}/api/v1/targets?state=active") as answer:
-                    found = [(one["labels"], one["health"]) for one in (await answer.json())["data"]["activeTargets"]]
+                    found = [
+                        (one["labels"], one["health"])
+                        for one in (await answer.json())["data"]["activeTargets"]
+                    ]
                 if len(found) == targets and all(health == "up" for _, health in found):
                     jobs = sorted(labels["job"] for labels, _ in found)
                     print(f"  Prometheus scrapes {targets} targets: {', '.join(jobs)}", flush=True)
@@ -88,7 +107,9 @@ async def _scraped(prometheus: str, targets: int) -> None:
             except (aiohttp.ClientError, OSError, ValueError, KeyError) as why:
                 found = repr(why)
             await asyncio.sleep(0.5)
-    raise SystemExit(f"Prometheus does not have {targets} targets up after {_SCRAPED_DEADLINE_S:g} s: {found}")
+    raise SystemExit(
+        f"Prometheus does not have {targets} targets up after {_SCRAPED_DEADLINE_S:g} s: {found}"
+    )
 
 
 def _kill(container: str) -> None:
@@ -103,12 +124,20 @@ def _kill(container: str) -> None:
 async def _run(url: str, nodes: tuple[int, int], kills: list[str]) -> None:
     began = time.monotonic()
     generations = await _up(url, nodes)
-    print(f"  {nodes[0]} prefill, {nodes[1]} decode nodes are up after {time.monotonic() - began:.1f} s", flush=True)
+    print(
+        f"  {nodes[0]} prefill, {nodes[1]} decode nodes are up after "
+        f"{time.monotonic() - began:.1f} s",
+        flush=True,
+    )
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     model = (await client.models.list()).data[0].id
     began = time.monotonic()
     expected = await _all(client, model)
-    print(f"  {len(expected)} streams of {_TOKENS} tokens of {model} in {time.monotonic() - began:.1f} s", flush=True)
+    print(
+        f"  {len(expected)} streams of {_TOKENS} tokens of {model} in "
+        f"{time.monotonic() - began:.1f} s",
+        flush=True,
+    )
     print(f"  {_QUESTIONS[0]} {expected[0][:60]!r}...", flush=True)
     for container in kills:
         alone = nodes[container.startswith("kvrelay_decode")] == 1
@@ -121,10 +150,17 @@ async def _run(url: str, nodes: tuple[int, int], kills: list[str]) -> None:
         if streams is not None:
             if await streams != expected:
                 raise SystemExit(f"streams that ran while {container} was killed have other words")
-            print(f"  {container} killed under {len(expected)} streams: all whole, with the same words", flush=True)
+            print(
+                f"  {container} killed under {len(expected)} streams: all whole, with the same "
+                f"words",
+                flush=True,
+            )
         node = container.removeprefix("kvrelay_").removesuffix("_1")
         generations = await _up(url, nodes, gone=generations[f"http://{node}:8000"])
-        print(f"  {container} is back {time.monotonic() - killed:.1f} s after it was killed", flush=True)
+        print(
+            f"  {container} is back {time.monotonic() - killed:.1f} s after it was killed",
+            flush=True,
+        )
         if await _all(client, model) != expected:
             raise SystemExit(f"streams after {container} came back have other words")
     await client.close()
@@ -135,7 +171,12 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--nodes", nargs=2, type=int, required=True, metavar=("PREFILL", "DECODE"))
     parser.add_argument("--kill", action="append", default=[], metavar="CONTAINER")
-    parser.add_argument("--scraped", default="", metavar="PROMETHEUS", help="Only ask whether it scrapes all of them.")
+    parser.add_argument(
+        "--scraped",
+        default="",
+        metavar="PROMETHEUS",
+        help="Only ask whether it scrapes all of them.",
+    )
     given = parser.parse_args()
     if given.scraped:
         asyncio.run(_scraped(given.scraped, sum(given.nodes) + 1))

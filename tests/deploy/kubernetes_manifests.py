@@ -1,4 +1,6 @@
-"""What the tests of deploy/kubernetes look at: overlays as kubectl renders them, and the pods that come of them."""
+"""What the tests of deploy/kubernetes look at: overlays as kubectl renders them, and the pods that
+come of them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _rendered(overlay: str) -> str:
 
 @functools.cache
 def _parsed(overlay: str) -> list[Manifest]:
-    return list(yaml.load_all(_rendered(overlay), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return list(
+        yaml.load_all(_rendered(overlay), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    )
 
 
 def objects(overlay: str, *kinds: str) -> list[Manifest]:
@@ -126,10 +130,13 @@ def _templates(owner: Manifest) -> Iterator[Manifest]:
 
 
 def validate(thing: Manifest) -> None:
-    """Raise jsonschema.ValidationError for what an API server would refuse, unknown fields among it.
+    """Raise jsonschema.ValidationError for what an API server would refuse, unknown fields among
+    it.
 
-    Kinds of Kubernetes itself by its own schemas. Those of others by small ones that are ours (tests/deploy/schemas):
-    they know the fields that we use, with the types of the projects' documentation, and no others."""
+    Kinds of Kubernetes itself by its own schemas. Those of others by small ones that are ours
+    (tests/deploy/schemas): they know the fields that we use, with the types of the projects'
+    documentation, and no others.
+    """
     ours = SCHEMAS / f"{thing['kind']}.json"
     if not ours.exists():
         kubernetes_validate.validate(thing, VERSION, strict=True)
@@ -137,7 +144,12 @@ def validate(thing: Manifest) -> None:
     jsonschema.Draft202012Validator(json.loads(ours.read_text(encoding="utf-8"))).validate(thing)
     for template in _templates(thing):
         kubernetes_validate.validate(
-            {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template},
+            {
+                "apiVersion": "v1",
+                "kind": "PodTemplate",
+                "metadata": {"name": "x"},
+                "template": template,
+            },
             VERSION,
             strict=True,
         )
@@ -156,8 +168,14 @@ def matches(selector: Manifest, labels: dict[str, str]) -> bool:
 
 
 def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> list[str]:
-    """A container's arguments as Kubernetes makes them for a pod with this address, its files in `folder`."""
-    names = {"POD_IP": address, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay", "MACHINE": "1"}
+    """A container's arguments as Kubernetes makes them for a pod with this address, its files in
+    `folder`.
+    """
+    names = {
+        "POD_IP": address,
+        "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay",
+        "MACHINE": "1",
+    }
     known = {variable["name"] for variable in pod.main["env"]} | {"LWS_LEADER_ADDRESS"}
     args = [
         re.sub(r"\$\((\w+)\)", lambda found: names[found[1]] if found[1] in known else "", arg)
@@ -167,7 +185,11 @@ def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> 
     for mount in pod.main["volumeMounts"]:
         if "configMap" in volumes[mount["name"]]:
             name = volumes[mount["name"]]["configMap"]["name"]
-            (files,) = [each["data"] for each in objects(overlay, "ConfigMap") if each["metadata"]["name"] == name]
+            (files,) = [
+                each["data"]
+                for each in objects(overlay, "ConfigMap")
+                if each["metadata"]["name"] == name
+            ]
             for file, text in files.items():
                 (folder / file).write_text(text)
             args = [arg.replace(f"={mount['mountPath']}/", f"={folder}/") for arg in args]
@@ -181,7 +203,9 @@ class Network:
         self._policies = [each["spec"] for each in objects(overlay, "NetworkPolicy")]
 
     def lets(self, source: Any, target: Any, port: int, protocol: str = "TCP") -> bool:
-        """Whether `source` reaches a port of `target`: each labels, (namespace, labels) or None: outside."""
+        """Whether `source` reaches a port of `target`: each labels, (namespace, labels) or None:
+        outside.
+        """
         return self._open("Egress", source, target, port, protocol) and self._open(
             "Ingress", target, source, port, protocol
         )
@@ -190,7 +214,9 @@ class Network:
         if not isinstance(mine, dict):
             return True  # not of our namespace
         policies = [
-            each for each in self._policies if way in each["policyTypes"] and matches(each["podSelector"], mine)
+            each
+            for each in self._policies
+            if way in each["policyTypes"] and matches(each["podSelector"], mine)
         ]
         key, peers = ("egress", "to") if way == "Egress" else ("ingress", "from")
         return not policies or any(
@@ -205,7 +231,11 @@ class Network:
             return True
         for peer in peers:
             assert len(peer) == 1
-            if "podSelector" in peer and isinstance(other, dict) and matches(peer["podSelector"], other):
+            if (
+                "podSelector" in peer
+                and isinstance(other, dict)
+                and matches(peer["podSelector"], other)
+            ):
                 return True
             if "namespaceSelector" in peer and isinstance(other, tuple):
                 name = {"kubernetes.io/metadata.name": other[0]}
@@ -216,7 +246,9 @@ class Network:
     @staticmethod
     def _port(ports: Any, port: int, protocol: str) -> bool:
         return any(
-            each["protocol"] == protocol and each["port"] <= port <= each.get("endPort", each["port"]) for each in ports
+            each["protocol"] == protocol
+            and each["port"] <= port <= each.get("endPort", each["port"])
+            for each in ports
         )
 
 

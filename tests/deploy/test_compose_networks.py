@@ -1,4 +1,6 @@
-"""Who reaches which port of the containers that compose files make: what processes listen on, beside the networks."""
+"""Who reaches which port of the containers that compose files make: what processes listen on,
+beside the networks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"
 
 
 def _written(**cluster: Any) -> dict[str, Any]:
-    return compose_of(ComposeConfig(ClusterConfig(EngineConfig("m", device="cpu"), prefill=2, decode=2, **cluster)))
+    return compose_of(
+        ComposeConfig(
+            ClusterConfig(EngineConfig("m", device="cpu"), prefill=2, decode=2, **cluster)
+        )
+    )
 
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -79,14 +85,21 @@ def test_the_hand_over_listens_on_a_network_of_the_nodes_alone(
     assert nodes
     for each in nodes:
         config = config_of(services[each])
-        # One name, of one network: the control channel listens at its address, and UCX on the interface that has it.
-        (kv,) = [net for net, names in networks(services[each]).items() if config.transfer.kv_host in names]
+        # One name, of one network: the control channel listens at its address, and UCX on the
+        # interface that has it.
+        (kv,) = [
+            net
+            for net, names in networks(services[each]).items()
+            if config.transfer.kv_host in names
+        ]
         assert config.transfer.kv_host not in services, "that name would be of all networks"
         assert file["networks"][kv] == {"internal": True}
         assert {other for other, service in services.items() if kv in networks(service)} == nodes
         assert config.transfer.cluster_secret == SECRET
         # Routers reach both; prompts are told to nobody.
-        assert config.told_events == KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
+        assert config.told_events == KvEventsConfig(
+            True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558"
+        )
 
 
 @every_file
@@ -95,7 +108,11 @@ def test_names_of_the_hand_over_are_of_one_node_each(
 ) -> None:
     nodes = [service for service in FILES[name]()["services"].values() if is_node(service)]
     for profile in {tuple(service.get("profiles", ())) for service in nodes}:
-        hosts = [config_of(node).transfer.kv_host for node in nodes if tuple(node.get("profiles", ())) == profile]
+        hosts = [
+            config_of(node).transfer.kv_host
+            for node in nodes
+            if tuple(node.get("profiles", ())) == profile
+        ]
         assert len(set(hosts)) == len(hosts)
 
 

@@ -10,7 +10,18 @@ from typing import Any
 
 import jsonschema
 import pytest
-from kubernetes_manifests import COMPONENT, FOLDER, NAME, OVERLAYS, PodOf, matches, named, objects, pods, validate
+from kubernetes_manifests import (
+    COMPONENT,
+    FOLDER,
+    NAME,
+    OVERLAYS,
+    PodOf,
+    matches,
+    named,
+    objects,
+    pods,
+    validate,
+)
 
 from router.membership.kubernetes_pods import Pod, Pods
 
@@ -30,7 +41,9 @@ MAY_HAVE = {
 DISCOVERY = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-with_discovery = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
+with_discovery = pytest.mark.parametrize(
+    "overlay", [name for name in OVERLAYS if name != "one-node-gpu"]
+)
 
 
 def test_there_are_these_overlays_and_the_readme_tells_of_each() -> None:
@@ -60,7 +73,12 @@ def test_an_api_server_would_take_it(overlay: str) -> None:
         ("autoscaling", "ScaledObject", ("spec", "maxReplicaCount"), "3"),
         ("autoscaling", "HTTPRoute", ("spec", "rules"), [{"timeouts": {"request": "10 s"}}]),
         ("monitoring", "PodMonitor", ("spec", "podMetricsEndpoint"), []),
-        ("multi-node", "LeaderWorkerSet", ("spec", "leaderWorkerTemplate", "restartPolicy"), "Always"),
+        (
+            "multi-node",
+            "LeaderWorkerSet",
+            ("spec", "leaderWorkerTemplate", "restartPolicy"),
+            "Always",
+        ),
         (
             "multi-node",
             "LeaderWorkerSet",
@@ -69,7 +87,9 @@ def test_an_api_server_would_take_it(overlay: str) -> None:
         ),
     ],
 )
-def test_what_an_api_server_would_refuse_is_seen(overlay: str, kind: str, path: tuple[str, ...], value: Any) -> None:
+def test_what_an_api_server_would_refuse_is_seen(
+    overlay: str, kind: str, path: tuple[str, ...], value: Any
+) -> None:
     thing = objects(overlay, kind)[0]
     *way, last = path
     inner = thing
@@ -85,12 +105,17 @@ def test_the_router_may_follow_pods_and_nobody_may_do_anything_else(overlay: str
     roles = objects(overlay, "Role")
     assert [rule for role in roles for rule in role["rules"]] == [DISCOVERY]
     bindings = objects(overlay, "RoleBinding")
-    assert [each["roleRef"]["name"] for each in bindings] == [role["metadata"]["name"] for role in roles]
+    assert [each["roleRef"]["name"] for each in bindings] == [
+        role["metadata"]["name"] for role in roles
+    ]
     (router,) = pods(overlay, "router")
     for binding in bindings:
         assert binding["roleRef"]["kind"] == "Role"
         (subject,) = binding["subjects"]
-        assert (subject["kind"], subject["name"]) == ("ServiceAccount", router.spec["serviceAccountName"])
+        assert (subject["kind"], subject["name"]) == (
+            "ServiceAccount",
+            router.spec["serviceAccountName"],
+        )
     assert not objects(overlay, "ClusterRole", "ClusterRoleBinding")
     for pod in pods(overlay):
         assert pod.spec["automountServiceAccountToken"] is (pod.component == "router")
@@ -108,18 +133,29 @@ def test_what_pods_name_is_there(overlay: str) -> None:
     for pod in pods(overlay):
         assert ("ServiceAccount", pod.spec["serviceAccountName"]) in there
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        mounted = {mount["name"] for container in pod.containers for mount in container.get("volumeMounts", [])}
+        mounted = {
+            mount["name"]
+            for container in pod.containers
+            for mount in container.get("volumeMounts", [])
+        }
         assert mounted == set(volumes)
         for volume in volumes.values():
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in there
-                assert re.search(r"-[0-9a-z]{10}$", volume["configMap"]["name"]), "a change of it must roll the pods"
+                assert re.search(r"-[0-9a-z]{10}$", volume["configMap"]["name"]), (
+                    "a change of it must roll the pods"
+                )
             if "persistentVolumeClaim" in volume:
-                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in there
+                assert (
+                    "PersistentVolumeClaim",
+                    volume["persistentVolumeClaim"]["claimName"],
+                ) in there
 
 
 @every_overlay
-def test_secrets_are_named_and_not_contained_and_each_process_has_only_its_own(overlay: str) -> None:
+def test_secrets_are_named_and_not_contained_and_each_process_has_only_its_own(
+    overlay: str,
+) -> None:
     assert not objects(overlay, "Secret")
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     for pod in pods(overlay):
@@ -151,9 +187,13 @@ def test_selectors_select_what_they_mean(overlay: str) -> None:
         assert {pod.owner["metadata"]["name"] for pod in selected} == {budget["metadata"]["name"]}
     if overlay != "one-node-gpu":
         owners = {pod.owner["metadata"]["name"] for pod in everyone}
-        assert {budget["metadata"]["name"] for budget in objects(overlay, "PodDisruptionBudget")} == owners
+        assert {
+            budget["metadata"]["name"] for budget in objects(overlay, "PodDisruptionBudget")
+        } == owners
     service = named(overlay, "Service", "kvrelay-router")
-    selected = [pod for pod in everyone if matches({"matchLabels": service["spec"]["selector"]}, pod.labels)]
+    selected = [
+        pod for pod in everyone if matches({"matchLabels": service["spec"]["selector"]}, pod.labels)
+    ]
     assert [pod.component for pod in selected] == ["router"]
     assert all(port["targetPort"] in selected[0].ports for port in service["spec"]["ports"])
     for pod in everyone:
@@ -174,19 +214,27 @@ def test_the_route_leads_to_the_service_and_shows_the_api_alone() -> None:
     (route,) = objects("autoscaling", "HTTPRoute")
     service = named("autoscaling", "Service", "kvrelay-router")
     (rule,) = route["spec"]["rules"]
-    assert rule["backendRefs"] == [{"name": "kvrelay-router", "port": service["spec"]["ports"][0]["port"]}]
+    assert rule["backendRefs"] == [
+        {"name": "kvrelay-router", "port": service["spec"]["ports"][0]["port"]}
+    ]
     assert [match["path"]["value"] for match in rule["matches"]] == ["/v1"]
 
 
 def test_what_scales_is_there_and_nobody_else_says_how_many() -> None:
     scalers = objects("autoscaling", "HorizontalPodAutoscaler", "ScaledObject")
     targets = [
-        (scaler["spec"]["scaleTargetRef"]["kind"], scaler["spec"]["scaleTargetRef"]["name"]) for scaler in scalers
+        (scaler["spec"]["scaleTargetRef"]["kind"], scaler["spec"]["scaleTargetRef"]["name"])
+        for scaler in scalers
     ]
     deployments = objects("autoscaling", "Deployment")
-    assert sorted(targets) == sorted(("Deployment", each["metadata"]["name"]) for each in deployments)
+    assert sorted(targets) == sorted(
+        ("Deployment", each["metadata"]["name"]) for each in deployments
+    )
     assert all("replicas" not in each["spec"] for each in deployments)
-    most = {each["spec"]["scaleTargetRef"]["name"]: each["spec"].get("maxReplicaCount") for each in scalers}
+    most = {
+        each["spec"]["scaleTargetRef"]["name"]: each["spec"].get("maxReplicaCount")
+        for each in scalers
+    }
     (router,) = pods("autoscaling", "router")
     for role in ("prefill", "decode"):  # no pod takes a role that its Deployment does not have
         assert f"--least-{role}={most[f'kvrelay-{role}']}" in router.main["args"]
@@ -194,11 +242,21 @@ def test_what_scales_is_there_and_nobody_else_says_how_many() -> None:
 
 @every_overlay
 def test_images_are_those_of_this_version(overlay: str, repository: Path) -> None:
-    version = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    version = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
     cpu = overlay in ("cpu-demo", "monitoring")
     for pod in pods(overlay):
-        image = "router-kubernetes" if pod.main["name"] == "router" else "node-cpu" if cpu else "node-cuda"
-        assert {container["image"] for container in pod.containers} == {f"kvrelay/{image}:{version}"}
+        image = (
+            "router-kubernetes"
+            if pod.main["name"] == "router"
+            else "node-cpu"
+            if cpu
+            else "node-cuda"
+        )
+        assert {container["image"] for container in pod.containers} == {
+            f"kvrelay/{image}:{version}"
+        }
 
 
 def test_both_roles_are_the_same_but_for_the_role() -> None:
@@ -206,12 +264,18 @@ def test_both_roles_are_the_same_but_for_the_role() -> None:
         return str(named("autoscaling", "Deployment", f"kvrelay-{role}")["spec"]["template"])
 
     other = {"prefill": "decode", "decode": "prefill"}
-    assert re.sub("prefill|decode", lambda found: other[found[0]], template("prefill")) == template("decode")
+    assert re.sub("prefill|decode", lambda found: other[found[0]], template("prefill")) == template(
+        "decode"
+    )
 
 
 def ready(pod: PodOf) -> dict[str, Any]:
     """A pod of it as an API server tells of it."""
-    status = {"phase": "Running", "podIP": "10.0.0.7", "conditions": [{"type": "Ready", "status": "True"}]}
+    status = {
+        "phase": "Running",
+        "podIP": "10.0.0.7",
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
     metadata = {"name": "x", "uid": "u", "labels": pod.labels}
     return {"metadata": metadata, "spec": {"containers": pod.spec["containers"]}, "status": status}
 

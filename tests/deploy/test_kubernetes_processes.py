@@ -1,4 +1,6 @@
-"""What the manifests have processes do is what these processes can: flags, files, ports, probes, drains, metrics."""
+"""What the manifests have processes do is what these processes can: flags, files, ports, probes,
+drains, metrics.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,12 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         asked.append(given)
         return 0
 
-    commands = ("node.server", "run"), ("router.server", "run"), ("node.ranks", "run_ranks"), ("kvrelay.cluster", "up")
+    commands = (
+        ("node.server", "run"),
+        ("router.server", "run"),
+        ("node.ranks", "run_ranks"),
+        ("kvrelay.cluster", "up"),
+    )
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (*commands, ("kvrelay.drain", "run")):
             patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
@@ -76,7 +83,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
         patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
-        patch.setattr("router.membership.kubernetes_lists.server_of", lambda namespace: (None, "kvrelay"))
+        patch.setattr(
+            "router.membership.kubernetes_lists.server_of", lambda namespace: (None, "kvrelay")
+        )
 
         def started(overlay: str, pod: PodOf) -> Started:
             for name in (*SECRETS, LOG_FORMAT):
@@ -91,7 +100,12 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
             assert kvrelay.cli.run(args) == 0, args
             config, *_ = asked.pop()
             assert os.environ[LOG_FORMAT] == getattr(config, "log_format", "json") == "json"
-            program, *args = pod.main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["none"])
+            program, *args = (
+                pod.main.get("lifecycle", {})
+                .get("preStop", {})
+                .get("exec", {})
+                .get("command", ["none"])
+            )
             if program != "kvrelay":
                 return Started(pod, config)
             assert kvrelay.cli.run(args) == 0, args
@@ -121,26 +135,38 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
             assert config.transfer.cluster_secret == SECRETS["KVRELAY_CLUSTER_SECRET"]
             assert config.told_events is not None
             assert address_of(config.told_events.endpoint) == (POD_IP, pod.ports["kv-events"])
-            assert address_of(config.told_events.replay_endpoint) == (POD_IP, pod.ports["kv-replay"])
+            assert address_of(config.told_events.replay_endpoint) == (
+                POD_IP,
+                pod.ports["kv-replay"],
+            )
             assert not config.told_events.token_ids, "nobody who listens reads prompts"
             assert pod.labels["kvrelay/role"] == config.role
 
 
 @every_overlay
-def test_gpus_shared_memory_and_memory_are_enough_for_the_config(overlay: str, configs: Configs) -> None:
+def test_gpus_shared_memory_and_memory_are_enough_for_the_config(
+    overlay: str, configs: Configs
+) -> None:
     for pod, config in ((each.pod, each.config) for each in configs(overlay)):
         if isinstance(config, RouterConfig):
             continue
         (shm,) = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
         limits = pod.main["resources"]["limits"]
-        assert (shm["medium"], {"name": "shm", "mountPath": "/dev/shm"} in pod.main["volumeMounts"]) == ("Memory", True)
+        assert (
+            shm["medium"],
+            {"name": "shm", "mountPath": "/dev/shm"} in pod.main["volumeMounts"],
+        ) == ("Memory", True)
         engine = config.engine
-        assert size(shm["sizeLimit"]) + (engine.kv_cache_memory_bytes or 1 << 30) < size(limits["memory"])
+        assert size(shm["sizeLimit"]) + (engine.kv_cache_memory_bytes or 1 << 30) < size(
+            limits["memory"]
+        )
         if pod.main["args"][0] == "up":
             continue
         gpus = limits.get("nvidia.com/gpu", 0)
         assert gpus == (
-            0 if engine.device == "cpu" else engine.tensor_parallel_size_local or engine.tensor_parallel_size
+            0
+            if engine.device == "cpu"
+            else engine.tensor_parallel_size_local or engine.tensor_parallel_size
         )
 
 
@@ -152,11 +178,19 @@ def size(quantity: str) -> int:
 def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
     for group in objects("multi-node", "LeaderWorkerSet"):
         size = group["spec"]["leaderWorkerTemplate"]["size"]
-        ours = [each for each in configs("multi-node") if each.pod.owner["metadata"] == group["metadata"]]
+        ours = [
+            each
+            for each in configs("multi-node")
+            if each.pod.owner["metadata"] == group["metadata"]
+        ]
         (leader, node), (worker, rank) = ((each.pod, each.config) for each in ours)
         assert (leader.component, worker.component) == ("node", "rank")
         local = node.engine.tensor_parallel_size_local
-        assert (rank.machine, rank.first, rank.engine.tensor_parallel_size_local) == (1, local, local)
+        assert (rank.machine, rank.first, rank.engine.tensor_parallel_size_local) == (
+            1,
+            local,
+            local,
+        )
         assert size * local == node.engine.tensor_parallel_size
         (which,) = [each for each in worker.main["env"] if each["name"] == "MACHINE"]
         label = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -170,7 +204,11 @@ def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
 
 
 def routes(app: Any) -> set[str]:
-    return {route.path for route in app.routes if isinstance(route, Route) and "GET" in (route.methods or ())}
+    return {
+        route.path
+        for route in app.routes
+        if isinstance(route, Route) and "GET" in (route.methods or ())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +220,13 @@ def served() -> dict[str, set[str]]:
 
 
 @every_overlay
-def test_probes_and_scrapes_ask_routes_that_there_are(overlay: str, served: dict[str, set[str]]) -> None:
+def test_probes_and_scrapes_ask_routes_that_there_are(
+    overlay: str, served: dict[str, set[str]]
+) -> None:
     for pod in pods(overlay):
-        probes = {name: pod.main.get(f"{name}Probe") for name in ("startup", "readiness", "liveness")}
+        probes = {
+            name: pod.main.get(f"{name}Probe") for name in ("startup", "readiness", "liveness")
+        }
         if pod.component == "rank":
             assert not any(probes.values())
             continue
@@ -196,7 +238,9 @@ def test_probes_and_scrapes_ask_routes_that_there_are(overlay: str, served: dict
                 name, probe["httpGet"]["path"]
             )
         for monitor in objects(overlay, "PodMonitor"):
-            assert {each["path"] for each in monitor["spec"]["podMetricsEndpoints"]} <= served[pod.component]
+            assert {each["path"] for each in monitor["spec"]["podMetricsEndpoints"]} <= served[
+                pod.component
+            ]
 
 
 @every_overlay
@@ -205,7 +249,10 @@ def test_who_is_to_end_has_the_time_to_drain(overlay: str, configs: Configs) -> 
         pod = started.pod
         if pod.component == "rank":
             (leader,) = [each for each in pods(overlay, "node") if each.owner == pod.owner]
-            assert pod.spec["terminationGracePeriodSeconds"] == leader.spec["terminationGracePeriodSeconds"]
+            assert (
+                pod.spec["terminationGracePeriodSeconds"]
+                == leader.spec["terminationGracePeriodSeconds"]
+            )
             continue
         if pod.component == "router":
             before_s = pod.main["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -256,7 +303,9 @@ class Listening:
 
 
 def listening(started: Started, overlay: str) -> list[Listening]:
-    """All of a pod. What has no port of its own takes an ephemeral one of the pod: UCX, NCCL, gloo, ranks' links."""
+    """All of a pod. What has no port of its own takes an ephemeral one of the pod: UCX, NCCL, gloo,
+    ranks' links.
+    """
     config, monitored = started.config, {"monitoring"} if objects(overlay, "PodMonitor") else set()
     ours = {"node", "rank"}
     found: list[tuple[str, int, set[str]]] = []
@@ -265,12 +314,17 @@ def listening(started: Started, overlay: str) -> list[Listening]:
         others = getattr(config, "heartbeat_port", 0), getattr(config, "p2p_nccl_port", 0)
         assert others == (0, 0), "no policy opens them"
     if isinstance(config, NodeConfig):
-        found = [("http", config.port, {"router", *monitored}), ("kv", config.transfer.kv_port, ours)]
+        found = [
+            ("http", config.port, {"router", *monitored}),
+            ("kv", config.transfer.kv_port, ours),
+        ]
         if told := config.told_events:
             found += [("kv-events", address_of(told.endpoint)[1], {"router"})]
             found += [("kv-replay", address_of(told.replay_endpoint)[1], {"router"})]
         if config.engine.tensor_parallel_address:
-            found += [("ranks", int(config.engine.tensor_parallel_address.rpartition(":")[2]), ours)]
+            found += [
+                ("ranks", int(config.engine.tensor_parallel_address.rpartition(":")[2]), ours)
+            ]
     ranges = [Listening(name, port, port, frozenset(who)) for name, port, who in found]
     if started.pod.component != "router":
         (sysctl,) = started.pod.spec["securityContext"]["sysctls"]
@@ -291,7 +345,11 @@ def test_each_port_that_a_process_listens_on_is_declared_and_open_to_whom_it_is_
         assert pod.ports == declared, f"{pod}: what it declares is not what it listens on"
         for each in ranges:
             for port in (each.first, each.last):
-                reach = {who for who, labels in EVERYBODY.items() if network.lets(labels, pod.labels, port)}
+                reach = {
+                    who
+                    for who, labels in EVERYBODY.items()
+                    if network.lets(labels, pod.labels, port)
+                }
                 assert reach == each.audience, f"{pod}: {each.name}, port {port}"
             for who, labels in EVERYBODY.items():
                 assert not network.lets(labels, pod.labels, each.first, "UDP"), f"{pod}: {who}"
@@ -310,11 +368,17 @@ def test_a_port_that_no_process_listens_on_is_closed_to_all_but_nodes_of_the_clu
                 continue
             for who, labels in EVERYBODY.items():
                 if who not in ("node", "rank"):
-                    assert not network.lets(labels, started.pod.labels, port), f"{started.pod}: {port}, {who}"
+                    assert not network.lets(labels, started.pod.labels, port), (
+                        f"{started.pod}: {port}, {who}"
+                    )
 
 
-def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_its_address() -> None:
-    """A pod's RDMA device is seldom of the interface that has its address (kv_transfer/ucx_devices.py)."""
+def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_its_address() -> (
+    None
+):
+    """A pod's RDMA device is seldom of the interface that has its address
+    (kv_transfer/ucx_devices.py).
+    """
     for overlay in OVERLAYS:
         for pod in pods(overlay):
             rdma = "rdma/ib" in pod.main["resources"].get("limits", {})

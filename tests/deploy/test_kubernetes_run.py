@@ -1,6 +1,8 @@
-"""cpu-demo runs: processes started as its manifests say, an API server double that knows them, and a kubelet's part.
+"""cpu-demo runs: processes started as its manifests say, an API server double that knows them, and
+a kubelet's part.
 
-Each pod has an address of the loopback of its own. Not covered: images, volumes, policies, the scheduler.
+Each pod has an address of the loopback of its own. Not covered: images, volumes, policies, the
+scheduler.
 """
 
 from __future__ import annotations
@@ -48,14 +50,20 @@ class Running:
         """What a kubelet would find."""
         probe = self.pod.main[f"{name}Probe"]
         try:
-            async with http.get(self.url(probe["httpGet"]["path"]), timeout=aiohttp.ClientTimeout(10)) as answer:
+            async with http.get(
+                self.url(probe["httpGet"]["path"]), timeout=aiohttp.ClientTimeout(10)
+            ) as answer:
                 return 200 <= answer.status < 400
         except (aiohttp.ClientError, TimeoutError):
             return False
 
     def told(self, *, ready: bool, terminating: bool = False) -> dict[str, Any]:
         """As an API server has it."""
-        metadata: dict[str, Any] = {"name": self.name, "uid": f"uid-{self.name}", "labels": self.pod.labels}
+        metadata: dict[str, Any] = {
+            "name": self.name,
+            "uid": f"uid-{self.name}",
+            "labels": self.pod.labels,
+        }
         if terminating:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:30Z"
         conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
@@ -78,7 +86,9 @@ class Kubelet:
     def environment(self, pod: PodOf, address: str) -> dict[str, str]:
         """Of its containers."""
         fields = {"status.podIP": address, "metadata.uid": f"uid-{pod.owner['metadata']['name']}"}
-        found = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        found = {
+            name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")
+        }
         found |= {"PYTHONPATH": str(ROOT), "KUBECONFIG": str(self.folder / "kubeconfig")}
         for variable in pod.main["env"]:
             name, source = variable["name"], variable.get("valueFrom", {})
@@ -91,13 +101,21 @@ class Kubelet:
         name, address = str(pod.owner["metadata"]["name"]), f"127.0.0.{31 + len(self.running)}"
         folder = self.folder / name
         folder.mkdir()
-        args = [arg.replace("0.0.0.0", address) for arg in arguments("cpu-demo", pod, folder, address)]
+        args = [
+            arg.replace("0.0.0.0", address) for arg in arguments("cpu-demo", pod, folder, address)
+        ]
         if (folder / "engine.yaml").exists():
             (folder / "engine.yaml").write_text(engine)
         log = folder / "log"
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvrelay.cli", *args, stdout=out, stderr=out, env=self.environment(pod, address)
+                sys.executable,
+                "-m",
+                "kvrelay.cli",
+                *args,
+                stdout=out,
+                stderr=out,
+                env=self.environment(pod, address),
             )
         self.running[name] = running = Running(pod, address, process, log)
         return running
@@ -107,7 +125,9 @@ class Kubelet:
         _, *args = running.pod.main["lifecycle"]["preStop"]["exec"]["command"]
         args = [arg.replace("127.0.0.1", running.address) for arg in args]
         env = self.environment(running.pod, running.address)
-        hook = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvrelay.cli", *args, env=env)
+        hook = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvrelay.cli", *args, env=env
+        )
         return await asyncio.wait_for(hook.wait(), 60)
 
     async def close(self) -> None:
@@ -122,7 +142,9 @@ class Kubelet:
                 await running.process.wait()
 
 
-async def until(what: str, condition: Callable[[], Any], deadline_s: float = START_DEADLINE_S) -> None:
+async def until(
+    what: str, condition: Callable[[], Any], deadline_s: float = START_DEADLINE_S
+) -> None:
     """Ask until it is so."""
     async with asyncio.timeout(deadline_s):
         while not await condition():
@@ -140,22 +162,36 @@ async def kubelet(tmp_path: Path) -> AsyncIterator[Kubelet]:
             await kubelet.close()
 
 
-async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, tmp_path: Path) -> None:
+async def test_pods_get_ready_are_found_serve_and_are_drained(
+    kubelet: Kubelet, tmp_path: Path
+) -> None:
     flags = dict(zip(*[iter(tiny_model(tmp_path))] * 2, strict=True))
-    engine = "".join(f"{flag.removeprefix('--').replace('-', '_')}: {value}\n" for flag, value in flags.items())
+    engine = "".join(
+        f"{flag.removeprefix('--').replace('-', '_')}: {value}\n" for flag, value in flags.items()
+    )
     for pod in pods("cpu-demo"):
         await kubelet.start(pod, engine + f"kv_cache_memory_bytes: {8 << 20}\n")
     http, everyone = kubelet.http, list(kubelet.running.values())
     for running in everyone:
-        await until(f"{running.name} answers", lambda running=running: running.probe(http, "liveness"))
+        await until(
+            f"{running.name} answers", lambda running=running: running.probe(http, "liveness")
+        )
     for running in (each for each in everyone if each.pod.component == "node"):
-        await until(f"{running.name} has started", lambda running=running: running.probe(http, "startup"))
+        await until(
+            f"{running.name} has started", lambda running=running: running.probe(http, "startup")
+        )
         assert await running.probe(http, "readiness")
         kubelet.api.put(running.told(ready=True))
     router, decode = kubelet.running["kvrelay-router"], kubelet.running["kvrelay-decode"]
     await until("the router has found them", lambda: router.probe(http, "readiness"))
 
-    body = {"model": "tiny", "prompt": "x" * 200, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "tiny",
+        "prompt": "x" * 200,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+    }
     key = {"authorization": f"Bearer {SECRETS['KVRELAY_API_KEY']}"}
     async with http.post(router.url("/v1/completions"), json=body, headers=key) as answer:
         assert answer.status == 200, await answer.text()
@@ -174,8 +210,11 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, 
     assert '"finish_reason":"length"' in text
     assert await hook == 0
     decode.process.send_signal(signal.SIGTERM)
-    # uvicorn ends by the signal that it was ended with, after all is done; as process 1 of a container it cannot.
-    assert await asyncio.wait_for(decode.process.wait(), 30) in (0, -signal.SIGTERM), decode.log.read_text()
+    # uvicorn ends by the signal that it was ended with, after all is done; as process 1 of a
+    # container it cannot.
+    assert await asyncio.wait_for(decode.process.wait(), 30) in (0, -signal.SIGTERM), (
+        decode.log.read_text()
+    )
     kubelet.api.delete(decode.name)
 
     async def out() -> bool:

@@ -1,23 +1,48 @@
-"""Who may talk to whom, and what processes may do: the rules of pod security and our own, checked on every overlay."""
+"""Who may talk to whom, and what processes may do: the rules of pod security and our own, checked
+on every overlay.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from kubernetes_manifests import NAME, NODE, OUTSIDE, OVERLAYS, RANK, ROUTER, STRANGER, Network, named, objects, pods
+from kubernetes_manifests import (
+    NAME,
+    NODE,
+    OUTSIDE,
+    OVERLAYS,
+    RANK,
+    ROUTER,
+    STRANGER,
+    Network,
+    named,
+    objects,
+    pods,
+)
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 clusters = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
 
 # The fields that Kubernetes' level "restricted" looks at, and the values that it takes.
-VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret", "downwardAPI", "csi", "ephemeral"}
+VOLUMES = {
+    "configMap",
+    "emptyDir",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+    "downwardAPI",
+    "csi",
+    "ephemeral",
+}
 SYSCTLS = {"net.ipv4.ip_local_port_range"}
 
 
 @every_overlay
 def test_pods_are_restricted(overlay: str) -> None:
-    level = named(overlay, "Namespace", "kvrelay")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    level = named(overlay, "Namespace", "kvrelay")["metadata"]["labels"][
+        "pod-security.kubernetes.io/enforce"
+    ]
     pinned = overlay == "multi-node"  # RDMA
     assert level == ("privileged" if pinned else "restricted")
     for pod in pods(overlay):
@@ -47,7 +72,9 @@ def test_pods_are_restricted(overlay: str) -> None:
 @every_overlay
 def test_what_is_written_has_a_volume(overlay: str) -> None:
     for pod in pods(overlay):
-        places = {mount["mountPath"] for mount in pod.main["volumeMounts"] if not mount.get("readOnly")}
+        places = {
+            mount["mountPath"] for mount in pod.main["volumeMounts"] if not mount.get("readOnly")
+        }
         assert "/tmp" in places
         if pod.component != "router":
             assert {"/var/cache/kvrelay", "/dev/shm"} <= places
@@ -88,7 +115,9 @@ def test_metrics_and_traces_are_for_the_namespace_of_monitoring(overlay: str) ->
     assert network.lets(prometheus, NODE, HTTP) is (overlay != "cpu-demo")
     assert network.lets(prometheus, ROUTER, HTTP)
     for ours in (ROUTER, NODE):
-        assert network.lets(ours, ("monitoring", {NAME: "collector"}), 4318) is (overlay != "cpu-demo")
+        assert network.lets(ours, ("monitoring", {NAME: "collector"}), 4318) is (
+            overlay != "cpu-demo"
+        )
         assert not network.lets(ours, ("other", {NAME: "collector"}), 4318)
     assert not network.lets(prometheus, NODE, EVENTS)
     assert not network.lets(("other", {NAME: "prometheus"}), NODE, HTTP)
@@ -105,10 +134,18 @@ def test_one_machine_alone_shows_its_router() -> None:
 @clusters
 def test_policies_open_the_ports_that_pods_have(overlay: str) -> None:
     for pod in pods(overlay, "node"):
-        assert (pod.ports["http"], pod.ports["kv-events"], pod.ports["kv-replay"]) == (HTTP, EVENTS, REPLAY)
+        assert (pod.ports["http"], pod.ports["kv-events"], pod.ports["kv-replay"]) == (
+            HTTP,
+            EVENTS,
+            REPLAY,
+        )
         assert pod.ports["kv"] == KV
         assert pod.ports.get("ranks", MEET) == MEET
-    (kv,) = [each for each in objects(overlay, "NetworkPolicy") if each["metadata"]["name"] == "kvrelay-kv"]
+    (kv,) = [
+        each
+        for each in objects(overlay, "NetworkPolicy")
+        if each["metadata"]["name"] == "kvrelay-kv"
+    ]
     (span,) = [each for each in kv["spec"]["ingress"][0]["ports"] if "endPort" in each]
     for pod in pods(overlay, "node", "rank"):
         assert pod.spec["securityContext"]["sysctls"] == [

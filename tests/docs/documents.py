@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(
-    r"(?:^<!-- (?P<kind>run|settings): (?P<name>\S+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?P<kind>run|settings): (?P<name>\S+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.M | re.S,
 )
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -49,7 +50,9 @@ def words(page: Path) -> list[str]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The commands of a block for the shell, as words, without what stands for a reader's own values."""
+    """The commands of a block for the shell, as words, without what stands for a reader's own
+    values.
+    """
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.count("'") % 2 == 0 and line.count('"') % 2 == 0:
             found: list[str] = []

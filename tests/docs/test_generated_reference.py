@@ -25,7 +25,11 @@ def page(name: str) -> str:
 
 
 def test_all_generated_parts_are_current() -> None:
-    stale = [path.name for path, text in current(DOCS).items() if path.read_text(encoding="utf-8") != text]
+    stale = [
+        path.name
+        for path, text in current(DOCS).items()
+        if path.read_text(encoding="utf-8") != text
+    ]
     assert not stale, "run: make reference"
 
 
@@ -38,12 +42,16 @@ def test_every_setting_has_its_row_with_default_and_meaning(config: type) -> Non
         setting = settings_of(config)[field.name]
         spelled = (f"| `{setting.flag}`", f"| `{field.name.replace('_', '-')}`")
         found = [
-            row for row in rows if row.startswith(spelled) and " ".join(setting.help.split()).replace("|", "\\|") in row
+            row
+            for row in rows
+            if row.startswith(spelled) and " ".join(setting.help.split()).replace("|", "\\|") in row
         ]
         assert found, f"{config.__name__}.{field.name}"
         assert setting.help, f"{config.__name__}.{field.name} has no docstring"
         if not isinstance(field.default, (bool, str, tuple, type(None), type(dataclasses.MISSING))):
-            assert any(f"`{field.default}`" in row for row in found), f"{config.__name__}.{field.name}"
+            assert any(f"`{field.default}`" in row for row in found), (
+                f"{config.__name__}.{field.name}"
+            )
 
 
 def test_every_variable_of_a_flag_is_in_the_configuration_page() -> None:
@@ -53,7 +61,9 @@ def test_every_variable_of_a_flag_is_in_the_configuration_page() -> None:
 
 
 def test_every_command_and_every_flag_is_in_the_page_of_commands() -> None:
-    sections = dict(re.findall(r"^## kvrelay (\S+)\n(.*?)(?=^## |\Z)", page("commands"), re.M | re.S))
+    sections = dict(
+        re.findall(r"^## kvrelay (\S+)\n(.*?)(?=^## |\Z)", page("commands"), re.M | re.S)
+    )
     for command in commands():
         missing = [
             each.name
@@ -78,7 +88,9 @@ def test_every_metric_is_there_with_words_and_labels() -> None:
 
 def test_every_route_of_the_router_is_in_the_page_of_http() -> None:
     told = re.sub(r"\{[^}]+\}", "{}", page("http"))
-    routes = [route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)]
+    routes = [
+        route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)
+    ]
     missing = {path for path in routes if re.sub(r"\{[^}]+\}", "{}", path) not in told}
     assert not missing
 

@@ -1,4 +1,6 @@
-"""What pages name is there: commands, flags, settings, metrics, routes, variables, links; and figures were measured."""
+"""What pages name is there: commands, flags, settings, metrics, routes, variables, links; and
+figures were measured.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from wire.router_config import RouterConfig
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
 ALWAYS = general_flags()
-ALL_FLAGS = {flag for each in KNOWN.values() for one in each.parameters for flag in one.flags} | ALWAYS
+ALL_FLAGS = {
+    flag for each in KNOWN.values() for one in each.parameters for flag in one.flags
+} | ALWAYS
 OURS = [page for page in pages() if page.name != "migration.md"]
 """migration.md also has flags and routes of others."""
 
@@ -38,7 +42,9 @@ def test_commands_in_blocks_exist_with_their_flags(page: Path) -> None:
 
 def check(command: list[str]) -> None:
     """Whether a command of ours is one, with these flags."""
-    command = command[next((at for at, word in enumerate(command) if "=" not in word), len(command)) :]  # variables
+    command = command[
+        next((at for at, word in enumerate(command) if "=" not in word), len(command)) :
+    ]  # variables
     if command and command[0].split("/")[-1] == "kvrelay":
         if command[1] in ALWAYS:
             return
@@ -47,15 +53,21 @@ def check(command: list[str]) -> None:
         known = KNOWN.get(command[1])
         assert known is not None, command
         flags = {flag for each in known.parameters for flag in each.flags} | ALWAYS
-        wrong = [word for word in command[2:] if word.startswith("-") and word.split("=")[0] not in flags]
+        wrong = [
+            word for word in command[2:] if word.startswith("-") and word.split("=")[0] not in flags
+        ]
         assert not wrong, command
     elif "make" in command[:1]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert all(word in targets or "=" in word for word in command[1:]), command
     elif "-m" in command and command[command.index("-m") + 1].startswith("benchmarks"):
         module = ROOT / command[command.index("-m") + 1].replace(".", "/")
-        text = (module / "__main__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
-        assert not [word for word in command if word.startswith("--") and f'"{word}"' not in text], command
+        text = (
+            module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+        ).read_text()
+        assert not [
+            word for word in command if word.startswith("--") and f'"{word}"' not in text
+        ], command
 
 
 def test_rope_scalings_are_those_that_the_engine_has() -> None:
@@ -66,11 +78,19 @@ def test_rope_scalings_are_those_that_the_engine_has() -> None:
 
 
 def test_extras_that_errors_name_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    sources = [
-        path for folder in ("kv_transfer", "openai_api", "router", "node") for path in (ROOT / folder).rglob("*.py")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
     ]
-    named = {one for path in sources for one in re.findall(r"pip install '?kvrelay\[([\w,]+)\]", path.read_text())}
+    sources = [
+        path
+        for folder in ("kv_transfer", "openai_api", "router", "node")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        one
+        for path in sources
+        for one in re.findall(r"pip install '?kvrelay\[([\w,]+)\]", path.read_text())
+    }
     assert "node,nixl" in named
     assert {extra for one in named for extra in one.split(",")} <= set(extras)
 
@@ -87,7 +107,11 @@ def test_flags_in_sentences_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_metrics_in_sentences_exist(page: Path) -> None:
     families = {each.name for each in metrics_reference()}
-    named = {found for word in words(page) for found in re.findall(r"^(?:kvrelay_|vllm:)[a-z_]+\b(?!\*)", word)}
+    named = {
+        found
+        for word in words(page)
+        for found in re.findall(r"^(?:kvrelay_|vllm:)[a-z_]+\b(?!\*)", word)
+    }
     assert not named - families
 
 
@@ -110,7 +134,11 @@ def test_variables_are_read_somewhere() -> None:
         for file in (ROOT / name).rglob("*")
         if file.suffix in (".py", ".yaml", ".yml") or file.name == ".env"
     )
-    named = {name for page in pages() for name in re.findall(r"\bKVRELAY_[A-Z_]+\b", page.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for page in pages()
+        for name in re.findall(r"\bKVRELAY_[A-Z_]+\b", page.read_text(encoding="utf-8"))
+    }
     assert named
     assert not [name for name in named if name not in code]
 
@@ -133,7 +161,8 @@ def test_configuration_files_in_pages_are_valid(block: Block, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("page", "reckoned"), [("operations/tuning.md", {"6,180", "13,530", "3,950"}), ("numbers.md", set())]
+    ("page", "reckoned"),
+    [("operations/tuning.md", {"6,180", "13,530", "3,950"}), ("numbers.md", set())],
 )
 def test_figures_in_pages_were_measured(page: str, reckoned: set[str]) -> None:
     """Those with a decimal point or a thousands comma; what is reckoned from them is named here."""
@@ -147,9 +176,20 @@ def test_figures_in_pages_were_measured(page: str, reckoned: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built documentation; the build itself refuses links that lead nowhere, and pages that no menu names."""
+    """The built documentation; the build itself refuses links that lead nowhere, and pages that no
+    menu names.
+    """
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "--quiet",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -162,19 +202,24 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
         text = page.read_text(encoding="utf-8")
         loads = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\"\s>]+)", text)
         loads += re.findall(
-            r"<link\b(?=[^>]*rel=\"?(?:stylesheet|icon|preload|preconnect))[^>]*href=\"?([^\"\s>]+)", text
+            r"<link\b(?=[^>]*rel=\"?(?:stylesheet|icon|preload|preconnect))[^>]*href=\"?([^\"\s>]+)",
+            text,
         )
         assert not [url for url in loads if re.match(r"(https?:)?//", url)], page.name
         assert "mermaid" not in text  # drawn by a script of another host
     for sheet in site.rglob("*.css"):
-        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
+        assert not re.search(
+            r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")
+        ), sheet.name
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
     told = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#\s]+)", told)
     assert links
-    assert not [link for link in links if not re.match(r"https?://", link) and not (ROOT / link).exists()]
+    assert not [
+        link for link in links if not re.match(r"https?://", link) and not (ROOT / link).exists()
+    ]
 
 
 def test_pictures_are_readable_in_light_and_dark_and_have_words_for_who_cannot_see_them() -> None:
@@ -182,6 +227,8 @@ def test_pictures_are_readable_in_light_and_dark_and_have_words_for_who_cannot_s
     assert pictures
     for picture in pictures:
         text = picture.read_text(encoding="utf-8")
-        own_ground = '<rect width="100%" height="100%" fill="white"/>' in text  # a plot of simulator/
+        own_ground = (
+            '<rect width="100%" height="100%" fill="white"/>' in text
+        )  # a plot of simulator/
         assert own_ground or ("prefers-color-scheme: dark" in text and 'aria-label="' in text)
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -1,4 +1,6 @@
-"""docs/quickstart/cpu.md and the README do what they say: their blocks run, with another port and this interpreter."""
+"""docs/quickstart/cpu.md and the README do what they say: their blocks run, with another port and
+this interpreter.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,24 @@ def block(name: str, page: Path = PAGE) -> Block:
 
 def environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def as_script(text: str, url: str) -> str:
     """A block for the shell, of this interpreter's `kvrelay` and the cluster at `url`."""
     text = text.replace("http://127.0.0.1:8000", url)
-    for command, flags in (("up", "--port 0"), ("chat", f"--url {url}"), ("doctor", f"--router {url}")):
-        text = text.replace(f".venv/bin/kvrelay {command}", f"{sys.executable} -m kvrelay.cli {command} {flags}")
+    for command, flags in (
+        ("up", "--port 0"),
+        ("chat", f"--url {url}"),
+        ("doctor", f"--router {url}"),
+    ):
+        text = text.replace(
+            f".venv/bin/kvrelay {command}", f"{sys.executable} -m kvrelay.cli {command} {flags}"
+        )
     assert ".venv/bin/kvrelay" not in text
     return text
 
@@ -59,7 +71,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )
     try:
         end = time.monotonic() + START_DEADLINE_S
-        while not (found := re.search(r"kvrelay is ready: (http://127\.0\.0\.1:\d+)", said.read_text())):
+        while not (
+            found := re.search(r"kvrelay is ready: (http://127\.0\.0\.1:\d+)", said.read_text())
+        ):
             assert up.poll() is None, said.read_text()
             assert time.monotonic() < end, said.read_text()
             time.sleep(0.1)
@@ -76,14 +90,23 @@ def run(url: str, tmp_path: Path) -> Run:
 
     def run_block(name: str, page: Path = PAGE) -> str:
         found = block(name, page)
-        program = [sys.executable, "-c"] if found.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+        program = (
+            [sys.executable, "-c"]
+            if found.language == "python"
+            else ["bash", "-euo", "pipefail", "-c"]
+        )
         text = (
             found.text.replace("http://127.0.0.1:8000", url)
             if found.language == "python"
             else as_script(found.text, url)
         )
         done = subprocess.run(
-            [*program, text], capture_output=True, text=True, timeout=ASK_DEADLINE_S, cwd=tmp_path, env=environment()
+            [*program, text],
+            capture_output=True,
+            text=True,
+            timeout=ASK_DEADLINE_S,
+            cwd=tmp_path,
+            env=environment(),
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

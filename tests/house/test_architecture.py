@@ -23,7 +23,11 @@ def page(repository: Path) -> str:
 
 
 def test_every_file_is_named(packages: list[str], page: str, repository: Path) -> None:
-    files = [file.relative_to(repository) for name in packages for file in sorted((repository / name).rglob("*.py"))]
+    files = [
+        file.relative_to(repository)
+        for name in packages
+        for file in sorted((repository / name).rglob("*.py"))
+    ]
     assert files
     missing = [str(file) for file in files if file.name != "__init__.py" and str(file) not in page]
     assert not missing
@@ -36,5 +40,9 @@ def test_every_named_file_exists(packages: list[str], page: str, repository: Pat
 
 def test_every_module_opens_with_its_door_plate(packages: list[str], repository: Path) -> None:
     files = [file for name in packages for file in (repository / name).rglob("*.py")]
-    bare = [str(file.relative_to(repository)) for file in files if not file.read_text().startswith(('"""', 'r"""'))]
+    bare = [
+        str(file.relative_to(repository))
+        for file in files
+        if not file.read_text().startswith(('"""', 'r"""'))
+    ]
     assert not bare

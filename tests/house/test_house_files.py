@@ -26,9 +26,17 @@ def test_the_licence_is_apache_2_in_full(repository: Path) -> None:
 
 def test_every_dependency_is_locked(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = names([*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())])
-    lines = [line for line in (repository / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==(\d+!)?[\w.]+", line) for line in lines), "exact versions without local suffix"
+    wanted = names(
+        [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    )
+    lines = [
+        line
+        for line in (repository / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[\w.-]+==(\d+!)?[\w.]+", line) for line in lines), (
+        "exact versions without local suffix"
+    )
     assert wanted <= names(lines)
 
 

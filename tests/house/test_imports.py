@@ -1,4 +1,6 @@
-"""The import rule of ARCHITECTURE.md, read from the source's own import lines (also those inside functions)."""
+"""The import rule of ARCHITECTURE.md, read from the source's own import lines (also those inside
+functions).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ MAY_IMPORT = {
     "planning": {"load", "wire"},
     "router": {"openai_api", "wire"},
     "simulator": {"load", "planning", "router", "wire"},
-    "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "load", "planning", "router", "simulator"},
+    "kvrelay": {
+        *_NODES,
+        "kernels",
+        "prefill_node",
+        "decode_node",
+        "node",
+        "load",
+        "planning",
+        "router",
+        "simulator",
+    },
 }
 OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
 HEAVY = {
@@ -46,10 +58,14 @@ NEVER = {
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level name) of each import in a file; a relative import counts as the package's own."""
+    """(line, top-level name) of each import in a file; a relative import counts as the package's
+    own.
+    """
     for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(statement, ast.Import):
-            yield from ((statement.lineno, alias.name.partition(".")[0]) for alias in statement.names)
+            yield from (
+                (statement.lineno, alias.name.partition(".")[0]) for alias in statement.names
+            )
         elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
             yield statement.lineno, (statement.module or "").partition(".")[0]
 
@@ -71,16 +87,22 @@ def test_the_rule_names_every_packaged_folder(repository: Path) -> None:
     packages = set(project["tool"]["setuptools"]["packages"])
     assert {name.partition(".")[0] for name in packages} == set(MAY_IMPORT)
     within = {folder.parent for name in MAY_IMPORT for folder in (repository / name).glob("*/*.py")}
-    assert {str(folder.relative_to(repository)).replace("/", ".") for folder in within} == packages - set(MAY_IMPORT)
+    assert {
+        str(folder.relative_to(repository)).replace("/", ".") for folder in within
+    } == packages - set(MAY_IMPORT)
 
 
 def test_policies_are_pure(repository: Path) -> None:
     """No socket, no clock, no random source of their own: what a policy needs is an argument."""
     impure = {"asyncio", "aiohttp", "socket", "time", "zmq", "secrets", "os", "logging"}
     file = repository / "router" / "policies.py"
-    assert not [f"{file.name}:{line} imports {name}" for line, name in imports(file) if name in impure]
+    assert not [
+        f"{file.name}:{line} imports {name}" for line, name in imports(file) if name in impure
+    ]
 
 
 def test_every_package_but_kernels_is_a_regular_one(repository: Path) -> None:
     """Without __init__.py a folder of the same name elsewhere on the path would be found first."""
-    assert [name for name in MAY_IMPORT if not (repository / name / "__init__.py").exists()] == ["kernels"]
+    assert [name for name in MAY_IMPORT if not (repository / name / "__init__.py").exists()] == [
+        "kernels"
+    ]

@@ -1,4 +1,6 @@
-"""The `kernels` trap: transformers looks for a package of that name, and Hugging Face's own hides ours."""
+"""The `kernels` trap: transformers looks for a package of that name, and Hugging Face's own hides
+ours.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ print(getattr(kernels, "WHOSE", "ours"), importlib.util.find_spec("kernels.philo
 def start(path: list[Path], code: str = _SHOW) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter whose path begins with these folders."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    return subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.fixture
@@ -51,8 +55,12 @@ def test_our_kernels_are_found_when_nobody_else_has_the_name(repository: Path) -
 
 
 @pytest.mark.parametrize("theirs_first", [True, False])
-def test_both_packages_work_side_by_side(theirs_first: bool, theirs: Path, repository: Path) -> None:
-    """A regular package wins over a folder without __init__ in either order of the path; ours is found all the same."""
+def test_both_packages_work_side_by_side(
+    theirs_first: bool, theirs: Path, repository: Path
+) -> None:
+    """A regular package wins over a folder without __init__ in either order of the path; ours is
+    found all the same.
+    """
     path = [theirs.parent, repository] if theirs_first else [repository, theirs.parent]
     done = start(path, _SHOW + "from kernels import kernelize")
     assert done.stdout.split() == ["theirs", str(repository / "kernels" / "philox.py")], done.stderr
@@ -69,7 +77,9 @@ def test_transformers_sees_theirs_and_not_ours(theirs: Path, repository: Path) -
 
 
 @pytest.mark.parametrize("broken", ["import no_such_dependency", "raise RuntimeError('too old')"])
-def test_a_broken_foreign_package_is_told_in_one_sentence(broken: str, theirs: Path, repository: Path) -> None:
+def test_a_broken_foreign_package_is_told_in_one_sentence(
+    broken: str, theirs: Path, repository: Path
+) -> None:
     (theirs / "__init__.py").write_text(broken)
     done = start([repository, theirs.parent])
     assert done.returncode == 1

@@ -1,4 +1,6 @@
-"""The images are pinned: their lock files have all that pyproject.toml asks for, in the versions of constraints.txt."""
+"""The images are pinned: their lock files have all that pyproject.toml asks for, in the versions of
+constraints.txt.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def normal(name: str) -> str:
 def locked(repository: Path, name: str) -> dict[str, str]:
     """Versions by package. Every line of the file must be one of them, with its hashes."""
     text = (repository / "deploy" / "docker" / f"{name}.lock").read_text(encoding="utf-8")
-    assert not _PACKAGE.sub("", re.sub(r"^#.*\n", "", text, flags=re.M)).strip(), f"{name}.lock: {REMEDY}"
+    assert not _PACKAGE.sub("", re.sub(r"^#.*\n", "", text, flags=re.M)).strip(), (
+        f"{name}.lock: {REMEDY}"
+    )
     return {normal(package): version for package, version, _ in _PACKAGE.findall(text)}
 
 
@@ -32,11 +36,17 @@ def locked(repository: Path, name: str) -> dict[str, str]:
         ("node-cuda", ("node", "nixl")),
     ],
 )
-def test_a_lock_file_has_what_its_image_needs(repository: Path, name: str, extras: tuple[str, ...]) -> None:
+def test_a_lock_file_has_what_its_image_needs(
+    repository: Path, name: str, extras: tuple[str, ...]
+) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
         *project["dependencies"],
-        *(line for extra in ("tracing", *extras) for line in project["optional-dependencies"][extra]),
+        *(
+            line
+            for extra in ("tracing", *extras)
+            for line in project["optional-dependencies"][extra]
+        ),
     ]
     packages = locked(repository, name)
     missing = {normal(re.split(r"[^\w.-]", line)[0]) for line in wanted} - set(packages)
@@ -45,11 +55,15 @@ def test_a_lock_file_has_what_its_image_needs(repository: Path, name: str, extra
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     for package, pin in pins.items():
         version = packages.get(normal(package), pin).removesuffix("+cpu")
-        assert version == pin, f"{name}.lock has {package} {version}, constraints.txt {pin}: {REMEDY}"
+        assert version == pin, (
+            f"{name}.lock has {package} {version}, constraints.txt {pin}: {REMEDY}"
+        )
 
 
 def test_the_router_is_without_torch_and_the_cpu_image_without_cuda(repository: Path) -> None:
-    assert not {"torch", "numpy", "nixl", "tokenizers", "kubernetes"} & set(locked(repository, "router"))
+    assert not {"torch", "numpy", "nixl", "tokenizers", "kubernetes"} & set(
+        locked(repository, "router")
+    )
     on_cpu = locked(repository, "node-cpu")
     assert on_cpu["torch"].endswith("+cpu")
     assert not [name for name in on_cpu if name.startswith(("nvidia-", "triton"))]
@@ -65,4 +79,6 @@ def test_the_dockerfile_installs_by_hash_alone_and_leaves_no_root(repository: Pa
     assert "FROM ${BASE_IMAGE}" in text
     users = re.findall(r"^USER (\S+)$", text, re.M)
     assert users[-1] == users[0] == "10001:10001"
-    assert not re.search(r"^ARG .*(TOKEN|PASSWORD|SECRET|KEY)", text, re.M), "an argument stays in the image's history"
+    assert not re.search(r"^ARG .*(TOKEN|PASSWORD|SECRET|KEY)", text, re.M), (
+        "an argument stays in the image's history"
+    )

@@ -59,8 +59,10 @@ COMPILING_S = 0.15
 
 
 def test_the_router_server_imports_in_a_second_of_cpu_time(repository: Path) -> None:
-    """CPU time and not wall time, because others share the cores; measured 0.4 s. What they take of caches and of a
-    core's second thread counts all the same: so several tries, and a machine's slowness is measured beside it."""
+    """CPU time and not wall time, because others share the cores; measured 0.4 s. What they take of
+    caches and of a core's second thread counts all the same: so several tries, and a machine's
+    slowness is measured beside it.
+    """
     env = {**os.environ, "PYTHONPATH": str(repository)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # else it is compiled each time
     command = [sys.executable, "-P", "-c", _IMPORT]

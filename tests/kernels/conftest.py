@@ -1,4 +1,6 @@
-"""Triton kernels run on the GPU where there is one, else in Triton's interpreter, on CPU tensors of small shapes."""
+"""Triton kernels run on the GPU where there is one, else in Triton's interpreter, on CPU tensors of
+small shapes.
+"""
 
 from __future__ import annotations
 

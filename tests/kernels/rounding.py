@@ -17,7 +17,9 @@ _TYPES = {
 
 @pytest.fixture
 def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts fp32 off to bf16, and loses carries on the way to fp8; here both round to nearest."""
+    """Triton's interpreter cuts fp32 off to bf16, and loses carries on the way to fp8; here both
+    round to nearest.
+    """
     from triton.runtime import interpreter
 
     plain = interpreter._convert_float
@@ -37,13 +39,22 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-def assert_same(actual: torch.Tensor, expected: torch.Tensor, *, flips: float = 0.01, atol: float = 0.0) -> None:
-    """Equal but for a share of `flips` of the elements, which are two units in the last place away, or `atol`."""
+def assert_same(
+    actual: torch.Tensor, expected: torch.Tensor, *, flips: float = 0.01, atol: float = 0.0
+) -> None:
+    """Equal but for a share of `flips` of the elements, which are two units in the last place away,
+    or `atol`.
+    """
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     got, want = actual.double(), expected.double()
     assert not got.isnan().any()
-    unit = {torch.float8_e4m3fn: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
+    unit = {
+        torch.float8_e4m3fn: 2**-3,
+        torch.bfloat16: 2**-7,
+        torch.float16: 2**-10,
+        torch.float32: 2**-20,
+    }
     floor = 2**-9 if actual.dtype == torch.float8_e4m3fn else 4e-6
     torch.testing.assert_close(got, want, rtol=2 * unit[actual.dtype], atol=max(floor, atol))
     if actual.dtype != torch.float32 and got.numel() >= 64:
@@ -55,28 +66,38 @@ _ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-18
 
 
 def assert_attention(out: torch.Tensor, expected: torch.Tensor, of: object) -> None:
-    """Rows of attention [..., head_dim] equal exact ones but for two roundings: of the output, and of each weight.
+    """Rows of attention [..., head_dim] equal exact ones but for two roundings: of the output, and
+    of each weight.
 
-    Where few keys matter both are in proportion to the element. Else those of the weights add up like random numbers,
-    as the weighted values do, and are in proportion to the row's root mean square. Simulated with the tests' inputs, an
-    element has up to 2.8 roundings of this kind, and a row 1.2 of all kinds. A key left out of n changes rows by
-    1 / sqrt(n) of their size, which is far more. `of`: whose rows, for the message.
+    Where few keys matter both are in proportion to the element. Else those of the weights add up
+    like random numbers, as the weighted values do, and are in proportion to the row's root mean
+    square. Simulated with the tests' inputs, an element has up to 2.8 roundings of this kind, and a
+    row 1.2 of all kinds. A key left out of n changes rows by 1 / sqrt(n) of their size, which is
+    far more. `of`: whose rows, for the message.
     """
     unit, exact = _ROUNDING[out.dtype], expected.double()
-    error = (out.double() - exact).abs()  # NaN where the output is NaN, which no comparison below accepts
+    error = (
+        out.double() - exact
+    ).abs()  # NaN where the output is NaN, which no comparison below accepts
     of_row = unit * exact.square().mean(-1, keepdim=True).sqrt()
     for name, roundings, most in (
         ("an element", (error - 2 * unit * exact.abs()) / of_row, 4),
         ("a row", error.square().mean(-1, keepdim=True).sqrt() / of_row, 1.75),
     ):
-        assert (roundings <= most).all(), f"{of}: {float(roundings.max()):.2f} roundings in {name}, {_worst(roundings)}"
+        assert (roundings <= most).all(), (
+            f"{of}: {float(roundings.max()):.2f} roundings in {name}, {_worst(roundings)}"
+        )
 
 
 def _worst(values: torch.Tensor) -> list[int]:
-    return [int(i) for i in torch.unravel_index(values.nan_to_num(torch.inf).argmax(), values.shape)]
+    return [
+        int(i) for i in torch.unravel_index(values.nan_to_num(torch.inf).argmax(), values.shape)
+    ]
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+def randn(
+    *shape: int, seed: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
+) -> torch.Tensor:
     """Normal values that depend on the seed and the kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
@@ -89,7 +110,8 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives poisoned tensors: of an output that is not handed in, nothing may be left as it was.
+    """torch.empty gives poisoned tensors: of an output that is not handed in, nothing may be left
+    as it was.
 
     Not for tests of dependent launch: the poison's own launch would stand between the kernels.
     """
@@ -101,4 +123,6 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.float8_e4m3fn:
         tensor.view(torch.uint8).fill_(0x7F)
         return tensor
-    return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+    return tensor.fill_(
+        torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max
+    )

@@ -38,12 +38,18 @@ def test_a_cpu_finds_what_plain_integers_say(words: int) -> None:
     pool = pool_of(4, 2, words).numpy()
     pool[1, 0, 0], pool[1, 1, -1] = -1, -(1 << 63)
     found = block_checksums(pool, [3, 1], keys(words))
-    assert found.tolist() == [[plain(pool[block, head].tolist()) for head in range(2)] for block in (3, 1)]
+    assert found.tolist() == [
+        [plain(pool[block, head].tolist()) for head in range(2)] for block in (3, 1)
+    ]
 
 
-@pytest.mark.parametrize("slice_bytes", [16, 4096, (16 << 10) + 16, (128 << 10) - 16, (128 << 10) + 32])
+@pytest.mark.parametrize(
+    "slice_bytes", [16, 4096, (16 << 10) + 16, (128 << 10) - 16, (128 << 10) + 32]
+)
 @pytest.mark.parametrize(("kv_heads", "blocks"), [(1, [2]), (3, [4, 0, 3])])
-def test_triton_equals_the_cpu(slice_bytes: int, kv_heads: int, blocks: list[int], device: torch.device) -> None:
+def test_triton_equals_the_cpu(
+    slice_bytes: int, kv_heads: int, blocks: list[int], device: torch.device
+) -> None:
     pytest.importorskip("triton")
     from kernels.gpu_checksums import gpu_block_checksums
 
@@ -69,11 +75,18 @@ def test_pools_of_more_than_4_gib(device: torch.device) -> None:
     pool[torch.tensor(blocks, device=device)] = few.to(device)
     ids = torch.tensor(blocks, dtype=torch.int32, device=device)
     found = gpu_block_checksums(pool.data_ptr(), ids, kv_heads=kv_heads, slice_bytes=slice_bytes)
-    assert found.tolist() == block_checksums(few.numpy(), range(len(blocks)), keys(slice_bytes // 8)).tolist()
+    assert (
+        found.tolist()
+        == block_checksums(few.numpy(), range(len(blocks)), keys(slice_bytes // 8)).tolist()
+    )
 
 
 def one(words: list[int]) -> int:
-    return int(block_checksums(np.array(words, dtype=np.int64).reshape(1, 1, -1), [0], keys(len(words)))[0, 0])
+    return int(
+        block_checksums(np.array(words, dtype=np.int64).reshape(1, 1, -1), [0], keys(len(words)))[
+            0, 0
+        ]
+    )
 
 
 WORDS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2, max_size=40)
@@ -81,12 +94,16 @@ WORDS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2, max_size=40
 
 @settings(max_examples=300)
 @given(WORDS, st.data())
-def test_flipped_bits_and_words_in_the_wrong_place_are_noticed(words: list[int], data: st.DataObject) -> None:
+def test_flipped_bits_and_words_in_the_wrong_place_are_noticed(
+    words: list[int], data: st.DataObject
+) -> None:
     before = one(words)
     places = st.integers(0, len(words) - 1)
     for _ in range(data.draw(st.integers(1, 3))):  # bits, of one word or of several
         changed = list(words)
-        for place, bit in data.draw(st.sets(st.tuples(places, st.integers(0, 63)), min_size=1, max_size=4)):
+        for place, bit in data.draw(
+            st.sets(st.tuples(places, st.integers(0, 63)), min_size=1, max_size=4)
+        ):
             changed[place] = signed(changed[place] ^ (1 << bit))
         assert one(changed) != before
     first, second = data.draw(places), data.draw(places)
@@ -107,7 +124,11 @@ def test_the_highest_bits_of_many_words_do_not_cancel() -> None:
 
 
 @settings(max_examples=300)
-@given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1), st.integers(1, (1 << 32) - 1))
+@given(
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(1, (1 << 32) - 1),
+)
 def test_one_wrong_word_is_noticed_but_in_one_family(one_word: int, another: int, low: int) -> None:
     most, least = 0x7FFFFFFF, -0x80000000  # upper halves
     if one_word != another and {one_word >> 32, another >> 32} != {most, least}:

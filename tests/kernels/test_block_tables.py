@@ -17,10 +17,20 @@ def test_tables_follow_their_slots(block_size, seed, device):
     slot_tables = torch.full((slots_total, max_blocks), -9, dtype=torch.int32, device=device)
     lens = torch.tensor([1, block_size, block_size + 1, 0, 290 * block_size])
     slots = torch.tensor([4, 0, 6, -1, 2])
-    blocks = [torch.randint(1, 10_000, (-(-int(n) // block_size),), generator=generator).tolist() for n in lens]
+    blocks = [
+        torch.randint(1, 10_000, (-(-int(n) // block_size),), generator=generator).tolist()
+        for n in lens
+    ]
     # All but the newest block of each sequence were written in earlier steps.
-    known = [(int(s) * max_blocks + i, b) for s, ids in zip(slots, blocks, strict=True) for i, b in enumerate(ids[:-1])]
-    index, values = (torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*known, strict=True))
+    known = [
+        (int(s) * max_blocks + i, b)
+        for s, ids in zip(slots, blocks, strict=True)
+        for i, b in enumerate(ids[:-1])
+    ]
+    index, values = (
+        torch.tensor(column, dtype=torch.int32, device=device)
+        for column in zip(*known, strict=True)
+    )
     append_blocks(slot_tables, index, values)
     tables = torch.full((5, max_blocks), -1, dtype=torch.int32, device=device)
     last = torch.tensor([ids[-1] if ids else 0 for ids in blocks], dtype=torch.int32, device=device)

@@ -1,4 +1,6 @@
-"""The plan of decodes cuts the line of key units into equal shares that cover it, whatever the mixture of lengths."""
+"""The plan of decodes cuts the line of key units into equal shares that cover it, whatever the
+mixture of lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ KV_HEADS = 2
 
 
 def _workspace(max_batch: int, device: torch.device) -> DecodeWorkspace:
-    return DecodeWorkspace(max_batch=max_batch, num_heads=4, num_kv_heads=KV_HEADS, head_dim=64, device=device)
+    return DecodeWorkspace(
+        max_batch=max_batch, num_heads=4, num_kv_heads=KV_HEADS, head_dim=64, device=device
+    )
 
 
 def _lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -29,7 +33,9 @@ def test_shares_are_equal_and_cover_all_units(device):
         line = []  # (sequence, length, KV head, unit) of every unit
         for sequence, length in enumerate(lengths):
             units = -(-length // 64) - (max(0, length - chosen) // 64 if chosen else 0)
-            line += [(sequence, length, head, unit) for head in range(KV_HEADS) for unit in range(units)]
+            line += [
+                (sequence, length, head, unit) for head in range(KV_HEADS) for unit in range(units)
+            ]
         share, total = workspace.line.tolist()
         assert total == len(line)
         starts = [tuple(start) for start in workspace.starts.tolist()]

@@ -81,7 +81,9 @@ def test_dependent_launch_changes_nothing(device):
     def chain(pdl):
         made = fused.act_and_mul(gate_up, "silu", pdl=pdl)
         for _ in range(3):
-            made = fused.relu(fused.act_and_mul(torch.cat((made, made), 1), "gelu_tanh", pdl=pdl), pdl=pdl)
+            made = fused.relu(
+                fused.act_and_mul(torch.cat((made, made), 1), "gelu_tanh", pdl=pdl), pdl=pdl
+            )
         return made
 
     gate_up.normal_()

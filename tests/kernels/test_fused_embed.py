@@ -77,7 +77,9 @@ def test_a_table_beyond_4_gib(device):
 
 @gpu
 def test_dependent_launch_reads_what_was_just_sampled(device):
-    """As in the engine: the sampler's last kernel writes the ids, and the embedding is launched before it has ended."""
+    """As in the engine: the sampler's last kernel writes the ids, and the embedding is launched
+    before it has ended.
+    """
     rows = 16
     tables = SlotTables.empty(rows, VOCAB, device)  # whose zeros mean greedy
     logits = torch.empty(rows, VOCAB, dtype=torch.float32, device=device)

@@ -1,4 +1,6 @@
-"""Norms in Triton: equal to the torch references, for every row width; the residual's sum is in place."""
+"""Norms in Triton: equal to the torch references, for every row width; the residual's sum is in
+place.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,18 @@ def test_rows_of_wider_tensors(device):
     wide, stream = (randn(5, 300, seed=s, dtype=torch.float16, device=device) for s in (6, 7))
     x, residual, weight = wide[:, 100:200], stream[:, :100], wide[0, :100].clone()
     total, beside = residual + x, (stream[:, 100:].clone(), wide.clone())
-    assert_same(fused.rms_norm(x, weight, EPS, residual=residual), rms_norm_twin(total, weight, EPS))
+    assert_same(
+        fused.rms_norm(x, weight, EPS, residual=residual), rms_norm_twin(total, weight, EPS)
+    )
     assert torch.equal(residual, total)
     assert all(map(torch.equal, beside, (stream[:, 100:], wide)))
 
 
 @in_poisoned_memory
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "hidden"), [(3, 70), (4, 256), pytest.param(64, 4096, marks=gpu)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(3, 70), (4, 256), pytest.param(64, 4096, marks=gpu)]
+)
 def test_fp8_output_is_the_rounded_row_quantized(device, tokens, hidden, dtype):
     x, _, weight, _ = _inputs(tokens, hidden, dtype, device, seed=9)
     x[0] *= 1e-3
@@ -89,8 +95,9 @@ def test_fp8_output_is_the_rounded_row_quantized(device, tokens, hidden, dtype):
     values, wanted_scales = quantize_e4m3(plain)
     torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
     assert_same(out, values, flips=1e-3)
-    # Three bits of mantissa: half a unit of the largest value, and 1/16 of any other. The two launches add a row's
-    # squares in different orders (a thread stores 16 fp8, 8 bf16), so `plain` may be the next number of its dtype.
+    # Three bits of mantissa: half a unit of the largest value, and 1/16 of any other. The two
+    # launches add a row's squares in different orders (a thread stores 16 fp8, 8 bf16), so `plain`
+    # may be the next number of its dtype.
     next_number = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}[dtype]
     error = (out.float() * scales - plain.float()).abs()
     assert (error <= plain.float().abs() * (1 / 16 + next_number) + scales * 2**-9).all()
@@ -123,7 +130,10 @@ def test_what_does_not_fit_is_refused(device):
 def test_a_row_is_the_same_in_every_batch(device, hidden):
     x, residual, weight, _ = _inputs(8192, hidden, torch.bfloat16, device, seed=10)
     alone = torch.cat(
-        [fused.rms_norm(x[i : i + 1], weight, EPS, residual=residual[i : i + 1].clone()) for i in range(64)]
+        [
+            fused.rms_norm(x[i : i + 1], weight, EPS, residual=residual[i : i + 1].clone())
+            for i in range(64)
+        ]
     )
     assert torch.equal(fused.rms_norm(x, weight, EPS, residual=residual)[:64], alone)
 
@@ -135,15 +145,21 @@ def test_rows_beyond_4_gib(device):
     residual = torch.zeros_like(x)
     residual[-1] = randn(4096, seed=12, dtype=x.dtype, device=device)
     total = residual[-1:] + x[-1:]
-    assert_same(fused.rms_norm(x, None, EPS, residual=residual)[-1:], rms_norm_twin(total, None, EPS))
+    assert_same(
+        fused.rms_norm(x, None, EPS, residual=residual)[-1:], rms_norm_twin(total, None, EPS)
+    )
     assert torch.equal(residual[-1:], total)
 
 
 @gpu
 def test_a_chain_with_dependent_launch_equals_one_without(device):
-    """Each kernel reads what the one before wrote; in a graph, replayed many times on changing inputs."""
+    """Each kernel reads what the one before wrote; in a graph, replayed many times on changing
+    inputs.
+    """
     weights = [randn(4096, seed=20 + i, dtype=torch.bfloat16, device=device) for i in range(8)]
-    x, residual, start = (torch.empty(32, 4096, dtype=torch.bfloat16, device=device) for _ in range(3))
+    x, residual, start = (
+        torch.empty(32, 4096, dtype=torch.bfloat16, device=device) for _ in range(3)
+    )
 
     def chain(pdl):
         residual.copy_(start)

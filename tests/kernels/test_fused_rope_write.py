@@ -1,4 +1,6 @@
-"""Rotary embedding and KV write in Triton: all head sizes and rotary forms, 16-bit and fp8 caches, padding rows."""
+"""Rotary embedding and KV write in Triton: all head sizes and rotary forms, 16-bit and fp8 caches,
+padding rows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ LARGE = [
 SHAPES = [*SMALL, *(pytest.param(shape, marks=gpu) for shape in LARGE)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = [
-    *((shape, norm, dtype) for shape in SMALL for norm in (None, "llama", "gemma") for dtype in (BF16, FP16, FP32)),
+    *(
+        (shape, norm, dtype)
+        for shape in SMALL
+        for norm in (None, "llama", "gemma")
+        for dtype in (BF16, FP16, FP32)
+    ),
     *(
         pytest.param(shape, norm, dtype, marks=gpu)
         for shape in LARGE
@@ -39,22 +46,58 @@ FORMS = [
 class Case:
     """Random inputs and a pool laid out as the engine's, of which one layer is written."""
 
-    def __init__(self, shape, dtype, device, *, seed, kv_dtype=None, block_size=BLOCK_TOKENS, index=torch.int32):
+    def __init__(
+        self,
+        shape,
+        dtype,
+        device,
+        *,
+        seed,
+        kv_dtype=None,
+        block_size=BLOCK_TOKENS,
+        index=torch.int32,
+    ):
         self.tokens, self.heads, self.kv_heads, self.dim, self.rotary = shape
         generator = torch.Generator().manual_seed(seed)
         self.qkv = randn(
-            self.tokens, (self.heads + 2 * self.kv_heads) * self.dim, seed=seed, dtype=dtype, device=device, scale=2.0
+            self.tokens,
+            (self.heads + 2 * self.kv_heads) * self.dim,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            scale=2.0,
         )
         angles = torch.rand(POSITIONS, self.rotary // 2, generator=generator) * 6.28
-        self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device) if self.rotary else None
-        self.positions = torch.randint(POSITIONS, (self.tokens,), generator=generator).to(device, index)
+        self.cos_sin = (
+            torch.cat((angles.cos(), angles.sin()), 1).to(device) if self.rotary else None
+        )
+        self.positions = torch.randint(POSITIONS, (self.tokens,), generator=generator).to(
+            device, index
+        )
         blocks = self.tokens // block_size + 3
-        slots = torch.randperm((blocks - 1) * block_size, generator=generator)[: self.tokens] + block_size
+        slots = (
+            torch.randperm((blocks - 1) * block_size, generator=generator)[: self.tokens]
+            + block_size
+        )
         slots[self.tokens // 2 : self.tokens // 2 + 1] = 0  # a padding row
-        self.blocks, self.offsets = (slots // block_size).to(device, index), (slots % block_size).to(device, index)
+        self.blocks, self.offsets = (
+            (slots // block_size).to(device, index),
+            (slots % block_size).to(device, index),
+        )
         self.kv_dtype = kv_dtype or dtype
-        self.pool = poisoned(blocks, self.kv_heads, LAYERS, 2, block_size, self.dim, dtype=self.kv_dtype, device=device)
-        self.scale_pool = poisoned(blocks, self.kv_heads, LAYERS, 2, block_size, dtype=torch.float32, device=device)
+        self.pool = poisoned(
+            blocks,
+            self.kv_heads,
+            LAYERS,
+            2,
+            block_size,
+            self.dim,
+            dtype=self.kv_dtype,
+            device=device,
+        )
+        self.scale_pool = poisoned(
+            blocks, self.kv_heads, LAYERS, 2, block_size, dtype=torch.float32, device=device
+        )
         self.q_norm, self.k_norm = (
             randn(self.dim, seed=seed + s, dtype=dtype, device=device) * 0.2 + 1 for s in (1, 2)
         )
@@ -62,7 +105,11 @@ class Case:
     def run(self, function, *, norm=False, plus_one=False, **more):
         """Everything the function wrote: the query it returns, qkv, the pool, the scales."""
         qkv, pool, scales = self.qkv.clone(), self.pool.clone(), self.scale_pool.clone()
-        given = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": 1e-6, "plus_one": plus_one} if norm else {}
+        given = (
+            {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": 1e-6, "plus_one": plus_one}
+            if norm
+            else {}
+        )
         if self.kv_dtype == FP8:
             given |= {"key_scales": scales[:, :, 1, 0], "value_scales": scales[:, :, 1, 1]}
         query = function(
@@ -78,7 +125,8 @@ class Case:
         tile = more.pop("tile", None)
         qkv, pool, scales = self.run(fused.rope_and_write, tile=tile, **more)
         qkv_wanted, pool_wanted, scales_wanted = self.run(twin, **more)
-        # A normed element that is rounded the other way shows in full where a rotation leaves little of it.
+        # A normed element that is rounded the other way shows in full where a rotation leaves
+        # little of it.
         unit = 2**-7 if self.qkv.dtype == torch.bfloat16 else 2**-10
         atol = 4 * unit if more.get("norm") else 0.0
         assert_same(qkv, qkv_wanted, atol=atol)
@@ -118,7 +166,9 @@ def test_fp8_cache_has_a_scale_per_token_and_head(device, shape, norm):
     value = case.qkv[:, -case.dim :].float()
     blocks, offsets = case.blocks.long(), case.offsets.long()
     scale = scales[blocks, -1, 1, 1, offsets][:, None]
-    error = (pool[blocks, -1, 1, 1].float()[torch.arange(len(blocks)), offsets] * scale - value).abs()
+    error = (
+        pool[blocks, -1, 1, 1].float()[torch.arange(len(blocks)), offsets] * scale - value
+    ).abs()
     kept = torch.ones(len(blocks), dtype=torch.bool)
     kept[len(blocks) // 2] = False  # the padding row; others may have overwritten it
     assert (error <= value.abs() / 16 + scale * 2**-9)[kept].all()
@@ -129,7 +179,9 @@ def test_fp8_cache_has_a_scale_per_token_and_head(device, shape, norm):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_block_sizes_and_index_types(device, block_size, index):
-    Case((7, 2, 1, 64, 64), torch.bfloat16, device, seed=1, block_size=block_size, index=index).compare()
+    Case(
+        (7, 2, 1, 64, 64), torch.bfloat16, device, seed=1, block_size=block_size, index=index
+    ).compare()
 
 
 @pytest.mark.parametrize("tile", [(1, 1, 1), (2, 2, 1), (1, 4, 2)])
@@ -137,7 +189,9 @@ def test_every_tile_gives_the_same_bits(device, tile):
     case = Case((11, 8, 4, 64, 64), torch.bfloat16, device, seed=2, kv_dtype=FP8)
     case.compare(norm=True, tile=tile)
     for made, wanted in zip(
-        case.run(fused.rope_and_write, norm=True, tile=tile), case.run(fused.rope_and_write, norm=True), strict=True
+        case.run(fused.rope_and_write, norm=True, tile=tile),
+        case.run(fused.rope_and_write, norm=True),
+        strict=True,
     ):
         torch.testing.assert_close(made.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -148,7 +202,14 @@ def test_rows_of_a_wider_tensor_and_no_tokens(device):
     wide = poisoned(4, 300, dtype=torch.bfloat16, device=device)
     wide[:, 20:276] = case.qkv
     pool = case.pool.clone()
-    rest = (case.positions, case.cos_sin, case.blocks, case.offsets, pool[:, :, 1, 0], pool[:, :, 1, 1])
+    rest = (
+        case.positions,
+        case.cos_sin,
+        case.blocks,
+        case.offsets,
+        pool[:, :, 1, 0],
+        pool[:, :, 1, 1],
+    )
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
     fused.rope_and_write(wide[:, 20:276], *rest, **sizes)
     assert_same(wide[:, 20:276].clone(), wanted[0])
@@ -164,7 +225,12 @@ def test_what_does_not_fit_is_refused(device):
     keys, values = case.pool[:, :, 1, 0], case.pool[:, :, 1, 1]
     given = [case.qkv, case.positions, case.cos_sin, case.blocks, case.offsets, keys, values]
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
-    for place, wrong in ((0, case.qkv[:, 1:]), (2, case.cos_sin.half()), (5, keys.contiguous()), (5, keys.float())):
+    for place, wrong in (
+        (0, case.qkv[:, 1:]),
+        (2, case.cos_sin.half()),
+        (5, keys.contiguous()),
+        (5, keys.float()),
+    ):
         with pytest.raises(ValueError, match=r"heads|fp32|strides|cache"):
             fused.rope_and_write(*given[:place], wrong, *given[place + 1 :], **sizes)
     with pytest.raises(ValueError, match="both or for none"):
@@ -189,13 +255,17 @@ def test_a_token_is_the_same_in_every_batch(device, dim):
         )  # fmt: skip
         assert torch.equal(row[0], qkv[token])
         block, offset = int(many.blocks[token]), int(many.offsets[token])
-        assert block == 0 or torch.equal(alone[block, :, 1, :, offset], pool[block, :, 1, :, offset])
+        assert block == 0 or torch.equal(
+            alone[block, :, 1, :, offset], pool[block, :, 1, :, offset]
+        )
 
 
 @gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
 def test_a_pool_beyond_4_gib(device, kv_dtype):
-    """The last block lies beyond 2^32 bytes, and in bf16 beyond 2^31 elements; the pool is laid out as the engine's."""
+    """The last block lies beyond 2^32 bytes, and in bf16 beyond 2^31 elements; the pool is laid out
+    as the engine's.
+    """
     blocks, kv_heads, layers, block_size, dim = 2400, 8, 16, 64, 128
     size = 1 if kv_dtype == FP8 else 2
     values = layers * 2 * block_size * dim * size
@@ -203,7 +273,14 @@ def test_a_pool_beyond_4_gib(device, kv_dtype):
     pool = torch.full((blocks, kv_heads, values + scales), 0x7F, dtype=torch.uint8, device=device)
     assert pool.numel() > 1 << 32
     cache = pool[:, :, :values].view(kv_dtype).unflatten(2, (layers, 2, block_size, dim))
-    case = Case((40, 32, kv_heads, dim, dim), torch.bfloat16, device, seed=6, block_size=block_size, kv_dtype=kv_dtype)
+    case = Case(
+        (40, 32, kv_heads, dim, dim),
+        torch.bfloat16,
+        device,
+        seed=6,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+    )
     _, small, small_scales = case.run(twin)
     given = {}
     if kv_dtype == FP8:
@@ -223,7 +300,10 @@ def test_a_pool_beyond_4_gib(device, kv_dtype):
         assert_same(made.to(kv_dtype), wanted.to(kv_dtype))
         if given:
             torch.testing.assert_close(
-                scale_pool[far, :, -1, kind, offsets], small_scales[at, :, 1, kind, offsets], rtol=1e-2, atol=0
+                scale_pool[far, :, -1, kind, offsets],
+                small_scales[at, :, 1, kind, offsets],
+                rtol=1e-2,
+                atol=0,
             )
 
 

@@ -1,4 +1,6 @@
-"""Sampling on the GPU against its torch twins: the kept sets, the draw, the bits of the random numbers, bad logits."""
+"""Sampling on the GPU against its torch twins: the kept sets, the draw, the bits of the random
+numbers, bad logits.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ CUTS = [
 
 def make_logits(shape: str, rows: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocab, generator=generator) * {"peaked": 6.0, "flat": 0.3}.get(shape, 2.0)
+    logits = torch.randn(rows, vocab, generator=generator) * {"peaked": 6.0, "flat": 0.3}.get(
+        shape, 2.0
+    )
     if shape == "peaked":
         logits[:, vocab // 3] = logits.amax() + 3
     if shape == "equal":
@@ -63,7 +67,9 @@ def tables_for(params: list[dict[str, float]], vocab: int, device: torch.device)
     """Row i's parameters in slot rows - 1 - i."""
     tables = SlotTables.empty(len(params), vocab, device)
     for slot, own in enumerate(reversed(params)):
-        tables.parameters[slot] = torch.frombuffer(bytearray(record_of(**own)), dtype=torch.int32).to(device)
+        tables.parameters[slot] = torch.frombuffer(
+            bytearray(record_of(**own)), dtype=torch.int32
+        ).to(device)
     return tables
 
 
@@ -75,33 +81,51 @@ def column(params: list[dict[str, float]], name: str, default: float) -> torch.T
     return torch.tensor([own.get(name, default) for own in params])
 
 
-def kept_by_twin(logits: torch.Tensor, params: list[dict[str, float]], slack: float) -> torch.Tensor:
+def kept_by_twin(
+    logits: torch.Tensor, params: list[dict[str, float]], slack: float
+) -> torch.Tensor:
     """Logits over temperature in fp64, -inf where cut; `slack` widens or tightens the nucleus."""
     where = logits.device
     scaled = logits.double() / column(params, "temperature", 1.0).double().to(where)[:, None]
-    top_k, top_p = column(params, "top_k", 0).to(where), column(params, "top_p", 1.0).double().to(where)
+    top_k, top_p = (
+        column(params, "top_k", 0).to(where),
+        column(params, "top_p", 1.0).double().to(where),
+    )
     top_p = torch.where(top_p < 1, (top_p + slack).clamp(1e-12, 1 - 1e-12), top_p)
     min_p = column(params, "min_p", 0.0).double().to(where)
     kept = keep_likely(scaled, top_k, top_p, min_p)
     for row in ((top_p >= 1) & (top_k > 0)).nonzero().flatten().tolist():
-        # With top-k alone the twin also drops tokens that weigh less than a rounding of the sum before them.
+        # With top-k alone the twin also drops tokens that weigh less than a rounding of the sum
+        # before them.
         kth = scaled[row].topk(min(int(top_k[row]), scaled.shape[1])).values[-1]
         least = torch.maximum(kth, scaled[row].amax() + min_p[row].log())
         kept[row] = scaled[row].masked_fill(scaled[row] < least, -torch.inf)
     return kept
 
 
-def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, params: list[dict[str, float]]) -> None:
-    """Each row's draw lies in its token's part of the cumulative distribution, or in a rounding's reach of it."""
+def check_tokens(
+    tokens: torch.Tensor, logits: torch.Tensor, params: list[dict[str, float]]
+) -> None:
+    """Each row's draw lies in its token's part of the cumulative distribution, or in a rounding's
+    reach of it.
+    """
     kept = [kept_by_twin(logits, params, slack) for slack in (-MASS, MASS)]
     cumulative = [logits.softmax(-1).cumsum(-1) for logits in kept]
-    draws = uniform(*(column(params, name, 0) for name in ("seed", "choice", "token_index"))).double()
+    draws = uniform(
+        *(column(params, name, 0) for name in ("seed", "choice", "token_index"))
+    ).double()
     for row, token in enumerate(tokens.tolist()):
         if params[row]["temperature"] == 0:
             assert token == int(logits[row].float().argmax())
             continue
-        ends = [(float(sums[row, token - 1]) if token else 0.0, float(sums[row, token])) for sums in cumulative]
-        assert any(low - DRAW <= draws[row] <= high + DRAW for low, high in ends), (row, params[row])
+        ends = [
+            (float(sums[row, token - 1]) if token else 0.0, float(sums[row, token]))
+            for sums in cumulative
+        ]
+        assert any(low - DRAW <= draws[row] <= high + DRAW for low, high in ends), (
+            row,
+            params[row],
+        )
         assert kept[1][row, token] > -torch.inf, (row, params[row])
 
 
@@ -118,8 +142,14 @@ def floors_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def check_floors(floors: torch.Tensor, logits: torch.Tensor, params: list[dict[str, float]]) -> None:
-    rows = [row for row, own in enumerate(params) if {"top_k", "top_p", "min_p"} & own.keys() and own["temperature"]]
+def check_floors(
+    floors: torch.Tensor, logits: torch.Tensor, params: list[dict[str, float]]
+) -> None:
+    rows = [
+        row
+        for row, own in enumerate(params)
+        if {"top_k", "top_p", "min_p"} & own.keys() and own["temperature"]
+    ]
     kept = (logits.float() >= floors[:, None])[rows] & logits[rows].isfinite()
     least = (kept_by_twin(logits, params, -MASS) > -torch.inf)[rows]
     most = (kept_by_twin(logits, params, MASS) > -torch.inf)[rows]
@@ -129,7 +159,8 @@ def check_floors(floors: torch.Tensor, logits: torch.Tensor, params: list[dict[s
 
 def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> list[dict[str, float]]:
     return [
-        {"seed": seed + row, "choice": row % 3, "token_index": row, "temperature": temperature} | cut
+        {"seed": seed + row, "choice": row % 3, "token_index": row, "temperature": temperature}
+        | cut
         for row, cut in enumerate(cuts)
     ]
 
@@ -149,7 +180,9 @@ def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> lis
         ("ties", 1100, torch.float32, 1.0),
     ],
 )
-def test_floors_and_draws_equal_the_twin(shape, vocab, dtype, temperature, seed, device, monkeypatch):
+def test_floors_and_draws_equal_the_twin(
+    shape, vocab, dtype, temperature, seed, device, monkeypatch
+):
     params = numbered(CUTS, seed, temperature)
     logits = make_logits(shape, len(params), vocab, seed, dtype).to(device)
     floors = floors_of(monkeypatch)
@@ -174,7 +207,9 @@ def test_a_row_with_too_many_candidates_is_cut_the_slow_way(device, monkeypatch)
 def test_top_k_beyond_the_maxima_and_masses_are_narrowed_by_pivots(device, monkeypatch):
     """With little room the brackets go through every pass: some thousand logits, 64 places."""
     monkeypatch.setattr(sampling_floors, "_ROOM", 64)
-    params = numbered([{"top_k": 100}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99}, {"min_p": 0.3}], 3, 1.2)
+    params = numbered(
+        [{"top_k": 100}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99}, {"min_p": 0.3}], 3, 1.2
+    )
     logits = make_logits("normal", len(params), 3000, 4, torch.float32).to(device)
     floors = floors_of(monkeypatch)
     tokens = sample(logits, backwards(len(params), device), tables_for(params, 3000, device))
@@ -194,7 +229,9 @@ def test_random_numbers_are_those_of_the_twin_bit_for_bit(device):
     params = [{"seed": s, "choice": c, "token_index": i, "temperature": 1.0} for s, c, i in triples]
     tables = tables_for(params[::-1], 1024, device)
     out = torch.full((len(params),), -1, dtype=torch.int64, device=device)
-    nothing = Rows(tables.notes, 0, 0, 0, backwards(1, device), tables.parameters, None, None, None, None)
+    nothing = Rows(
+        tables.notes, 0, 0, 0, backwards(1, device), tables.parameters, None, None, None, None
+    )
     _uniforms[(1,)](nothing, out, COUNT=len(params))
     expected = uniform(*(torch.tensor(values) for values in zip(*triples, strict=True))) * 2**24
     assert out.tolist() == expected.long().tolist()
@@ -207,12 +244,16 @@ def test_greedy_takes_the_lowest_of_equal_tokens(dtype, device):
     logits[0, [17, 2999]] = 30.0
     logits[1, [1023, 1024]] = 30.0
     params = numbered([{}] * 3, 1, 0.0)
-    tokens = sample(logits.to(device), backwards(3, device), tables_for(params, 3000, device), cut=False)
+    tokens = sample(
+        logits.to(device), backwards(3, device), tables_for(params, 3000, device), cut=False
+    )
     assert tokens.tolist() == [17, 1023, int(logits[2].float().argmax())]
 
 
 @in_poisoned_memory
-@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 50, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 50, "top_p": 0.9}]
+)
 def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary(cut, device):
     vocab = 1500
     logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(3))
@@ -223,8 +264,13 @@ def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary(cut, device):
     logits[3, :] = -torch.inf
     logits[4, 3] = torch.inf
     logits[5, :] = torch.nan
-    params = [{**own, "temperature": 0.0} if row == 5 else own for row, own in enumerate(numbered([cut] * 7, 1, 1.0))]
-    tokens = sample(logits.to(device), backwards(7, device), tables_for(params, vocab, device)).tolist()
+    params = [
+        {**own, "temperature": 0.0} if row == 5 else own
+        for row, own in enumerate(numbered([cut] * 7, 1, 1.0))
+    ]
+    tokens = sample(
+        logits.to(device), backwards(7, device), tables_for(params, vocab, device)
+    ).tolist()
     assert tokens[0] == 1300
     assert all(0 <= token < vocab for token in tokens)
 
@@ -260,17 +306,25 @@ def test_a_mask_allows_some_tokens_and_only_in_its_rows(cut, device):
     allowed = torch.zeros(2, vocab, dtype=torch.bool)
     allowed[0, [5, 31, 32, 1299]] = True
     allowed[1, [6, 7]] = True
-    bits = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(2, -1, 32).long() << torch.arange(32)
+    bits = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(
+        2, -1, 32
+    ).long() << torch.arange(32)
     words = bits.sum(-1).to(torch.int32)
     mask = TokenMask(words.to(device), torch.tensor([1, -1, 0], dtype=torch.int32, device=device))
     params = numbered([cut] * 3, 1, 1.0)
-    tokens = sample(logits.to(device), backwards(3, device), tables_for(params, vocab, device), mask=mask)
-    masked = [logits[row].masked_fill(~allowed[place], -torch.inf) for row, place in ((0, 1), (2, 0))]
+    tokens = sample(
+        logits.to(device), backwards(3, device), tables_for(params, vocab, device), mask=mask
+    )
+    masked = [
+        logits[row].masked_fill(~allowed[place], -torch.inf) for row, place in ((0, 1), (2, 0))
+    ]
     check_tokens(tokens, torch.stack((masked[0], logits[1], masked[1])), params)
 
 
 def test_a_token_does_not_depend_on_the_batch(device):
-    """The same request in other rows and among others, and in launches that can do more than it needs."""
+    """The same request in other rows and among others, and in launches that can do more than it
+    needs.
+    """
     vocab = 2100
     cuts = [{}, {"top_k": 7}, {"top_p": 0.9}, {}, {"temperature": 0.0}]
     params = numbered(cuts, 1, 1.0)
@@ -292,12 +346,20 @@ def test_a_token_does_not_depend_on_the_batch(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
-    [(128256, torch.bfloat16), (151936, torch.float32), (50257, torch.float16), (32000, torch.bfloat16)],
+    [
+        (128256, torch.bfloat16),
+        (151936, torch.float32),
+        (50257, torch.float16),
+        (32000, torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "equal", "few", "sorted", "ties"])
 def test_full_vocabularies(shape, vocab, dtype, device, monkeypatch):
     rows = 64
-    cuts = [CUTS[i % len(CUTS)] for i in range(rows - 2)] + [{"top_k": 20_000, "top_p": 0.9}, {"top_k": 5000}]
+    cuts = [CUTS[i % len(CUTS)] for i in range(rows - 2)] + [
+        {"top_k": 20_000, "top_p": 0.9},
+        {"top_k": 5000},
+    ]
     params = numbered(cuts, vocab, 0.8)
     for own in params[3::9]:
         own["temperature"] = 0.0
@@ -313,7 +375,9 @@ def test_full_vocabularies(shape, vocab, dtype, device, monkeypatch):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_graph_draws_what_launches_draw(cut, adjusted, pdl, device):
-    """Captured once, replayed for steps of other requests; and rows equal those of every other variant and batch."""
+    """Captured once, replayed for steps of other requests; and rows equal those of every other
+    variant and batch.
+    """
     rows, vocab = 48, 128256
     cuts = [CUTS[i % len(CUTS)] if cut else {} for i in range(rows)]
     params = numbered(cuts, 5, 0.9)

@@ -10,18 +10,27 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks, gather_blocks_reference, tiles_in
+from kernels.gather_blocks import (
+    PROGRAMS,
+    TILE_BYTES,
+    gather_blocks,
+    gather_blocks_reference,
+    tiles_in,
+)
 
 POOL_BLOCKS = 13
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 12])
-@pytest.mark.parametrize("block_bytes", [16, 48, 4096, TILE_BYTES, TILE_BYTES + 16, 3 * TILE_BYTES - 32])
+@pytest.mark.parametrize(
+    "block_bytes", [16, 48, 4096, TILE_BYTES, TILE_BYTES + 16, 3 * TILE_BYTES - 32]
+)
 def test_equals_indexing_and_touches_nothing_else(block_bytes, count, device):
     generator = torch.Generator().manual_seed(block_bytes + count)
     source, target, expected = pools(block_bytes, generator, device)
     source_blocks, target_blocks = (
-        torch.randperm(POOL_BLOCKS, generator=generator)[:count].to(device, torch.int32) for _ in range(2)
+        torch.randperm(POOL_BLOCKS, generator=generator)[:count].to(device, torch.int32)
+        for _ in range(2)
     )
     gather_blocks_reference(source, expected, source_blocks, target_blocks)
     gather_blocks(
@@ -41,12 +50,15 @@ def test_a_part_of_blocks_of_two_sizes_goes_where_it_belongs(part_bytes, before,
     """The heads that two ranks have in common."""
     generator = torch.Generator().manual_seed(part_bytes)
     source, target = (
-        torch.randint(0, 256, (POOL_BLOCKS, part_bytes + more), dtype=torch.uint8, generator=generator).to(device)
+        torch.randint(
+            0, 256, (POOL_BLOCKS, part_bytes + more), dtype=torch.uint8, generator=generator
+        ).to(device)
         for more in (before + behind, behind + 96)
     )
     expected = target.clone()
     source_blocks, target_blocks = (
-        torch.randperm(POOL_BLOCKS, generator=generator)[:7].to(device, torch.int32) for _ in range(2)
+        torch.randperm(POOL_BLOCKS, generator=generator)[:7].to(device, torch.int32)
+        for _ in range(2)
     )
     expected[target_blocks.long(), behind : behind + part_bytes] = source[
         source_blocks.long(), before : before + part_bytes
@@ -92,7 +104,14 @@ def test_more_tiles_than_programs(device):
     target = torch.zeros_like(source)
     order = torch.randperm(count).to(device, torch.int32)
     same = torch.arange(count, dtype=torch.int32, device=device)
-    gather_blocks(source.data_ptr(), target.data_ptr(), order, same, block_bytes=block_bytes, tiles=range(count))
+    gather_blocks(
+        source.data_ptr(),
+        target.data_ptr(),
+        order,
+        same,
+        block_bytes=block_bytes,
+        tiles=range(count),
+    )
     assert torch.equal(target, source[order.long()])
 
 
@@ -105,7 +124,9 @@ def test_pools_of_more_than_4_gib(device):
     ids = torch.tensor([0, 255, 256, 511, 512, 639], dtype=torch.int32, device=device)
     source[ids.long()] = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8, device=device)
     tiles = range(tiles_in(6, block_bytes))
-    gather_blocks(source.data_ptr(), target.data_ptr(), ids, ids.flip(0), block_bytes=block_bytes, tiles=tiles)
+    gather_blocks(
+        source.data_ptr(), target.data_ptr(), ids, ids.flip(0), block_bytes=block_bytes, tiles=tiles
+    )
     assert torch.equal(target[ids.flip(0).long()], source[ids.long()])
     assert target.any(dim=1).sum() == 6
 
@@ -115,7 +136,9 @@ def pools(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Source, target, and another like the target; on 16 bytes."""
     source, target = (
-        torch.randint(0, 256, (POOL_BLOCKS, block_bytes), dtype=torch.uint8, generator=generator).to(device)
+        torch.randint(
+            0, 256, (POOL_BLOCKS, block_bytes), dtype=torch.uint8, generator=generator
+        ).to(device)
         for _ in range(2)
     )
     return source, target, target.clone()
@@ -141,6 +164,8 @@ def test_loads_and_stores_vectors_of_16_bytes() -> None:
     """Needs no GPU: code for Hopper, made in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['ld..v4.b32', 'st..v4.b32']"

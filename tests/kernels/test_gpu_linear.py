@@ -1,4 +1,6 @@
-"""The linear layers of a GPU's decoder: cuBLAS, skinny, batch-invariant and fp8 give one result within rounding."""
+"""The linear layers of a GPU's decoder: cuBLAS, skinny, batch-invariant and fp8 give one result
+within rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,35 @@ pytest.importorskip("triton")
 
 from kernels import fp8_linear, invariant_gemm
 from kernels.fp8_linear import Fp8Linear, quantize_rows
-from kernels.fp8_reference import dequantize, fp8_linear_reference, quantize_rows_reference, quantize_weight
+from kernels.fp8_reference import (
+    dequantize,
+    fp8_linear_reference,
+    quantize_rows_reference,
+    quantize_weight,
+)
 from kernels.fused_norm import rms_norm
 from kernels.gpu_linear import GpuLinear
-from kernels.invariant_gemm import FEW_OUTPUTS, FEW_ROWS, MANY_ROWS, MIDDLE, InvariantTile, invariant_linear
+from kernels.invariant_gemm import (
+    FEW_OUTPUTS,
+    FEW_ROWS,
+    MANY_ROWS,
+    MIDDLE,
+    InvariantTile,
+    invariant_linear,
+)
 
 EPS = 1e-5
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in fp16.
+# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in
+# fp16.
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 LARGE = (300, 1536, 2048) if ON_GPU else (70, 96, 128)
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")]
 
 
-def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0):
+def random(
+    *shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0
+):
     generator = torch.Generator(device).manual_seed(seed)
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
@@ -51,7 +68,10 @@ def close(out: torch.Tensor, expected: torch.Tensor, steps: float = 6) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_every_call_gives_the_product(m, with_bias, batch_invariant, device):
     _, n, k = LARGE
-    weight, bias = random(n, k, seed=1, device=device, scale=k**-0.5), random(n, seed=2, device=device)
+    weight, bias = (
+        random(n, k, seed=1, device=device, scale=k**-0.5),
+        random(n, seed=2, device=device),
+    )
     linear = GpuLinear(weight, bias if with_bias else None, batch_invariant=batch_invariant)
     x, residual = random(m, k, seed=3, device=device), random(m, n, seed=4, device=device)
     norm_weight = random(k, seed=5, device=device)
@@ -68,22 +88,35 @@ def test_every_call_gives_the_product(m, with_bias, batch_invariant, device):
     assert linear(x, out=out) is out
     close(out, product(x))
     close(linear.normed(x, norm_weight, EPS), product(norm(x, norm_weight)))
-    close(linear.normed(x, norm_weight, EPS, plus_one=True), product(norm(x, norm_weight, True)), steps=12)
+    close(
+        linear.normed(x, norm_weight, EPS, plus_one=True),
+        product(norm(x, norm_weight, True)),
+        steps=12,
+    )
     close(linear.gated(x, "silu"), gated(product(x)))
-    close(linear.gated(x, "silu", norm_weight=norm_weight, eps=EPS), gated(product(norm(x, norm_weight))), steps=12)
+    close(
+        linear.gated(x, "silu", norm_weight=norm_weight, eps=EPS),
+        gated(product(norm(x, norm_weight))),
+        steps=12,
+    )
     expected = product(x) + residual.double()
     assert linear(x, residual=residual, out=residual) is residual
     close(residual, expected)
 
 
 SHIPPED_TILES = [FEW_OUTPUTS, FEW_ROWS, MIDDLE, MANY_ROWS]
-INVARIANT_TILES = SHIPPED_TILES if ON_GPU else [InvariantTile(16, 32, 4, 2, 1), InvariantTile(64, 16, 4, 2, 1)]
+INVARIANT_TILES = (
+    SHIPPED_TILES if ON_GPU else [InvariantTile(16, 32, 4, 2, 1), InvariantTile(64, 16, 4, 2, 1)]
+)
 
 
 @pytest.mark.parametrize("tile", INVARIANT_TILES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 64), (70, 72, 136), (33, 200, 72)])
 def test_invariant_products_of_any_size(m, n, k, tile, device):
-    x, weight = random(m, 2 * k, seed=m, device=device)[:, k:], random(n, k, seed=n, device=device, scale=k**-0.5)
+    x, weight = (
+        random(m, 2 * k, seed=m, device=device)[:, k:],
+        random(n, k, seed=n, device=device, scale=k**-0.5),
+    )
     bias, residual = random(n, seed=1, device=device), random(m, n, seed=2, device=device)
     out = torch.full((m, n), torch.nan, dtype=DTYPE, device=device)
     invariant_linear(x, weight, bias=bias, residual=residual, out=out, tile=tile)
@@ -112,7 +145,8 @@ def test_invariant_bits_in_every_batch(device):
         for tile in tiles:
             for start in (0, most - rows):
                 assert torch.equal(
-                    invariant_linear(x[start : start + rows], weight, tile=tile), whole[start : start + rows]
+                    invariant_linear(x[start : start + rows], weight, tile=tile),
+                    whole[start : start + rows],
                 )
 
 
@@ -124,7 +158,9 @@ class TestFp8:
         weight[5] = 0
         quantized, scale = quantize_weight(weight)
         assert scale.shape == (32, 1)
-        assert (dequantize(quantized, scale, torch.float32) - weight).abs().max() <= weight.abs().max() / 16
+        assert (
+            dequantize(quantized, scale, torch.float32) - weight
+        ).abs().max() <= weight.abs().max() / 16
         assert (dequantize(quantized, scale, torch.float32)[5] == 0).all()
         largest = quantized.float().abs().amax(1)
         assert (largest[:5] == 448).all()
@@ -139,14 +175,20 @@ class TestFp8:
         expected, expected_scales = quantize_rows_reference(x)
         assert rows is out
         torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
-        # Equal but where the two roundings of x / scale fall to different sides of a step; and but for Triton's
-        # interpreter, which rounds e4m3 124.5 to 64 (the carry into the exponent is lost).
+        # Equal but where the two roundings of x / scale fall to different sides of a step; and but
+        # for Triton's interpreter, which rounds e4m3 124.5 to 64 (the carry into the exponent is
+        # lost).
         assert (rows.float() != expected.float()).float().mean() < (0.01 if ON_GPU else 0.05)
-        torch.testing.assert_close(rows.float(), expected.float(), rtol=0.125 if ON_GPU else 0.51, atol=1e-2)
+        torch.testing.assert_close(
+            rows.float(), expected.float(), rtol=0.125 if ON_GPU else 0.51, atol=1e-2
+        )
 
     @pytest.mark.parametrize("scales", ["channels", "one"])
     def test_one_row_is_not_quantized(self, scales, device):
-        weight, bias = random(64, 128, seed=1, device=device, scale=0.1), random(64, seed=2, device=device)
+        weight, bias = (
+            random(64, 128, seed=1, device=device, scale=0.1),
+            random(64, seed=2, device=device),
+        )
         quantized, scale = quantize_weight(weight)
         if scales == "one":
             scale = scale.max()
@@ -156,7 +198,9 @@ class TestFp8:
         dequantized = dequantize(quantized, scale, torch.float32).double()
         close(linear(x), x.double() @ dequantized.T + bias.double())
         close(linear(x), fp8_linear_reference(x, quantized, scale, bias).double())
-        close(linear.normed(x, norm_weight, EPS), norm(x, norm_weight) @ dequantized.T + bias.double())
+        close(
+            linear.normed(x, norm_weight, EPS), norm(x, norm_weight) @ dequantized.T + bias.double()
+        )
         expected = gated(norm(x, norm_weight) @ dequantized.T + bias.double())
         close(linear.gated(x, "silu", norm_weight=norm_weight, eps=EPS), expected, steps=12)
         residual = random(1, 64, seed=5, device=device)
@@ -164,25 +208,39 @@ class TestFp8:
         assert linear(x, residual=residual, out=residual) is residual
         close(residual, expected)
 
-    @pytest.mark.parametrize("m", [2, 17, pytest.param(64, marks=on_gpu), pytest.param(300, marks=on_gpu)])
+    @pytest.mark.parametrize(
+        "m", [2, 17, pytest.param(64, marks=on_gpu), pytest.param(300, marks=on_gpu)]
+    )
     @pytest.mark.parametrize("limit", [1, 64])
     @pytest.mark.parametrize("with_bias", [False, True])
-    def test_more_rows_are_quantized_in_the_skinny_kernel_and_above(self, m, limit, with_bias, device, monkeypatch):
-        """Against the product of the rows as `quantize_rows` and `rms_norm` make them; limit 1: all by `_scaled_mm`."""
+    def test_more_rows_are_quantized_in_the_skinny_kernel_and_above(
+        self, m, limit, with_bias, device, monkeypatch
+    ):
+        """Against the product of the rows as `quantize_rows` and `rms_norm` make them; limit 1: all
+        by `_scaled_mm`.
+        """
         monkeypatch.setattr(fp8_linear, "SKINNY_ROWS", limit)
         n, k = (512, 1024) if ON_GPU else (64, 128)
-        weight, norm_weight = random(n, k, seed=1, device=device, scale=k**-0.5), random(k, seed=4, device=device)
+        weight, norm_weight = (
+            random(n, k, seed=1, device=device, scale=k**-0.5),
+            random(k, seed=4, device=device),
+        )
         bias = random(n, seed=6, device=device) if with_bias else None
         linear = Fp8Linear.quantized(weight, bias)
         x, residual = random(m, k, seed=3, device=device), random(m, n, seed=5, device=device)
 
         def product(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            y = dequantize(rows, scales, torch.float64) @ dequantize(linear.weight, linear.scale, torch.float64).T
+            y = (
+                dequantize(rows, scales, torch.float64)
+                @ dequantize(linear.weight, linear.scale, torch.float64).T
+            )
             return y if bias is None else y + bias.double()
 
         def near(out: torch.Tensor, expected: torch.Tensor) -> None:
             """Within some roundings to bf16, which is what `_scaled_mm` gives."""
-            error = (out.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+            error = (
+                out.double() - expected
+            ).square().mean().sqrt() / expected.square().mean().sqrt()
             assert out.dtype == DTYPE
             assert error < 0.006, float(error)
 
@@ -202,7 +260,10 @@ class TestFp8:
     @pytest.mark.parametrize("m", [1, 17, pytest.param(300, marks=on_gpu)])
     def test_products_are_within_the_error_of_fp8(self, m, device):
         n, k = (512, 1024) if ON_GPU else (64, 128)
-        weight, x = random(n, k, seed=1, device=device, scale=k**-0.5), random(m, k, seed=3, device=device)
+        weight, x = (
+            random(n, k, seed=1, device=device, scale=k**-0.5),
+            random(m, k, seed=3, device=device),
+        )
         expected = x.double() @ weight.double().T
         error = Fp8Linear.quantized(weight)(x).double() - expected
         # The interpreter rounds some numbers wrongly, see above.
@@ -225,7 +286,10 @@ class TestOnGpu:
 
     @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336)])
     def test_invariant_bits_for_1_to_300_rows(self, n, k, device):
-        x, weight = random(300, k, seed=1, device=device), random(n, k, seed=2, device=device, scale=k**-0.5)
+        x, weight = (
+            random(300, k, seed=1, device=device),
+            random(n, k, seed=2, device=device, scale=k**-0.5),
+        )
         whole = invariant_linear(x, weight)
         close(whole, x.double() @ weight.double().T, steps=2)
         for tile in SHIPPED_TILES:
@@ -242,8 +306,13 @@ class TestOnGpu:
         if kind == "Fp8Linear":
             qkv, o, gate_up, down = (Fp8Linear.quantized(weight) for weight in weights)
         else:
-            qkv, o, gate_up, down = (GpuLinear(weight, batch_invariant=kind == "batch-invariant") for weight in weights)
-        norm_weight, start = random(4096, seed=1, device=device), random(m, 4096, seed=2, device=device)
+            qkv, o, gate_up, down = (
+                GpuLinear(weight, batch_invariant=kind == "batch-invariant") for weight in weights
+            )
+        norm_weight, start = (
+            random(4096, seed=1, device=device),
+            random(m, 4096, seed=2, device=device),
+        )
 
         def run(hidden: torch.Tensor, pdl: bool) -> None:
             for _ in range(2):

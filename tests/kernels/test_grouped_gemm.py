@@ -16,7 +16,14 @@ SMALL = (16, Tiling(16, 32, 4, 2), Tiling(32, 16, 4, 2))
 
 
 def inputs(
-    device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, hidden: int, inner: int, seed: int = 0
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -31,10 +38,16 @@ def inputs(
     )
 
 
-def check(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, **options) -> None:
-    """Against the twin in fp32, relative to the largest result: bf16 has 8 bits, and there are three roundings."""
+def check(
+    x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, **options
+) -> None:
+    """Against the twin in fp32, relative to the largest result: bf16 has 8 bits, and there are
+    three roundings.
+    """
     ours = moe(x, logits, gate_up, down, out=torch.full_like(x, torch.nan), **options)
-    options = {name: value for name, value in options.items() if name in ("top_k", "renormalize", "act")}
+    options = {
+        name: value for name, value in options.items() if name in ("top_k", "renormalize", "act")
+    }
     expected = twin(x.float(), logits, gate_up.float(), down.float(), **options)
     limit = (2**-7 if x.dtype == torch.bfloat16 else 2**-9) * float(expected.abs().max())
     assert float((ours.float() - expected).abs().max()) < limit
@@ -43,12 +56,26 @@ def check(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: to
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),
-    [(1, 4, 2, 64, 32), (1, 8, 8, 48, 40), (5, 5, 3, 64, 32), (33, 4, 2, 80, 24), (19, 16, 1, 32, 16)],
+    [
+        (1, 4, 2, 64, 32),
+        (1, 8, 8, 48, 40),
+        (5, 5, 3, 64, 32),
+        (33, 4, 2, 80, 24),
+        (19, 16, 1, 32, 16),
+    ],
 )
 def test_it_equals_its_twin(
     device: torch.device, tokens: int, experts: int, top_k: int, hidden: int, inner: int, act: str
 ) -> None:
-    tensors = inputs(device, torch.float16, tokens=tokens, experts=experts, hidden=hidden, inner=inner, seed=tokens)
+    tensors = inputs(
+        device,
+        torch.float16,
+        tokens=tokens,
+        experts=experts,
+        hidden=hidden,
+        inner=inner,
+        seed=tokens,
+    )
     check(*tensors, top_k=top_k, renormalize=tokens % 2 == 1, act=act, tilings=SMALL)
 
 
@@ -60,7 +87,9 @@ def test_places_of_many_chunks_are_sorted_by_expert(
     top_k, rows = 3, 4
     logits = torch.randn(tokens, 6, generator=torch.Generator().manual_seed(tokens)).to(device)
     logits[:, 2] = -100.0  # an expert that nobody is sent to
-    weights, (places, experts, counts) = grouped_gemm._sort_by_expert(logits, top_k, True, rows, False)
+    weights, (places, experts, counts) = grouped_gemm._sort_by_expert(
+        logits, top_k, True, rows, False
+    )
     chosen, expected = route(logits, top_k, True)
     assert torch.allclose(weights, expected.flatten(), atol=1e-6)
     found = []
@@ -68,13 +97,17 @@ def test_places_of_many_chunks_are_sorted_by_expert(
         assert count <= rows
         found += [(expert, place) for place in places[tile * rows : tile * rows + count].tolist()]
     assert [expert for expert, _ in found] == sorted(chosen.flatten().tolist())
-    assert sorted(found) == sorted((expert, place) for place, expert in enumerate(chosen.flatten().tolist()))
+    assert sorted(found) == sorted(
+        (expert, place) for place, expert in enumerate(chosen.flatten().tolist())
+    )
     full = [count for count in counts.tolist() if count]
     assert counts.tolist()[: len(full)] == full, "the tiles that exist come first"
 
 
 def test_equal_logits_rows_of_one_value_and_nan_stay_within_bounds(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(device, torch.float16, tokens=6, experts=4, hidden=32, inner=16)
+    x, logits, gate_up, down = inputs(
+        device, torch.float16, tokens=6, experts=4, hidden=32, inner=16
+    )
     logits[:4] = 1.0
     check(x[:5], logits[:5], gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     logits[4:] = torch.nan
@@ -83,22 +116,38 @@ def test_equal_logits_rows_of_one_value_and_nan_stay_within_bounds(device: torch
 
 
 def test_residual_and_strided_rows(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(device, torch.float16, tokens=9, experts=4, hidden=32, inner=16)
+    x, logits, gate_up, down = inputs(
+        device, torch.float16, tokens=9, experts=4, hidden=32, inner=16
+    )
     wide = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)
     plain = moe(x, logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     again = moe(wide[:, :32], logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     assert torch.equal(plain, again)
     stream = torch.randn(9, 32, device=device).to(torch.float16)
     expected = stream.float() + plain.float()
-    moe(x, logits, gate_up, down, top_k=2, renormalize=True, residual=stream, out=stream, tilings=SMALL)
+    moe(
+        x,
+        logits,
+        gate_up,
+        down,
+        top_k=2,
+        renormalize=True,
+        residual=stream,
+        out=stream,
+        tilings=SMALL,
+    )
     assert float((stream.float() - expected).abs().max()) < 2**-8
 
 
 def test_a_token_has_the_same_bits_beside_others(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(device, torch.float16, tokens=24, experts=4, hidden=64, inner=32)
+    x, logits, gate_up, down = inputs(
+        device, torch.float16, tokens=24, experts=4, hidden=64, inner=32
+    )
     whole = moe(x, logits, gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
     for selected in ([3], [23, 0, 7], list(range(11, 24))):
-        part = moe(x[selected], logits[selected], gate_up, down, top_k=2, renormalize=True, tilings=SMALL)
+        part = moe(
+            x[selected], logits[selected], gate_up, down, top_k=2, renormalize=True, tilings=SMALL
+        )
         assert torch.equal(part, whole[selected])
 
 
@@ -111,7 +160,9 @@ def test_weights_by_tensor_descriptor_give_the_same(device: torch.device) -> Non
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    x, logits, gate_up, down = inputs(device, torch.float16, tokens=3, experts=4, hidden=32, inner=16)
+    x, logits, gate_up, down = inputs(
+        device, torch.float16, tokens=3, experts=4, hidden=32, inner=16
+    )
     for wrong, message in (
         ((x, logits, gate_up[:, :16], down), "do not fit"),
         ((x, logits[:2], gate_up, down), "3 tokens, 4 experts"),
@@ -126,7 +177,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         moe(x, logits, gate_up, down, top_k=5, renormalize=True)
 
 
-MIXTRAL, QWEN3, QWEN3_TP8, ODD = (8, 2, 4096, 14336), (128, 8, 2048, 768), (128, 8, 2048, 96), (60, 4, 1000, 72)
+MIXTRAL, QWEN3, QWEN3_TP8, ODD = (
+    (8, 2, 4096, 14336),
+    (128, 8, 2048, 768),
+    (128, 8, 2048, 96),
+    (60, 4, 1000, 72),
+)
 
 
 @pytest.mark.gpu
@@ -144,9 +200,13 @@ def test_on_a_gpu_it_equals_its_twin(
 ) -> None:
     experts, top_k, hidden, inner = sizes
     torch.cuda.empty_cache()
-    tensors = inputs(device, dtype, tokens=tokens, experts=experts, hidden=hidden, inner=inner, seed=tokens)
+    tensors = inputs(
+        device, dtype, tokens=tokens, experts=experts, hidden=hidden, inner=inner, seed=tokens
+    )
     check(*tensors, top_k=top_k, renormalize=True, pdl=True)
-    first, second = (moe(*tensors, top_k=top_k, renormalize=False, pdl=pdl) for pdl in (True, False))
+    first, second = (
+        moe(*tensors, top_k=top_k, renormalize=False, pdl=pdl) for pdl in (True, False)
+    )
     assert torch.equal(first, second)
 
 
@@ -156,7 +216,9 @@ def test_on_a_gpu_bits_do_not_depend_on_the_batch_when_asked(device: torch.devic
     logits, weights = rest[0], rest[1:]
     whole = moe(x, logits, *weights, top_k=4, renormalize=True, batch_invariant=True)
     for tokens in (1, 2, 33, 200, 1999):
-        part = moe(x[:tokens], logits[:tokens], *weights, top_k=4, renormalize=True, batch_invariant=True)
+        part = moe(
+            x[:tokens], logits[:tokens], *weights, top_k=4, renormalize=True, batch_invariant=True
+        )
         assert torch.equal(part, whole[:tokens])
 
 
@@ -169,7 +231,9 @@ def test_on_a_gpu_it_can_be_captured(device: torch.device) -> None:
     with torch.cuda.graph(graph):
         moe(*tensors, top_k=8, renormalize=True, out=out, pdl=True)
     for seed in (1, 2):
-        fresh = inputs(device, torch.bfloat16, tokens=70, experts=128, hidden=512, inner=128, seed=seed)
+        fresh = inputs(
+            device, torch.bfloat16, tokens=70, experts=128, hidden=512, inner=128, seed=seed
+        )
         for tensor, new in zip(tensors, fresh, strict=True):
             tensor.copy_(new)
         graph.replay()

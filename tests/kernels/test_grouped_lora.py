@@ -1,4 +1,6 @@
-"""Adapters in Triton: equal to the twin, each row with its own; rows without one untouched; bits in any company."""
+"""Adapters in Triton: equal to the twin, each row with its own; rows without one untouched; bits in
+any company.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ QKV, UP = (48, 16, 16), (96, 96)
 
 def matrices(device, dtype, k, widths, rank, adapters=3, seed=0):
     """A and B of some adapters, of which the second has half the rank."""
-    down = randn(adapters, len(widths) * rank, k, seed=seed, dtype=dtype, device=device, scale=k**-0.5)
-    up = randn(adapters, sum(widths), rank, seed=seed + 1, dtype=dtype, device=device, scale=rank**-0.5)
+    down = randn(
+        adapters, len(widths) * rank, k, seed=seed, dtype=dtype, device=device, scale=k**-0.5
+    )
+    up = randn(
+        adapters, sum(widths), rank, seed=seed + 1, dtype=dtype, device=device, scale=rank**-0.5
+    )
     down.view(adapters, len(widths), rank, k)[1, :, rank // 2 :] = 0
     up[1, :, rank // 2 :] = 0
     return down, up
@@ -75,8 +81,14 @@ def test_equal_to_the_twin(device, count, k, widths, rank, dtype, kind):
     expected = add_lora(y.clone(), x, down, up, adapters, widths)
     before = y.clone()
     assert added(x, y, down, up, adapters, widths) is y
-    # The low sums are rounded to the matrices' type: where the twin's fall on the other side, a sum moves.
-    assert_same(y, expected, flips=0.05, atol={torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}[dtype])
+    # The low sums are rounded to the matrices' type: where the twin's fall on the other side, a sum
+    # moves.
+    assert_same(
+        y,
+        expected,
+        flips=0.05,
+        atol={torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}[dtype],
+    )
     assert torch.equal(y[adapters < 0], before[adapters < 0])
 
 
@@ -107,9 +119,13 @@ def test_a_broken_adapter_spoils_its_own_rows_alone(device):
     down, up = matrices(device, torch.float16, 64, (32,), 16)
     x = randn(16, 64, seed=4, dtype=torch.float16, device=device)
     adapters = rows_of("mixed", 16, device)
-    expected = added(x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,))
+    expected = added(
+        x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,)
+    )
     down[1], up[1] = torch.nan, torch.inf
-    got = added(x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,))
+    got = added(
+        x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,)
+    )
     assert torch.equal(got[adapters != 1], expected[adapters != 1])
     assert got[adapters == 1].isnan().all()
 
@@ -127,7 +143,10 @@ def test_strided_rows(device):
 
 def test_the_packed_layers_of_a_cpu_are_the_twins():
     down, up = matrices(torch.device("cpu"), torch.float32, 64, QKV, 16)
-    x, y = (randn(9, size, seed=size, dtype=torch.float32, device=torch.device("cpu")) for size in (64, 80))
+    x, y = (
+        randn(9, size, seed=size, dtype=torch.float32, device=torch.device("cpu"))
+        for size in (64, 80)
+    )
     adapters = rows_of("mixed", 9, torch.device("cpu"))
     expected = add_lora(y.clone(), x, down, up, adapters, QKV)
     for each in range(3):
@@ -137,7 +156,10 @@ def test_the_packed_layers_of_a_cpu_are_the_twins():
 
 def test_what_does_not_fit_is_refused(device):
     down, up = matrices(device, torch.bfloat16, 64, QKV, 16)
-    x, y = torch.zeros(2, 64, dtype=torch.bfloat16, device=device), torch.zeros(2, 80, device=device).bfloat16()
+    x, y = (
+        torch.zeros(2, 64, dtype=torch.bfloat16, device=device),
+        torch.zeros(2, 80, device=device).bfloat16(),
+    )
     adapters = rows_of("one", 2, device)
     with pytest.raises(ValueError, match="do not fit"):
         fused.shrink(x[:, :32], down, adapters)
@@ -182,15 +204,23 @@ print(json.dumps([compiled_as(*variant) for variant in json.loads(sys.argv[1])])
 """
 
 
-VARIANTS = [(name, *sizes) for sizes in ((16, 16, 90), (64, 1, 90), (64, 4, 80)) for name in ("shrink", "expand")]
+VARIANTS = [
+    (name, *sizes)
+    for sizes in ((16, 16, 90), (64, 1, 90), (64, 4, 80))
+    for name in ("shrink", "expand")
+]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int, int, int], list[int]]:
-    """Spilled bytes, shared memory and waits of each. Needs no GPU: in a process without the interpreter."""
+    """Spilled bytes, shared memory and waits of each. Needs no GPU: in a process without the
+    interpreter.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip(VARIANTS, json.loads(done.stdout), strict=True))
 
@@ -205,7 +235,9 @@ def test_they_compile_without_spills(variant, compiled):
 
 @gpu
 def test_dependent_launch_changes_nothing(device):
-    """A chain in which every launch reads what the one before wrote, with tiles that have nothing to do."""
+    """A chain in which every launch reads what the one before wrote, with tiles that have nothing
+    to do.
+    """
     down, up = matrices(device, torch.bfloat16, 2048, (2048,), 16)
     adapters = rows_of("single", 64, device)
     x = randn(64, 2048, seed=8, dtype=torch.bfloat16, device=device, scale=0.1)
@@ -225,7 +257,10 @@ def test_dependent_launch_changes_nothing(device):
 def test_in_a_graph_the_adapters_are_read_from_the_device(device):
     down, up = matrices(device, torch.bfloat16, 256, (512,), 16)
     x = randn(8, 256, seed=9, dtype=torch.bfloat16, device=device)
-    adapters, base = rows_of("one", 8, device), torch.zeros(8, 512, dtype=torch.bfloat16, device=device)
+    adapters, base = (
+        rows_of("one", 8, device),
+        torch.zeros(8, 512, dtype=torch.bfloat16, device=device),
+    )
     added(x, base.clone(), down, up, adapters, (512,))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

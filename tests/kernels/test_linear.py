@@ -24,7 +24,9 @@ def test_there_are_few_counts() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
-def test_the_library_sees_no_other_counts_and_results_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_sees_no_other_counts_and_results_are_those_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 16, generator=generator), torch.randn(130, 16, generator=generator)
     linear, seen = Linear(weight), set()
@@ -47,14 +49,22 @@ def test_the_library_sees_no_other_counts_and_results_are_those_of_the_rows(monk
 def test_every_type_is_multiplied_on_every_cpu(dtype: torch.dtype) -> None:
     """Packed where oneDNN has a kernel for it here, as they are elsewhere."""
     generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 16), (24,), (5, 16)))
+    weight, bias, x = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 16), (24,), (5, 16))
+    )
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(Linear(weight, bias)(x).double(), expected, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
 @pytest.mark.parametrize("has", [True, False])
-def test_what_a_cpu_has_no_instructions_for_is_not_packed(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cpu_has_no_instructions_for_is_not_packed(
+    has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("bf16", "fp16"):
         monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: has)
-    assert [packs(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [True, has, has]
+    assert [packs(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [
+        True,
+        has,
+        has,
+    ]

@@ -12,7 +12,9 @@ BLOCK = 16
 
 
 def _pool(kv_heads: int, dim: int, blocks: int = 160, layers: int = 2) -> torch.Tensor:
-    pool = torch.randn(blocks, kv_heads, layers, 2, BLOCK, dim, generator=torch.Generator().manual_seed(3))
+    pool = torch.randn(
+        blocks, kv_heads, layers, 2, BLOCK, dim, generator=torch.Generator().manual_seed(3)
+    )
     pool[0] = 0  # the null block
     return pool
 
@@ -21,11 +23,15 @@ def _layer(pool: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return pool[:, :, layer, 0], pool[:, :, layer, 1]
 
 
-def _plain(query: torch.Tensor, pool: torch.Tensor, layer: int, span: SequenceSpan, window: int) -> torch.Tensor:
+def _plain(
+    query: torch.Tensor, pool: torch.Tensor, layer: int, span: SequenceSpan, window: int
+) -> torch.Tensor:
     """Textbook attention of one sequence, from its gathered blocks."""
     end = span.first_position + span.count
     key, value = (
-        pool[list(span.block_ids), :, layer, kind].transpose(0, 1).reshape(pool.shape[1], -1, pool.shape[-1])[:, :end]
+        pool[list(span.block_ids), :, layer, kind]
+        .transpose(0, 1)
+        .reshape(pool.shape[1], -1, pool.shape[-1])[:, :end]
         for kind in (0, 1)
     )
     group = query.shape[1] // pool.shape[1]
@@ -59,19 +65,28 @@ MIXES = [
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (6, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (6, 2, 128)]
+)
 @pytest.mark.parametrize("window", [0, 1, 24, 200])
 def test_equals_plain_attention(mix, heads, kv_heads, dim, window):
     pool, spans = _pool(kv_heads, dim), _spans(mix)
     tokens = sum(span.count for span in spans)
     query = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(4))
     plan = plan_attention(
-        spans, tokens=tokens, block_size=BLOCK, kv_heads=kv_heads, group=heads // kv_heads, window=window
+        spans,
+        tokens=tokens,
+        block_size=BLOCK,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        window=window,
     )
     out = attend(query, *_layer(pool, 1), plan)
     for span in spans:
         expected = _plain(query, pool, 1, span, window)
-        torch.testing.assert_close(out[span.start : span.start + span.count], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            out[span.start : span.start + span.count], expected, atol=2e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("window", [0, 50])
@@ -94,7 +109,9 @@ def test_bits_depend_on_neither_batch_nor_chunks(window):
                 ]
                 rows = [query[length:], query[first:end]]
             tokens = sum(span.count for span in spans)
-            plan = plan_attention(spans, tokens=tokens, block_size=BLOCK, kv_heads=kv_heads, group=3, window=window)
+            plan = plan_attention(
+                spans, tokens=tokens, block_size=BLOCK, kv_heads=kv_heads, group=3, window=window
+            )
             parts.append(attend(torch.cat(rows), *_layer(pool, 0), plan)[-(end - first) :])
         return torch.cat(parts)
 

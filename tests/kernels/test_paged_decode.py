@@ -1,4 +1,6 @@
-"""Paged decode attention equals plain attention for any mixture of lengths, and leaves its workspace as it found it."""
+"""Paged decode attention equals plain attention for any mixture of lengths, and leaves its
+workspace as it found it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from tests.kernels.rounding import assert_attention
 
 LAYERS = 2
 GPU = torch.cuda.is_available()
-# The interpreter of Triton 3.6 multiplies the bits of bf16 as integers in `tl.dot`, so the CPU tests use fp16 instead.
+# The interpreter of Triton 3.6 multiplies the bits of bf16 as integers in `tl.dot`, so the CPU
+# tests use fp16 instead.
 BF16 = torch.bfloat16 if GPU else torch.float16
 
 
 @dataclass
 class Pool:
-    """One layer's views of a pool whose every byte that no sequence owns is NaN; block 0 is the null block."""
+    """One layer's views of a pool whose every byte that no sequence owns is NaN; block 0 is the
+    null block.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -39,17 +44,32 @@ class Pool:
 
 
 def _empty_pool(
-    blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, fp8: bool, device: torch.device
+    blocks: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    fp8: bool,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Views of layer 1: keys, values and the scales of both."""
     if not fp8:
-        pool = torch.full((blocks, kv_heads, LAYERS, 2, block_size, head_dim), torch.nan, dtype=dtype, device=device)
+        pool = torch.full(
+            (blocks, kv_heads, LAYERS, 2, block_size, head_dim),
+            torch.nan,
+            dtype=dtype,
+            device=device,
+        )
         return pool[:, :, 1, 0], pool[:, :, 1, 1], None, None
     vectors = LAYERS * 2 * block_size  # of a block and head
-    raw = torch.full((blocks, kv_heads, vectors * (head_dim + 4)), 0x7F, dtype=torch.uint8, device=device)
+    raw = torch.full(
+        (blocks, kv_heads, vectors * (head_dim + 4)), 0x7F, dtype=torch.uint8, device=device
+    )
     numbers = raw[:, :, : vectors * head_dim].view(torch.float8_e4m3fn)
     numbers = numbers.unflatten(2, (LAYERS, 2, block_size, head_dim))
-    scales = raw[:, :, vectors * head_dim :].view(torch.float32).unflatten(2, (LAYERS, 2, block_size))
+    scales = (
+        raw[:, :, vectors * head_dim :].view(torch.float32).unflatten(2, (LAYERS, 2, block_size))
+    )
     scales.fill_(torch.nan)
     return numbers[:, :, 1, 0], numbers[:, :, 1, 1], scales[:, :, 1, 0], scales[:, :, 1, 1]
 
@@ -86,12 +106,16 @@ def _fill(
                 vectors = vectors.to(cache.dtype)
                 pair.append(vectors.float())
             else:
-                vectors *= torch.rand(kv_heads, length, 1, generator=random, device=device) * 3 + 0.01
+                vectors *= (
+                    torch.rand(kv_heads, length, 1, generator=random, device=device) * 3 + 0.01
+                )
                 factor = vectors.abs().amax(-1, keepdim=True) / 448
                 vectors = (vectors / factor).to(cache.dtype)
                 pair.append(vectors.float() * factor)
                 _scatter(scales, ids, factor[..., 0], torch.nan)
-            _scatter(cache.view(torch.uint8), ids, vectors.view(torch.uint8), 0xFF)  # bytes of NaN in all three types
+            _scatter(
+                cache.view(torch.uint8), ids, vectors.view(torch.uint8), 0xFF
+            )  # bytes of NaN in all three types
         real.append((pair[0], pair[1]))
     return Pool(key, value, key_scales, value_scales, tables.to(device), real)
 
@@ -104,7 +128,9 @@ def _scatter(cache: torch.Tensor, ids: list[int], vectors: torch.Tensor, poison:
     cache[ids] = whole.unflatten(1, (len(ids), cache.shape[2])).transpose(0, 1)
 
 
-def _plain(query: torch.Tensor, pool: Pool, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+def _plain(
+    query: torch.Tensor, pool: Pool, scale: float, window: int = 0, softcap: float = 0.0
+) -> torch.Tensor:
     """Textbook attention of each row in fp32 [B, heads, head_dim]."""
     out = torch.zeros(query.shape, device=query.device)
     for row, (key, value) in enumerate(pool.real):
@@ -120,10 +146,21 @@ def _plain(query: torch.Tensor, pool: Pool, scale: float, window: int = 0, softc
     return out
 
 
-def _query(batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int):
+def _query(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+):
     """Rows of a fused qkv tensor, twice as wide as a unit normal so that the softmax has peaks."""
     random = torch.Generator().manual_seed(seed + 1000)
-    fused = torch.randn(batch, (heads + 2 * kv_heads) * head_dim, generator=random).to(device, dtype) * 2
+    fused = (
+        torch.randn(batch, (heads + 2 * kv_heads) * head_dim, generator=random).to(device, dtype)
+        * 2
+    )
     return fused[:, : heads * head_dim].view(batch, heads, head_dim)
 
 
@@ -132,7 +169,13 @@ def _lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _workspace(
-    max_batch: int, heads: int, kv_heads: int, head_dim: int, device: torch.device, *, fp8: bool = False
+    max_batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    *,
+    fp8: bool = False,
 ) -> DecodeWorkspace:
     workspace = DecodeWorkspace(
         max_batch=max_batch,
@@ -192,16 +235,35 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_any_mixture_of_lengths(mix, device):
-    _check(MIXES[mix], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
+    _check(
+        MIXES[mix],
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        dtype=torch.float16,
+        device=device,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lengths(seed, device):
     lengths = torch.randint(0, 200, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    _check(lengths, heads=2, kv_heads=2, head_dim=64, block_size=32, dtype=BF16, device=device, seed=seed)
+    _check(
+        lengths,
+        heads=2,
+        kv_heads=2,
+        head_dim=64,
+        block_size=32,
+        dtype=BF16,
+        device=device,
+        seed=seed,
+    )
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (80, 16), (96, 32), (128, 16), (256, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 64), (80, 16), (96, 32), (128, 16), (256, 64)]
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 def test_head_dims_and_block_sizes(head_dim, block_size, fp8, device):
     _check(
@@ -212,7 +274,15 @@ def test_head_dims_and_block_sizes(head_dim, block_size, fp8, device):
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 17])
 def test_groups_of_query_heads(group, device):
-    _check([150, 3, 70], heads=2 * group, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
+    _check(
+        [150, 3, 70],
+        heads=2 * group,
+        kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        dtype=torch.float16,
+        device=device,
+    )
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 1000])
@@ -236,34 +306,73 @@ def test_equals_the_torch_twin(device):
     """The CPU path's own attention over the same pool."""
     lengths, heads, kv_heads, head_dim, block_size = [77, 1, 130], 4, 2, 64, 16
     pool = _fill(
-        lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.float16, device=device
+        lengths,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=torch.float16,
+        device=device,
     )
     query = _query(3, heads, kv_heads, head_dim, torch.float16, device, 0)
     counts = [-(-length // block_size) for length in lengths]
     spans = [
-        SequenceSpan(row, 1, length - 1, pool.tables[row, : counts[row]].tolist()) for row, length in enumerate(lengths)
+        SequenceSpan(row, 1, length - 1, pool.tables[row, : counts[row]].tolist())
+        for row, length in enumerate(lengths)
     ]
     plan = plan_attention(spans, tokens=3, block_size=block_size, kv_heads=kv_heads, group=2)
     finite = [cache.cpu().nan_to_num() for cache in (pool.key, pool.value)]
     expected = attend(query.cpu(), *finite, plan)
-    workspace, context_lens = _workspace(3, heads, kv_heads, head_dim, device), _lengths(lengths, device)
+    workspace, context_lens = (
+        _workspace(3, heads, kv_heads, head_dim, device),
+        _lengths(lengths, device),
+    )
     plan_decode(context_lens, workspace, block_size=block_size)
     out = torch.full_like(query, torch.nan)
-    paged_decode(query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=head_dim**-0.5)
+    paged_decode(
+        query,
+        pool.key,
+        pool.value,
+        pool.tables,
+        context_lens,
+        workspace,
+        out=out,
+        scale=head_dim**-0.5,
+    )
     torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_launches_in_a_row_give_the_same_bits(device):
     """The counters are zero again after each launch, and who arrives last does not matter."""
     lengths, heads, kv_heads, head_dim = [600, 5, 200], 4, 2, 64
-    pool = _fill(lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=16, dtype=torch.float16, device=device)
-    query, context_lens = _query(3, heads, kv_heads, head_dim, torch.float16, device, 0), _lengths(lengths, device)
+    pool = _fill(
+        lengths,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=torch.float16,
+        device=device,
+    )
+    query, context_lens = (
+        _query(3, heads, kv_heads, head_dim, torch.float16, device, 0),
+        _lengths(lengths, device),
+    )
     workspace = _workspace(3, heads, kv_heads, head_dim, device)
     plan_decode(context_lens, workspace, block_size=16)
     outs = []
     for _ in range(200 if GPU else 2):
         out = torch.full_like(query, torch.nan)
-        outs.append(paged_decode(query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=0.2))
+        outs.append(
+            paged_decode(
+                query,
+                pool.key,
+                pool.value,
+                pool.tables,
+                context_lens,
+                workspace,
+                out=out,
+                scale=0.2,
+            )
+        )
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -274,7 +383,15 @@ def test_a_call_that_was_not_planned_is_refused(device):
     plan_decode(context_lens, workspace, block_size=16)
     with pytest.raises(ValueError, match="planned for"):
         paged_decode(
-            query, pool.key, pool.value, pool.tables, context_lens, workspace, out=query.clone(), scale=1.0, window=9
+            query,
+            pool.key,
+            pool.value,
+            pool.tables,
+            context_lens,
+            workspace,
+            out=query.clone(),
+            scale=1.0,
+            window=9,
         )
 
 
@@ -287,7 +404,9 @@ def test_a_call_that_was_not_planned_is_refused(device):
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_full_grid_on_a_gpu(head_dim, block_size, fp8, device):
-    """Every combination has one dtype, group size and soft cap, because each of these is a compilation."""
+    """Every combination has one dtype, group size and soft cap, because each of these is a
+    compilation.
+    """
     number = head_dim // 16 + block_size // 16 + 3 * fp8
     dtype = [torch.bfloat16, torch.float16][number // 2 % 2]
     heads, kv_heads = [(8, 8), (8, 4), (8, 2), (14, 2), (32, 4)][number % 5]
@@ -315,14 +434,21 @@ def test_blocks_beyond_four_gibibytes(block_size, fp8, device):
         lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, fp8=fp8,
         device=device,
     )  # fmt: skip
-    blocks = -(-(5 << 30) // (LAYERS * 2 * kv_heads * block_size * head_dim * pool.key.element_size()))
+    blocks = -(
+        -(5 << 30) // (LAYERS * 2 * kv_heads * block_size * head_dim * pool.key.element_size())
+    )
     big = _empty_pool(blocks, kv_heads, block_size, head_dim, torch.bfloat16, fp8, device)
     offset = blocks - pool.key.shape[0]
-    for view, small in zip(big, (pool.key, pool.value, pool.key_scales, pool.value_scales), strict=True):
+    for view, small in zip(
+        big, (pool.key, pool.value, pool.key_scales, pool.value_scales), strict=True
+    ):
         if view is not None and small is not None:
             view[offset:] = small
     assert offset * big[0].stride(0) > 2**31
-    query, context_lens = _query(2, heads, kv_heads, head_dim, torch.bfloat16, device, 0), _lengths(lengths, device)
+    query, context_lens = (
+        _query(2, heads, kv_heads, head_dim, torch.bfloat16, device, 0),
+        _lengths(lengths, device),
+    )
     workspace = _workspace(2, heads, kv_heads, head_dim, device, fp8=fp8)
     plan_decode(context_lens, workspace, block_size=block_size)
     out = torch.full((2, heads, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
@@ -356,7 +482,9 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
         for seed, lengths in enumerate(mixes)
     ]  # fmt: skip
     blocks = max(pool.key.shape[0] for pool in pools)
-    key, value, _, _ = _empty_pool(blocks, kv_heads, block_size, head_dim, torch.bfloat16, False, device)
+    key, value, _, _ = _empty_pool(
+        blocks, kv_heads, block_size, head_dim, torch.bfloat16, False, device
+    )
     tables, context_lens = torch.zeros_like(pools[0].tables), _lengths([1] * batch, device)
     query = torch.zeros(batch, heads, head_dim, dtype=torch.bfloat16, device=device)
     outs = torch.empty(layers, batch, heads, head_dim, dtype=torch.bfloat16, device=device)
@@ -368,7 +496,9 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
         plan_decode(context_lens, workspace, block_size=block_size)
         query.add_(0)  # what stands between plan and decode in a model
         for out in outs:
-            paged_decode(query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl)
+            paged_decode(
+                query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl
+            )
 
     step()
     graph = torch.cuda.CUDAGraph()

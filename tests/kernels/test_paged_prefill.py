@@ -1,6 +1,8 @@
-"""Paged prefill equals plain attention, leaves padding alone, and gives a row bits that depend on its sequence only.
+"""Paged prefill equals plain attention, leaves padding alone, and gives a row bits that depend on
+its sequence only.
 
-On the CPU the portable kernel runs in Triton's interpreter (which has no bf16 products). Marked `gpu`: both kernels.
+On the CPU the portable kernel runs in Triton's interpreter (which has no bf16 products). Marked
+`gpu`: both kernels.
 """
 
 from __future__ import annotations
@@ -56,10 +58,14 @@ class Case:
     def group(self) -> int:
         return self.query.shape[1] // self.key_cache.shape[1]
 
-    def run(self, *, window: int = 0, softcap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+    def run(
+        self, *, window: int = 0, softcap: float = 0.0, scale: float | None = None
+    ) -> torch.Tensor:
         """The kernel's output, poisoned before."""
         device, dim = self.query.device, self.query.shape[2]
-        tiles = prefill_tiles(self.query_lens, self.context_lens, group=self.group, head_dim=dim, window=window)
+        tiles = prefill_tiles(
+            self.query_lens, self.context_lens, group=self.group, head_dim=dim, window=window
+        )
         out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
         returned = paged_prefill(
             self.query,
@@ -84,7 +90,10 @@ class Case:
         length, block_size = self.context_lens[sequence], self.key_cache.shape[2]
         ids = self.block_tables[sequence, : -(-length // block_size)].long()
         kv = []
-        for cache, scales in ((self.key_cache, self.key_scales), (self.value_cache, self.value_scales)):
+        for cache, scales in (
+            (self.key_cache, self.key_scales),
+            (self.value_cache, self.value_scales),
+        ):
             real = cache[ids].double()
             if scales is not None:
                 real = real * scales[ids].double()[..., None]
@@ -95,10 +104,14 @@ class Case:
         """Against plain attention in fp64; and padding is as it was."""
         out = self.run(window=window, softcap=softcap, scale=scale)
         first = starts(self.query_lens)
-        for sequence, (count, length) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
+        for sequence, (count, length) in enumerate(
+            zip(self.query_lens, self.context_lens, strict=True)
+        ):
             if count == 0:
                 continue
-            key, value = (part.repeat_interleave(self.group, 1) for part in self.sequence_kv(sequence))
+            key, value = (
+                part.repeat_interleave(self.group, 1) for part in self.sequence_kv(sequence)
+            )
             query = self.query[first[sequence] : first[sequence] + count].double()
             scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or query.shape[2] ** -0.5)
             if softcap:
@@ -110,7 +123,9 @@ class Case:
                 hidden |= other <= position - window
             weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
             expected = torch.einsum("hqk,khd->qhd", weights, value)
-            assert_attention(out[first[sequence] : first[sequence] + count], expected, (sequence, count, length))
+            assert_attention(
+                out[first[sequence] : first[sequence] + count], expected, (sequence, count, length)
+            )
         assert out[sum(self.query_lens) :].isnan().all()
 
 
@@ -132,7 +147,9 @@ def make_case(
     layers: int = 2,
     spare_blocks: int = 5,
 ) -> Case:
-    """Random inputs over shuffled blocks; whatever no token has written is NaN. The query is a view of a fused qkv."""
+    """Random inputs over shuffled blocks; whatever no token has written is NaN. The query is a view
+    of a fused qkv.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     query_lens = [count for count, _ in mix]
     context_lens = [count + before for count, before in mix]
@@ -142,19 +159,28 @@ def make_case(
     tables = torch.zeros(len(mix), max(needed) + 2 | 1, dtype=torch.int32)
     # Highest ids first, so that a big pool is used at its far end.
     ids = [
-        int(i) + 1 + spare_blocks for i in torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
+        int(i) + 1 + spare_blocks
+        for i in torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
     ]
     for row, need in zip(tables, needed, strict=True):
         row[:need] = torch.tensor([ids.pop() for _ in range(need)], dtype=torch.int32)
 
     kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    plane = block_size * dim * kv_dtype.itemsize  # bytes of one layer's keys in one block of one head
+    plane = (
+        block_size * dim * kv_dtype.itemsize
+    )  # bytes of one layer's keys in one block of one head
     pool = torch.empty(
-        num_blocks, kv_heads, layers * 2 * (plane + 4 * block_size * fp8), dtype=torch.uint8, device=device
+        num_blocks,
+        kv_heads,
+        layers * 2 * (plane + 4 * block_size * fp8),
+        dtype=torch.uint8,
+        device=device,
     )
     first = (layers - 1) * 2  # the last layer's keys; its values lie behind them
     caches = [
-        pool.view(kv_dtype)[..., (first + i) * block_size * dim :][..., : block_size * dim].unflatten(-1, (-1, dim))
+        pool.view(kv_dtype)[..., (first + i) * block_size * dim :][
+            ..., : block_size * dim
+        ].unflatten(-1, (-1, dim))
         for i in (0, 1)
     ]
     scales: list[torch.Tensor | None] = [None, None]
@@ -165,7 +191,9 @@ def make_case(
     for row, need, length in zip(tables, needed, context_lens, strict=True):
         used = row[:need].long().to(device)
         for cache, scale in zip(caches, scales, strict=True):
-            vectors = torch.randn(need, kv_heads, block_size, dim, generator=generator, device=device)
+            vectors = torch.randn(
+                need, kv_heads, block_size, dim, generator=generator, device=device
+            )
             if scale is not None:
                 amax = vectors.abs().amax(-1)
                 scale[used] = amax / 448
@@ -173,7 +201,9 @@ def make_case(
             cache[used] = vectors.to(kv_dtype)
             if length % block_size:
                 last = int(row[need - 1])
-                cache[last, :, length % block_size :] = torch.full((1,), torch.nan, device=device).to(kv_dtype)
+                cache[last, :, length % block_size :] = torch.full(
+                    (1,), torch.nan, device=device
+                ).to(kv_dtype)
                 if scale is not None:
                     scale[last, :, length % block_size :] = torch.nan
     rows = sum(query_lens) + PADDING
@@ -192,10 +222,14 @@ def test_tiles_cover_every_token_once_and_long_ones_come_first() -> None:
         assert tiles.dtype == np.int32
         assert tokens * tile_heads(group) == TILE_ROWS
         assert group % tile_heads(group) == 0
-        seen = sorted((int(s), int(f) + i) for s, f in tiles for i in range(tokens) if f + i < query_lens[s])
+        seen = sorted(
+            (int(s), int(f) + i) for s, f in tiles for i in range(tokens) if f + i < query_lens[s]
+        )
         assert seen == [(s, i) for s, count in enumerate(query_lens) for i in range(count)]
         assert all(first % tokens == 0 and first < query_lens[s] for s, first in tiles)
-        newest = [min(context_lens[s] - query_lens[s] + f + tokens, context_lens[s]) for s, f in tiles]
+        newest = [
+            min(context_lens[s] - query_lens[s] + f + tokens, context_lens[s]) for s, f in tiles
+        ]
         keys = [min(n, window + tokens) if window else n for n in newest]
         assert keys == sorted(keys, reverse=True)
 
@@ -217,8 +251,12 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="small shapes, f
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("window", [0, 1, 50])
-def test_equals_plain_attention(mix: str, heads: int, kv_heads: int, window: int, device: torch.device) -> None:
-    case = make_case(MIXES[mix], heads, kv_heads, 64, 16, torch.float32, device, seed=heads + window)
+def test_equals_plain_attention(
+    mix: str, heads: int, kv_heads: int, window: int, device: torch.device
+) -> None:
+    case = make_case(
+        MIXES[mix], heads, kv_heads, 64, 16, torch.float32, device, seed=heads + window
+    )
     case.check(window=window)
 
 
@@ -232,7 +270,9 @@ def test_head_dims_and_block_sizes(dim: int, block_size: int, device: torch.devi
 @cpu_only
 @pytest.mark.parametrize("window", [0, 70])
 def test_softcap(window: int, device: torch.device) -> None:
-    make_case(MIXES["mixed"], 4, 2, 64, 32, torch.float32, device, seed=11).check(softcap=2.0, window=window)
+    make_case(MIXES["mixed"], 4, 2, 64, 32, torch.float32, device, seed=11).check(
+        softcap=2.0, window=window
+    )
 
 
 @cpu_only
@@ -247,34 +287,58 @@ def test_fp8(block_size: int, window: int, softcap: float, device: torch.device)
 @pytest.mark.parametrize("window", [0, 50])
 def test_equals_the_torch_twin(window: int, device: torch.device) -> None:
     case = make_case(MIXES["mixed"], 6, 2, 64, 16, torch.float32, device, seed=13)
-    key_cache, value_cache = (torch.nan_to_num(cache).contiguous() for cache in (case.key_cache, case.value_cache))
+    key_cache, value_cache = (
+        torch.nan_to_num(cache).contiguous() for cache in (case.key_cache, case.value_cache)
+    )
     spans = [
         SequenceSpan(start, count, length - count, table.tolist())
         for start, count, length, table in zip(
-            starts(case.query_lens), case.query_lens, case.context_lens, case.block_tables, strict=False
+            starts(case.query_lens),
+            case.query_lens,
+            case.context_lens,
+            case.block_tables,
+            strict=False,
         )
         if count
     ]
     plan = plan_attention(
-        spans, tokens=len(case.query), block_size=16, kv_heads=2, group=3, window=window, device=device
+        spans,
+        tokens=len(case.query),
+        block_size=16,
+        kv_heads=2,
+        group=3,
+        window=window,
+        device=device,
     )
     expected = attend(case.query, key_cache, value_cache, plan)
     rows = sum(case.query_lens)
-    torch.testing.assert_close(case.run(window=window)[:rows], expected[:rows], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        case.run(window=window)[:rows], expected[:rows], atol=2e-5, rtol=1e-4
+    )
 
 
-def check_bits(case: Case, cuts: list[int], *, window: int, company: bool, whole: torch.Tensor) -> None:
+def check_bits(
+    case: Case, cuts: list[int], *, window: int, company: bool, whole: torch.Tensor
+) -> None:
     """Sequence 0 cut into chunks, alone or behind sequence 1: bits as in one chunk."""
     (length, other), query = case.context_lens, case.query
     for first, end in itertools.pairwise(cuts):
         part = Case(query[first:end], *_pool(case), case.block_tables[:1], [end - first], [end])
         if company:
             rows = torch.cat([query[length : length + other], query[first:end]])
-            part = Case(rows, *_pool(case), case.block_tables.flip(0), [other, end - first], [other, end])
-        assert torch.equal(part.run(window=window)[-(end - first) :], whole[first:end]), (first, end, company)
+            part = Case(
+                rows, *_pool(case), case.block_tables.flip(0), [other, end - first], [other, end]
+            )
+        assert torch.equal(part.run(window=window)[-(end - first) :], whole[first:end]), (
+            first,
+            end,
+            company,
+        )
 
 
-def _pool(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _pool(
+    case: Case,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     return case.key_cache, case.value_cache, case.key_scales, case.value_scales
 
 
@@ -358,10 +422,14 @@ COMPILED = ["80", "90", "hopper"]
 
 @pytest.fixture(scope="module")
 def spilled() -> dict[str, str]:
-    """Needs no GPU: Ampere and Hopper code for the shape of Llama-3.1-8B, in a process without the interpreter."""
+    """Needs no GPU: Ampere and Hopper code for the shape of Llama-3.1-8B, in a process without the
+    interpreter.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, *COMPILED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip(COMPILED, done.stdout.split(), strict=True))
 
@@ -381,7 +449,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 GPU_GRID = [
-    *[(dim, block, torch.bfloat16, 0, 0.0) for dim in (64, 80, 96, 128, 256) for block in (16, 32, 64)],
+    *[
+        (dim, block, torch.bfloat16, 0, 0.0)
+        for dim in (64, 80, 96, 128, 256)
+        for block in (16, 32, 64)
+    ],
     *[(dim, 64, torch.float16, 0, 0.0) for dim in (64, 128)],
     *[(dim, 16, torch.bfloat16, 300, 20.0) for dim in (64, 96, 128, 256)],
     (128, 64, torch.bfloat16, 1, 0.0),
@@ -392,7 +464,13 @@ GPU_GRID = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "block_size", "dtype", "window", "softcap"), GPU_GRID)
 def test_on_gpu(
-    dim: int, block_size: int, dtype: torch.dtype, window: int, softcap: float, path: str, device: torch.device
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int,
+    softcap: float,
+    path: str,
+    device: torch.device,
 ) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
         case = make_case(mix, 8, 2, dim, block_size, dtype, device, seed=seed)
@@ -410,7 +488,9 @@ def test_groups_on_gpu(heads: int, kv_heads: int, path: str, device: torch.devic
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (300, 20.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp8_on_gpu(dim: int, window: int, softcap: float, dtype: torch.dtype, device: torch.device) -> None:
+def test_fp8_on_gpu(
+    dim: int, window: int, softcap: float, dtype: torch.dtype, device: torch.device
+) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
         case = make_case(mix, 8, 2, dim, 64, dtype, device, seed=seed, fp8=True)
         case.check(window=window, softcap=softcap)
@@ -420,7 +500,9 @@ def test_fp8_on_gpu(dim: int, window: int, softcap: float, dtype: torch.dtype, d
 def test_a_pool_of_more_than_2_to_the_31_elements(path: str, device: torch.device) -> None:
     """Blocks of 8 MiB as of Llama-3.1-8B, the used ones beyond 4.7 GiB."""
     mix = [(1, 200), (300, 500), (64, 0)]
-    make_case(mix, 32, 8, 128, 64, torch.bfloat16, device, seed=1, layers=32, spare_blocks=600).check()
+    make_case(
+        mix, 32, 8, 128, 64, torch.bfloat16, device, seed=1, layers=32, spare_blocks=600
+    ).check()
 
 
 @pytest.mark.gpu
@@ -431,7 +513,9 @@ def test_bits_on_gpu(window: int, dim: int, path: str, device: torch.device) -> 
     case = make_case([(length, 0), (700, 0)], 32, 8, dim, 64, torch.bfloat16, device, seed=2)
     whole = case.run(window=window)[:length]
     assert torch.equal(case.run(window=window)[:length], whole)
-    check_bits(case, [0, 1, 2, 17, 100, 131, 1000, length], window=window, company=False, whole=whole)
+    check_bits(
+        case, [0, 1, 2, 17, 100, 131, 1000, length], window=window, company=False, whole=whole
+    )
     check_bits(case, [0, 64, 65, 513, length], window=window, company=True, whole=whole)
     check_bits(case, [1000, *range(1001, length + 1)], window=window, company=True, whole=whole)
 

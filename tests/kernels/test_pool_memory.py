@@ -57,7 +57,9 @@ def test_a_pool_goes_with_the_last_view_of_it() -> None:
     pool = zeros(SIZE, CPU)
     address, view = pool.data_ptr(), pool.view(100, 100)[3:]
     assert held() == (before[0] + 2, before[1] + 1)  # one file is the mapping's own
-    assert not [name for name in os.listdir("/dev/shm") if "kvrelay" in name]  # no name that a crash could leave
+    assert not [
+        name for name in os.listdir("/dev/shm") if "kvrelay" in name
+    ]  # no name that a crash could leave
     del pool
     assert pool_memory(address) is not None
     del view
@@ -65,7 +67,9 @@ def test_a_pool_goes_with_the_last_view_of_it() -> None:
     assert held() == before
 
 
-def test_a_system_without_memfd_gives_a_pool_that_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_memfd_gives_a_pool_that_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError("sealed off")
 
@@ -78,7 +82,9 @@ def test_a_system_without_memfd_gives_a_pool_that_is_not_shared(monkeypatch: pyt
 @pytest.mark.gpu
 def test_on_a_gpu_a_pool_is_a_piece_of_its_own_and_comes_back() -> None:
     device = torch.device("cuda:0")
-    use_and_drop_a_pool(device)  # CUDA loads each kernel into the GPU's memory when it is first launched
+    use_and_drop_a_pool(
+        device
+    )  # CUDA loads each kernel into the GPU's memory when it is first launched
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free_before = torch.cuda.mem_get_info(device)[0]
@@ -104,7 +110,9 @@ def use_and_drop_a_pool(device: torch.device) -> None:
 
 
 def test_a_pool_that_takes_the_place_of_one_that_goes_is_not_forgotten_with_it() -> None:
-    """Python tells of the end of a mapping when its place is free already, and maybe taken by another thread."""
+    """Python tells of the end of a mapping when its place is free already, and maybe taken by
+    another thread.
+    """
     pool = zeros(SIZE, CPU)
     new = pool_memory(pool.data_ptr())
     assert new is not None

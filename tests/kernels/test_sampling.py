@@ -1,4 +1,6 @@
-"""Token choice: the sets that top-k, top-p and min-p leave, penalties, and the distribution that is drawn from."""
+"""Token choice: the sets that top-k, top-p and min-p leave, penalties, and the distribution that is
+drawn from.
+"""
 
 import pytest
 import torch
@@ -9,9 +11,13 @@ from kernels.sampling import draw, keep_likely, penalize
 OFF_K, OFF_P, OFF_M = 0, 1.0, 0.0
 
 
-def _kept(logits: torch.Tensor, k: int = OFF_K, p: float = OFF_P, m: float = OFF_M) -> list[set[int]]:
+def _kept(
+    logits: torch.Tensor, k: int = OFF_K, p: float = OFF_P, m: float = OFF_M
+) -> list[set[int]]:
     rows = logits.shape[0]
-    out = keep_likely(logits, torch.full((rows,), k), torch.full((rows,), p), torch.full((rows,), m))
+    out = keep_likely(
+        logits, torch.full((rows,), k), torch.full((rows,), p), torch.full((rows,), m)
+    )
     return [set(row.isfinite().nonzero().flatten().tolist()) for row in out]
 
 
@@ -34,7 +40,15 @@ def _by_definition(row: torch.Tensor, k: int, p: float, m: float) -> set[int]:
 @pytest.mark.parametrize("vocab", [50, 2000])
 @pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
 @pytest.mark.parametrize(
-    ("k", "p", "m"), [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.05), (40, 0.9, 0.01), (1, 0.5, 0.0), (900, 0.99, 0.0)]
+    ("k", "p", "m"),
+    [
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (0, 1.0, 0.05),
+        (40, 0.9, 0.01),
+        (1, 0.5, 0.0),
+        (900, 0.99, 0.0),
+    ],
 )
 def test_keeps_what_the_definitions_say(vocab, scale, k, p, m):
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(8)) * scale
@@ -48,7 +62,12 @@ def test_switched_off_it_keeps_everything():
 
 def test_a_row_is_cut_by_its_own_limits_only():
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(10)) * 3
-    mixed = keep_likely(logits, torch.tensor([3, 0, 0]), torch.tensor([1.0, 0.8, 1.0]), torch.tensor([0.0, 0.0, 0.1]))
+    mixed = keep_likely(
+        logits,
+        torch.tensor([3, 0, 0]),
+        torch.tensor([1.0, 0.8, 1.0]),
+        torch.tensor([0.0, 0.0, 0.1]),
+    )
     sets = [set(row.isfinite().nonzero().flatten().tolist()) for row in mixed]
     assert sets == [
         _by_definition(logits[0], 3, 1.0, 0),
@@ -78,7 +97,9 @@ def test_penalties_follow_their_formulas():
         logits, 0, torch.tensor([0, 1, 3]), torch.tensor([0, 3]), torch.tensor([2, 1]),
         repetition=2.0, presence=0.5, frequency=0.25,
     )  # fmt: skip
-    torch.testing.assert_close(logits[0], torch.tensor([2.0 / 2 - 0.5 - 0.5, -4.0, 1.0, 0.25 - 0.5 - 0.25]))
+    torch.testing.assert_close(
+        logits[0], torch.tensor([2.0 / 2 - 0.5 - 0.5, -4.0, 1.0, 0.25 - 0.5 - 0.25])
+    )
     assert logits[1].tolist() == [1.0] * 4
 
 

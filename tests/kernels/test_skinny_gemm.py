@@ -1,4 +1,6 @@
-"""Products of few rows: both kernels, every combination of what they fuse, shapes that no tile divides."""
+"""Products of few rows: both kernels, every combination of what they fuse, shapes that no tile
+divides.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from kernels.skinny_gemm import (
 )
 
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in fp16.
+# Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in
+# fp16.
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SMALL_TILES = [
@@ -38,18 +41,28 @@ SMALL_TILES = [
 ]
 
 
-RING_TILES = [RingTile(64, 1, 3), RingTile(96, 2, 4), RingTile(112, 1, 2), RingTile(128, 4, 6), RingTile(48, 1, 11)]
+RING_TILES = [
+    RingTile(64, 1, 3),
+    RingTile(96, 2, 4),
+    RingTile(112, 1, 2),
+    RingTile(128, 4, 6),
+    RingTile(48, 1, 11),
+]
 needs_ring = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper alone"
 )
 
 
-def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0):
+def random(
+    *shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0
+):
     generator = torch.Generator(device).manual_seed(seed)
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
 
-def reference(x, weight, *, x_scale=None, weight_scale=None, bias=None, residual=None, gate=None) -> torch.Tensor:
+def reference(
+    x, weight, *, x_scale=None, weight_scale=None, bias=None, residual=None, gate=None
+) -> torch.Tensor:
     """The same in fp64, never rounded."""
     y = x.double() @ weight.double().T
     if x_scale is not None:
@@ -60,12 +73,16 @@ def reference(x, weight, *, x_scale=None, weight_scale=None, bias=None, residual
         y = y + bias.double()
     if gate is not None:
         act, up = y.chunk(2, dim=1)
-        y = (functional.silu(act) if gate == "silu" else functional.gelu(act, approximate="tanh")) * up
+        y = (
+            functional.silu(act) if gate == "silu" else functional.gelu(act, approximate="tanh")
+        ) * up
     return y if residual is None else y + residual.double()
 
 
 def close(out: torch.Tensor, expected: torch.Tensor, *, fp8_rows: bool = False) -> None:
-    """Within the rounding of the result; and of Hopper's sums of fp8 products, which keep 14 bits for a while."""
+    """Within the rounding of the result; and of Hopper's sums of fp8 products, which keep 14 bits
+    for a while.
+    """
     step = torch.finfo(out.dtype).eps
     slack = (step + (2**-7 if fp8_rows else 0)) * expected.square().mean().sqrt()
     assert out.isfinite().all()
@@ -73,8 +90,22 @@ def close(out: torch.Tensor, expected: torch.Tensor, *, fp8_rows: bool = False) 
     assert error.max() <= slack, f"{float(error.max())} > {float(slack)}"
 
 
-def check(m: int, n: int, k: int, device, *, seed: int, dtype=DTYPE, fp8=False, tile=None, pdl=False, **fused):
-    """Run one product with what `fused` names and compare; returns its output. fp8: weights, and more rows than one."""
+def check(
+    m: int,
+    n: int,
+    k: int,
+    device,
+    *,
+    seed: int,
+    dtype=DTYPE,
+    fp8=False,
+    tile=None,
+    pdl=False,
+    **fused,
+):
+    """Run one product with what `fused` names and compare; returns its output. fp8: weights, and
+    more rows than one.
+    """
     gate = fused.get("gate")
     weight_rows = 2 * n if gate else n
     x = random(m, k, seed=seed, device=device, dtype=dtype)
@@ -109,19 +140,27 @@ def check(m: int, n: int, k: int, device, *, seed: int, dtype=DTYPE, fp8=False, 
 @pytest.mark.parametrize(("n", "k"), [(6, 64), (37, 208)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_one_row(n, k, dtype, fused, fp8, device):
-    check(1, n, k, device, seed=n + k, tile=VectorTile(4, 64, warps=1), fp8=fp8, dtype=dtype, **fused)
+    check(
+        1, n, k, device, seed=n + k, tile=VectorTile(4, 64, warps=1), fp8=fp8, dtype=dtype, **fused
+    )
 
 
 def test_every_fp8_number_is_widened_exactly(device):
-    """All finite ones, through the vector kernel: by the instruction on a GPU that has it, else by shifts."""
-    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8)
+    """All finite ones, through the vector kernel: by the instruction on a GPU that has it, else by
+    shifts.
+    """
+    codes = torch.tensor(
+        [code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8
+    )
     weight = codes.view(torch.float8_e4m3fn).to(device)
     for column in range(4):
         x = torch.zeros(1, 16, dtype=DTYPE, device=device)
         x[0, column] = 1
         matrix = torch.zeros(256, 16, dtype=torch.float8_e4m3fn, device=device)
         matrix[:, column] = weight
-        assert torch.equal(skinny_linear(x, matrix, tile=VectorTile(4, 32, warps=1))[0].float(), weight.float())
+        assert torch.equal(
+            skinny_linear(x, matrix, tile=VectorTile(4, 32, warps=1))[0].float(), weight.float()
+        )
 
 
 @pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
@@ -169,12 +208,16 @@ def test_rows_of_x_and_out_may_be_strided(device):
 def test_split_products_leave_the_counters_at_zero(device):
     """So that the next launch, of another shape even, counts from the start."""
     results = [
-        check(m, n, 256, device, seed=7, tile=TensorTile(16, 32, stages=2, split=split), residual=True)
+        check(
+            m, n, 256, device, seed=7, tile=TensorTile(16, 32, stages=2, split=split), residual=True
+        )
         for m, n, split in [(4, 64, 4), (4, 64, 4), (18, 40, 8), (4, 64, 4)]
     ]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[3])
-    assert not skinny_gemm._workspace(device if device.type == "cpu" else results[0].device)[1].any()
+    assert not skinny_gemm._workspace(device if device.type == "cpu" else results[0].device)[
+        1
+    ].any()
 
 
 @pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
@@ -201,16 +244,23 @@ def test_default_tiles_fit_their_limits(n, k, gated, dtype):
             assert tile.stages * tile.block_k * columns * dtype.itemsize <= 220_000
 
 
-@pytest.mark.parametrize(("k", "split"), [(64, 1), (200, 3), (4096, 3), (4096, 8), (4104, 5), (14336, 6)])
+@pytest.mark.parametrize(
+    ("k", "split"), [(64, 1), (200, 3), (4096, 3), (4096, 8), (4104, 5), (14336, 6)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_prefetches_stay_inside_the_rows(k, split, dtype):
     """Behind the last row of a weight there may be no memory."""
     weight = torch.empty(4, k, dtype=dtype)
     for block_k in (32, 64, 128):
-        size = skinny_gemm._prefetch_bytes(TensorTile(16, block_k, split=split, prefetch=2048), weight)
+        size = skinny_gemm._prefetch_bytes(
+            TensorTile(16, block_k, split=split, prefetch=2048), weight
+        )
         chunk = math.ceil(math.ceil(k / block_k) / split) * block_k
         assert size in (0, 512, 1024, 2048)
-        assert size == 0 or chunk * (split - 1) * weight.element_size() + size <= k * weight.element_size()
+        assert (
+            size == 0
+            or chunk * (split - 1) * weight.element_size() + size <= k * weight.element_size()
+        )
 
 
 def test_refuses_what_it_cannot_do(device):
@@ -235,7 +285,9 @@ def test_refuses_what_it_cannot_do(device):
     with pytest.raises(ValueError, match="x_scale"):
         skinny_linear(x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="TensorTile"):
-        skinny_linear(x[:1].to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), tile=VectorTile(2, 64))
+        skinny_linear(
+            x[:1].to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), tile=VectorTile(2, 64)
+        )
     with pytest.raises(ValueError, match="8 bytes"):
         skinny_linear(torch.zeros(1, 72, dtype=DTYPE, device=device)[:, 2:66], weight.to(DTYPE))
 
@@ -273,7 +325,12 @@ class TestOnGpu:
         check(m, n, k, device, seed=m + n, tile=tile, fp8=fp8, **fused)
 
     @pytest.mark.parametrize(
-        ("m", "dtype"), [*((m, torch.bfloat16) for m in (1, 4, 32, 64, 128)), (1, torch.float16), (16, torch.float16)]
+        ("m", "dtype"),
+        [
+            *((m, torch.bfloat16) for m in (1, 4, 32, 64, 128)),
+            (1, torch.float16),
+            (16, torch.float16),
+        ],
     )
     @pytest.mark.parametrize("name", LLAMA_8B)
     def test_fp8_weights_of_the_8b_model(self, name, m, dtype, device):
@@ -283,9 +340,14 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("m", [1, 8, 32, 64, 128])
     def test_overlapping_launches_equal_launches_in_turn(self, m, device):
-        """Three layers, each of whose products reads what the one before it writes, in one graph, 20 times over."""
+        """Three layers, each of whose products reads what the one before it writes, in one graph,
+        20 times over.
+        """
         layers = [
-            {name: random(n, k, seed=layer, device=device, scale=0.5 * k**-0.5) for name, (n, k) in LLAMA_8B.items()}
+            {
+                name: random(n, k, seed=layer, device=device, scale=0.5 * k**-0.5)
+                for name, (n, k) in LLAMA_8B.items()
+            }
             for layer in range(3)
         ]
         start = random(m, 4096, seed=10, device=device)
@@ -344,13 +406,19 @@ print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compil
 """
 
 
-@pytest.mark.parametrize(("kind", "block_m", "rows", "split"), [("gated", 64, 112, 1), ("plain", 32, 96, 2)])
+@pytest.mark.parametrize(
+    ("kind", "block_m", "rows", "split"), [("gated", 64, 112, 1), ("plain", 32, 96, 2)]
+)
 def test_the_ring_kernel_compiles_for_two_programs_per_sm(kind, block_m, rows, split):
-    """Needs no GPU: in a process without the interpreter. No register is spilled, and two rings fit an SM's memory."""
+    """Needs no GPU: in a process without the interpreter. No register is spilled, and two rings fit
+    an SM's memory.
+    """
     slots = skinny_gemm._slots(rows, block_m, 2)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE_RING, kind, *map(str, (block_m, rows, split, slots))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     spilled, shared = map(int, done.stdout.split())
     assert spilled == 0
@@ -379,17 +447,27 @@ class TestRing:
 
     @pytest.mark.parametrize("tile", RING_TILES, ids=str)
     def test_a_row_has_the_same_bits_among_any_others(self, tile, device):
-        x, weight = random(33, 1024, seed=3, device=device), random(208, 1024, seed=4, device=device)
+        x, weight = (
+            random(33, 1024, seed=3, device=device),
+            random(208, 1024, seed=4, device=device),
+        )
         whole = skinny_linear(x, weight, tile=tile)
         for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
             assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
 
     def test_serves_weights_in_groups_alone(self, device):
         assert fits_ring(random(32, 64, seed=1, device=device))
-        for weight in (random(40, 64, seed=1, device=device), random(32, 60, seed=1, device=device)):
+        for weight in (
+            random(40, 64, seed=1, device=device),
+            random(32, 60, seed=1, device=device),
+        ):
             assert not fits_ring(weight)
-            assert not isinstance(default_tile(random(4, 64, seed=2, device=device), weight, gated=False), RingTile)
+            assert not isinstance(
+                default_tile(random(4, 64, seed=2, device=device), weight, gated=False), RingTile
+            )
         with pytest.raises(ValueError, match="RingTile"):
             skinny_linear(
-                random(4, 64, seed=2, device=device), random(40, 64, seed=1, device=device), tile=RING_TILES[0]
+                random(4, 64, seed=2, device=device),
+                random(40, 64, seed=1, device=device),
+                tile=RING_TILES[0],
             )

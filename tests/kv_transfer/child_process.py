@@ -1,4 +1,6 @@
-"""A child process that answers calls, for tests that stop and kill it. Speaks JSON lines on its stdin and stdout."""
+"""A child process that answers calls, for tests that stop and kill it. Speaks JSON lines on its
+stdin and stdout.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class ChildProcess:
     def stop(self) -> None:
         """SIGSTOP, and wait until it is stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while (
+            Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+        ):
             time.sleep(0.001)
 
     def go_on(self) -> None:

@@ -22,10 +22,14 @@ class Node(Woken):
 
     within_s = 10.0
 
-    def __init__(self, name: str, folder: Path, config: TransferConfig, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, name: str, folder: Path, config: TransferConfig, fingerprint: Fingerprint
+    ) -> None:
         super().__init__()
         self.plane = SharedPlane(folder / f"{name}-{time.monotonic_ns()}")
-        self.desk = self.watching = Desk(name, fingerprint, REGION, config, self.woken.set, {"shared": self.plane})
+        self.desk = self.watching = Desk(
+            name, fingerprint, REGION, config, self.woken.set, {"shared": self.plane}
+        )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
-"""Processes that run a script of ours without importing torch again: 1.8 s of CPU time for each of some fifty.
+"""Processes that run a script of ours without importing torch again: 1.8 s of CPU time for each of
+some fifty.
 
-One process imports what the scripts need, has no thread and no device, and forks itself for each of them; it ends with
-the process that has started it. `Forked` is to its callers what a `subprocess.Popen` with two pipes is.
+One process imports what the scripts need, has no thread and no device, and forks itself for each of
+them; it ends with the process that has started it. `Forked` is to its callers what a
+`subprocess.Popen` with two pipes is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""An NCCL plane in a process of its own, for tests that stop and kill it. Speaks JSON lines on stdin and stdout.
+"""An NCCL plane in a process of its own, for tests that stop and kill it. Speaks JSON lines on
+stdin and stdout.
 
-Started as `python nccl_peer.py NUM_BLOCKS BLOCK_BYTES SLICE_BYTES DEVICE`. A plane alone, without a desk: its peers and
-its reads are told by calls, so that a test decides at which moment what happens.
+Started as `python nccl_peer.py NUM_BLOCKS BLOCK_BYTES SLICE_BYTES DEVICE`. A plane alone, without a
+desk: its peers and its reads are told by calls, so that a test decides at which moment what
+happens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from wire.errors import TransferError
 from wire.transfer import Fingerprint
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
-# How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait for.
+# How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait
+# for.
 MEET_S, PATIENCE_S = 10.0, 1.5
 
 
@@ -36,13 +39,20 @@ class PlaneNode:
     """A plane and its pool, called from this thread as the plane's thread would."""
 
     def __init__(
-        self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu", **settings: float
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        slice_bytes: int,
+        device: str = "cpu",
+        **settings: float,
     ) -> None:
         pool = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         self.pool = pool.view(num_blocks, block_bytes)
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
         times = {"meet_s": MEET_S, "patience_s": PATIENCE_S}
-        self.plane = NcclPlane(self.region, "127.0.0.1", slice_bytes=slice_bytes, **(times | settings))  # type: ignore[arg-type]
+        self.plane = NcclPlane(
+            self.region, "127.0.0.1", slice_bytes=slice_bytes, **(times | settings)
+        )  # type: ignore[arg-type]
         self.generation = uuid.uuid4().hex
         self.plane.prepare()
         self.metadata = self.plane.open()
@@ -50,7 +60,11 @@ class PlaneNode:
     def fill(self, seed: int) -> None:
         """Bytes that follow from the seed, unlike in any other block."""
         values = torch.randint(
-            0, 256, self.pool.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+            0,
+            256,
+            self.pool.shape,
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(seed),
         )
         self.pool.copy_(values)
 
@@ -77,7 +91,9 @@ class PeerPlane(ChildProcess):
 
     answer_s = 90.0
 
-    def __init__(self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu") -> None:
+    def __init__(
+        self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu"
+    ) -> None:
         super().__init__(__file__, *map(str, (num_blocks, block_bytes, slice_bytes)), device)
         self.region = PoolRegion(0, num_blocks, block_bytes, device)
 
@@ -88,12 +104,25 @@ class PeerPlane(ChildProcess):
 
     def meet(self, welcome: Source) -> None:
         """Let it read from that plane."""
-        device, blocks, size = welcome.region.device, welcome.region.num_blocks, welcome.region.block_bytes
-        self.ask("meet", welcome.generation, base64.b64encode(welcome.metadata).decode(), device, blocks, size)
+        device, blocks, size = (
+            welcome.region.device,
+            welcome.region.num_blocks,
+            welcome.region.block_bytes,
+        )
+        self.ask(
+            "meet",
+            welcome.generation,
+            base64.b64encode(welcome.metadata).decode(),
+            device,
+            blocks,
+            size,
+        )
 
 
 @contextlib.contextmanager
-def peer_plane(num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu") -> Iterator[PeerPlane]:
+def peer_plane(
+    num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu"
+) -> Iterator[PeerPlane]:
     peer = PeerPlane(num_blocks, block_bytes, slice_bytes, device)
     try:
         yield peer
@@ -127,7 +156,8 @@ def main(num_blocks: str, block_bytes: str, slice_bytes: str, device: str) -> No
             node.plane.add_peer(Source("peer", generation, region, base64.b64decode(metadata)))
         elif method == "read":
             try:
-                # Longer than a pair may take to be given up, if this process is stopped while it is being made.
+                # Longer than a pair may take to be given up, if this process is stopped while it is
+                # being made.
                 answer = node.ended(node.plane.post_read(*rest), 2 * MEET_S)
             except TransferError as error:
                 answer = f"{type(error).__name__}: {error.message}"
@@ -135,7 +165,9 @@ def main(num_blocks: str, block_bytes: str, slice_bytes: str, device: str) -> No
             answer = node.plane.budget.used_bytes
         elif method == "close":
             node.plane.close()
-            answer = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+            answer = [
+                thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")
+            ]
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

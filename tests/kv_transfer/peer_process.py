@@ -1,6 +1,8 @@
-"""One connector in a process of its own, for tests that stop and kill it. Speaks JSON lines on stdin and stdout.
+"""One connector in a process of its own, for tests that stop and kill it. Speaks JSON lines on
+stdin and stdout.
 
-Started as `python peer_process.py shared PATH` or `python peer_process.py nixl|direct NUM_BLOCKS BLOCK_BYTES DEVICE`.
+Started as `python peer_process.py shared PATH` or `python peer_process.py nixl|direct NUM_BLOCKS
+BLOCK_BYTES DEVICE`.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 # Short, so that tests are: a lease is a little over three heartbeats.
 CONFIG = TransferConfig(lease_s=1.0, heartbeat_s=0.3, transfer_deadline_s=1.4)
 AT_ONCE_S = 3.0
-"""What happens at once has happened by then on a machine that is busy with other tests. That it was not for want of
-another sign (a lease, a deadline) is told by its reason."""
+"""What happens at once has happened by then on a machine that is busy with other tests. That it was
+not for want of another sign (a lease, a deadline) is told by its reason.
+"""
 
 
 class PeerProcess(ChildProcess):
@@ -95,7 +98,9 @@ def main(kind: str, *arguments: str) -> None:
         elif method == "posted":
             answer = plane.posted.wait(5.0)
         elif method == "events":
-            answer = [[type(e).__name__, *msgspec.to_builtins(e).values()] for e in connector.events()]
+            answer = [
+                [type(e).__name__, *msgspec.to_builtins(e).values()] for e in connector.events()
+            ]
         elif method == "watch":
             answer = connector.watch(rest[0], msgspec.convert(rest[1], KvTransferParams))
         else:

@@ -1,4 +1,6 @@
-"""A connector that really moves bytes, over a pool of its own, and its events as the step loop would see them."""
+"""A connector that really moves bytes, over a pool of its own, and its events as the step loop
+would see them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class GatedPlane:
     def __getattr__(self, name: str) -> object:
         return getattr(self._plane, name)
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         self.posted.set()
         return self._plane.post_read(generation, remote_blocks, local_blocks)
 
@@ -64,7 +68,9 @@ class RealNode(Woken):
         device: str = "cpu",
         config: TransferConfig = CONFIG,
     ) -> None:
-        self.pool = zeros(num_blocks * block_bytes, torch.device(device)).view(num_blocks, block_bytes)
+        self.pool = zeros(num_blocks * block_bytes, torch.device(device)).view(
+            num_blocks, block_bytes
+        )
         super().__init__()
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
         plane: DataPlane
@@ -73,13 +79,19 @@ class RealNode(Woken):
         elif kind == "nixl":
             plane = NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, config.kv_host)
         else:
-            plane = NcclPlane(self.region, config.kv_host, config.transfer_deadline_s, config.lease_s)
+            plane = NcclPlane(
+                self.region, config.kv_host, config.transfer_deadline_s, config.lease_s
+            )
         self.plane = GatedPlane(plane)
         planes = {kind: cast(DataPlane, self.plane)}
-        self.desk = self.watching = Desk(name, FINGERPRINT, self.region, config, self.woken.set, planes)
+        self.desk = self.watching = Desk(
+            name, FINGERPRINT, self.region, config, self.woken.set, planes
+        )
 
     def fill(self) -> None:
         """Block i is full of i + 1."""
-        self.pool[:] = (torch.arange(len(self.pool), device=self.pool.device) + 1).to(torch.uint8)[:, None]
+        self.pool[:] = (torch.arange(len(self.pool), device=self.pool.device) + 1).to(torch.uint8)[
+            :, None
+        ]
         if self.pool.is_cuda:
             torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""A data plane for tests: pools are files mapped into memory, a READ is a copy that happens when `gate` is open.
+"""A data plane for tests: pools are files mapped into memory, a READ is a copy that happens when
+`gate` is open.
 
 Works within one process and between processes, and says how a transfer ends when the test says so.
 """
@@ -46,7 +47,9 @@ class SharedPlane:
     def add_peer(self, source: Source) -> None:
         self.peers[source.generation] = source, _map(Path(source.metadata.decode()))
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         if generation not in self.peers:
             raise TransferError("no such peer")
         self.posted.set()

@@ -1,6 +1,8 @@
-"""The router and the clients of the simulated world: requests walk through two nodes as in router/walk/handoff.py.
+"""The router and the clients of the simulated world: requests walk through two nodes as in
+router/walk/handoff.py.
 
-A front stands for a node's HTTP process: it knows which requests are alive and aborts those whose caller has left.
+A front stands for a node's HTTP process: it knows which requests are alive and aborts those whose
+caller has left.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
 ATTEMPTS = 3
-# After so long without a word the router cuts the legs on a node, as it does after three health checks.
+# After so long without a word the router cuts the legs on a node, as it does after three health
+# checks.
 NODE_LOST_S = 1.2
 
 
@@ -116,7 +119,9 @@ class Front:
 
     def release(self, request_id: str) -> None:
         """On a connection of its own: not in order with the others."""
-        self.world.after(self.world.way_s(), lambda: self._now(lambda: self.node.give(Release(request_id))))
+        self.world.after(
+            self.world.way_s(), lambda: self._now(lambda: self.node.give(Release(request_id)))
+        )
 
     def _hear(self, outputs: StepOutputs, said_at: float) -> None:
         for update in outputs.updates:
@@ -189,7 +194,9 @@ class Router:
         if leg.over and not left:
             return
         leg.over = True
-        self.world.say(f"router: the {leg.role} leg of {call.name} on {leg.front.node.name} broke: {why}")
+        self.world.say(
+            f"router: the {leg.role} leg of {call.name} on {leg.front.node.name} broke: {why}"
+        )
         if call.end:
             return
         if leg.role == "decode":
@@ -241,7 +248,10 @@ class Router:
         # Real nodes make a new id for each leg. A lease whose name comes again is harder.
         call.prefill = Leg(call, front, f"{call.name}-p", "prefill")
         params = SamplingParams(max_tokens=1, seed=1)
-        front.submit(call.prefill, Submit(call.prefill.request_id, call.prompt, params, hold=call.max_tokens > 1))
+        front.submit(
+            call.prefill,
+            Submit(call.prefill.request_id, call.prompt, params, hold=call.max_tokens > 1),
+        )
 
     def _decode(self, call: Call) -> None:
         front = self._choose(call, "decode")
@@ -255,12 +265,17 @@ class Router:
             base = call.ticket
         generated = list(base.generated) if base is not None else list(call.tokens)
         fetch = base if base is not None and base.remote_engine_id is not None else None
-        call.decode = Leg(call, front, f"{call.name}-d{next(self.world.count)}", "decode", at=len(generated))
+        call.decode = Leg(
+            call, front, f"{call.name}-d{next(self.world.count)}", "decode", at=len(generated)
+        )
         params = SamplingParams(max_tokens=call.max_tokens, seed=1)
         if len(generated) >= call.max_tokens or (generated and generated[-1] == EOS):
             self._end(call, "done")
             return
-        front.submit(call.decode, Submit(call.decode.request_id, call.prompt, params, generated=generated, fetch=fetch))
+        front.submit(
+            call.decode,
+            Submit(call.decode.request_id, call.prompt, params, generated=generated, fetch=fetch),
+        )
 
     def update(self, leg: Leg, update: RequestUpdate) -> None:
         """A node says how far it is."""
@@ -302,5 +317,7 @@ def random_call(rng: random.Random, name: str) -> Call:
 
 
 def longest_s(calls: int) -> float:
-    """How long so many requests may take on one undisturbed node of the slowest kind, one after the other."""
+    """How long so many requests may take on one undisturbed node of the slowest kind, one after the
+    other.
+    """
     return 2.0 + calls * 64 * STEP_S

@@ -1,7 +1,7 @@
 """A device that only remembers: the KV of a position is a number made of all tokens up to it.
 
-So every block says whose it is. What is attended to is looked at: foreign KV, or KV that a late READ has overwritten,
-is a Violation.
+So every block says whose it is. What is attended to is looked at: foreign KV, or KV that a late
+READ has overwritten, is a Violation.
 """
 
 from __future__ import annotations
@@ -70,12 +70,16 @@ class Device:
 
     def __init__(self, node: SimulatedNode, num_blocks: int, rng: random.Random) -> None:
         self._node, self._rng = node, rng
-        self.pool = SimpleNamespace(block_size=BLOCK_TOKENS, num_blocks=num_blocks, block_bytes=BLOCK_BYTES)
+        self.pool = SimpleNamespace(
+            block_size=BLOCK_TOKENS, num_blocks=num_blocks, block_bytes=BLOCK_BYTES
+        )
         self.max_num_batched_tokens, self.max_num_seqs = rng.choice([4, 8, 24]), rng.choice([2, 8])
         self.runs_ahead = rng.random() < 0.5
         self.memory = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
         self._queue: deque[_Step] = deque()
-        self._known: dict[Request, tuple[list[int], list[int]]] = {}  # tokens as the device has them, and their chain
+        self._known: dict[
+            Request, tuple[list[int], list[int]]
+        ] = {}  # tokens as the device has them, and their chain
 
     def launch(self, chunks: Sequence[Chunk]) -> _Step:
         step = _Step(self, chunks)
@@ -119,6 +123,7 @@ class Device:
             want = values[first : min(first + BLOCK_TOKENS, count)]
             if self.memory[blocks[index]][: len(want)] != want:
                 raise Violation(
-                    f"{self._node.name}: block {blocks[index]} does not hold tokens {first} to {first + len(want)} of"
+                    f"{self._node.name}: block {blocks[index]} does not hold tokens {first} to "
+                    f"{first + len(want)} of"
                     f" request {request.request_id}"
                 )

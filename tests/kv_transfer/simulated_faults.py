@@ -1,9 +1,11 @@
-"""Random schedules of faults on the real tables, desks, schedulers and engine loops, by a fake clock.
+"""Random schedules of faults on the real tables, desks, schedulers and engine loops, by a fake
+clock.
 
-`python tests/kv_transfer/simulated_faults.py --seed 7` tells the story of one; `--first 0 --count 100000` runs many.
-What is promised, and checked: admitted KV is the right one, no READ writes to a block that is free or somebody else's,
-every request and every fetch ends exactly once, none is late, and a second after the last fault has ended all blocks of
-all living nodes are free. When a fault has ended is said where it is made.
+`python tests/kv_transfer/simulated_faults.py --seed 7` tells the story of one; `--first 0 --count
+100000` runs many. What is promised, and checked: admitted KV is the right one, no READ writes to a
+block that is free or somebody else's, every request and every fetch ends exactly once, none is
+late, and a second after the last fault has ended all blocks of all living nodes are free. When a
+fault has ended is said where it is made.
 """
 
 from __future__ import annotations
@@ -34,8 +36,28 @@ import kv_transfer.plane_choice
 import kv_transfer.planes
 from node import engine_process
 
-FAULTS = ("kill", "restart", "short stop", "long stop", "darkness", "cut", "refusal", "client gone", "router gone")
-STATES = ("queued", "growing", "held", "watched", "waiting", "reading", "confirming", "abandoned", "decoding")
+FAULTS = (
+    "kill",
+    "restart",
+    "short stop",
+    "long stop",
+    "darkness",
+    "cut",
+    "refusal",
+    "client gone",
+    "router gone",
+)
+STATES = (
+    "queued",
+    "growing",
+    "held",
+    "watched",
+    "waiting",
+    "reading",
+    "confirming",
+    "abandoned",
+    "decoding",
+)
 # A fault is over when the last one whom it concerns has seen it, or has seen the lease run out.
 SEEN_S = simulated_world.SLOW_S + LATE_S
 FREE_WITHIN_S = 1.0
@@ -71,8 +93,12 @@ def simulation(world: World) -> Iterator[None]:
         for module in (kv_transfer.desk, kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
-        stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread))
-        stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums))
+        stack.enter_context(
+            mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread)
+        )
+        stack.enter_context(
+            mock.patch.object(kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums)
+        )
         # Longer than a READ of this world takes, also if its source is stopped meanwhile.
         stack.enter_context(mock.patch.object(kv_transfer.planes, "BROKEN_S", 20.0))
         for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
@@ -97,32 +123,48 @@ class Schedule:
         self.pending = [self._fault() for _ in range(rng.choice([1, 1, 2, 3]))]
         if rng.random() < 0.2:
             # Whoever does not hear that his client has left, and comes again under the same name.
-            self.pending[0].kind, self.pending[0].to_source = rng.choice(["short stop", "darkness"]), False
+            self.pending[0].kind, self.pending[0].to_source = (
+                rng.choice(["short stop", "darkness"]),
+                False,
+            )
             self.pending[0].state = rng.choice(["waiting", "reading", "confirming"])
-            self.pending.insert(1, replace(self.pending[0], kind="client gone", delay_s=0.0, skip=0))
+            self.pending.insert(
+                1, replace(self.pending[0], kind="client gone", delay_s=0.0, skip=0)
+            )
         self.calls = rng.randint(1, 6)
         self.calls_within_s = rng.choice([0.3, 1.0, 3.0])
 
     def _fault(self) -> Fault:
         rng = self.rng
         kind = rng.choice(FAULTS)
-        lasts_s = {"short stop": 0.6, "long stop": 4.0}.get(kind, 2.0) * TRANSFER.lease_s * rng.random()
+        lasts_s = (
+            {"short stop": 0.6, "long stop": 4.0}.get(kind, 2.0) * TRANSFER.lease_s * rng.random()
+        )
         delay_s = rng.choice([0.0, 0.0, 0.003, 0.05]) * rng.random()
-        return Fault(kind, rng.choice(STATES), rng.random() < 0.5, rng.choice([0, 0, 1, 3]), delay_s, lasts_s)
+        return Fault(
+            kind, rng.choice(STATES), rng.random() < 0.5, rng.choice([0, 0, 1, 3]), delay_s, lasts_s
+        )
 
     def run(self) -> None:
         """Raises Violation."""
         world, rng = self.world, self.rng
         with simulation(world), contextlib.ExitStack() as stack:
             stack.callback(lambda: [node.desk._words.close() for node in world.nodes])
-            for role, count in (("prefill", rng.choice([1, 1, 2])), ("decode", rng.choice([1, 2, 2]))):
+            for role, count in (
+                ("prefill", rng.choice([1, 1, 2])),
+                ("decode", rng.choice([1, 2, 2])),
+            ):
                 for index in range(count):
                     name = f"{role}{index}"
-                    self.router.add(role, SimulatedNode(world, name, f"127.0.0.{len(world.nodes) + 1}"))
+                    self.router.add(
+                        role, SimulatedNode(world, name, f"127.0.0.{len(world.nodes) + 1}")
+                    )
             self.nodes = len(world.nodes)
             for index in range(self.calls):
                 call = random_call(rng, f"c{index}")
-                world.after(rng.random() * self.calls_within_s, lambda call=call: self.router.begin(call))
+                world.after(
+                    rng.random() * self.calls_within_s, lambda call=call: self.router.begin(call)
+                )
             # The longest way through all faults, and then alone through the queue.
             limit_s = longest_s(self.calls) + 40 * TRANSFER.lease_s
             world.run(self._all_ended, limit_s)
@@ -133,8 +175,13 @@ class Schedule:
                 if node.alive:
                     node.check_all()
                     if left := node.idle():
-                        raise Violation(f"{node.name} still has {left}, {FREE_WITHIN_S:g} s after the last fault's end")
-                self.ends += node.desk._fetches.failures + Counter({"Fetched": node.desk._fetches.fetched})
+                        raise Violation(
+                            f"{node.name} still has {left}, {FREE_WITHIN_S:g} s after the last "
+                            f"fault's end"
+                        )
+                self.ends += node.desk._fetches.failures + Counter(
+                    {"Fetched": node.desk._fetches.fetched}
+                )
             self.ends += Counter(call.end for call in self.router.calls)
 
     def _all_ended(self) -> bool:
@@ -168,7 +215,9 @@ class Schedule:
                 continue
             self.pending.remove(fault)
             self.seen[fault.kind, fault.state] += 1
-            self.world.after(fault.delay_s, lambda fault=fault, scene=scene: self._happen(fault, scene))
+            self.world.after(
+                fault.delay_s, lambda fault=fault, scene=scene: self._happen(fault, scene)
+            )
             return
 
     def _scene(self, state: str) -> Scene | None:
@@ -192,15 +241,26 @@ class Schedule:
         return None
 
     def _any_reader(self) -> SimulatedNode:
-        return self.rng.choice([node for node in self.world.nodes if node.name.startswith("decode")])
+        return self.rng.choice(
+            [node for node in self.world.nodes if node.name.startswith("decode")]
+        )
 
     # What it does, and when it has ended.
 
     def _happen(self, fault: Fault, scene: Scene) -> None:
         world = self.world
         victim = scene.source if fault.to_source else scene.reader
-        world.say(f"*** {fault.kind} in state {fault.state}: {scene.request_id}, {victim and victim.name}")
-        call = next((c for c in self.router.calls if scene.request_id.startswith(f"{c.name}-") and not c.end), None)
+        world.say(
+            f"*** {fault.kind} in state {fault.state}: {scene.request_id}, {victim and victim.name}"
+        )
+        call = next(
+            (
+                c
+                for c in self.router.calls
+                if scene.request_id.startswith(f"{c.name}-") and not c.end
+            ),
+            None,
+        )
         if fault.kind == "client gone":
             if call is not None:
                 self.router.client_leaves(call)
@@ -216,7 +276,9 @@ class Schedule:
         elif fault.kind in ("short stop", "long stop"):
             victim.stop(fault.lasts_s)
             self.router.node_stopped(victim)
-            world.disturbed_until(world.now + fault.lasts_s + TRANSFER.lease_s * (fault.kind == "long stop") + SEEN_S)
+            world.disturbed_until(
+                world.now + fault.lasts_s + TRANSFER.lease_s * (fault.kind == "long stop") + SEEN_S
+            )
             self._crowd(fault.lasts_s)
         elif fault.kind == "refusal":
             for front in self.router.fronts["decode"]:
@@ -228,7 +290,8 @@ class Schedule:
         world = self.world
         victim.kill()
         self.router.node_died(victim)
-        # Its connections tell it to those who read from it; what it would have read is held for a lease.
+        # Its connections tell it to those who read from it; what it would have read is held for a
+        # lease.
         world.disturbed_until(world.now + TRANSFER.lease_s + SEEN_S)
         if restart:
             role = victim.name.rstrip("0123456789'")
@@ -259,10 +322,14 @@ class Schedule:
             for _ in range(3):
                 self.calls += 1
                 call = random_call(self.rng, f"c{self.calls}x")
-                self.world.after(lasts_s * self.rng.random(), lambda call=call: self.router.begin(call))
+                self.world.after(
+                    lasts_s * self.rng.random(), lambda call=call: self.router.begin(call)
+                )
 
     def _come_again(self, call: Call) -> None:
-        """Another request under the same name, at once: whatever is still under way is of the other one."""
+        """Another request under the same name, at once: whatever is still under way is of the other
+        one.
+        """
         if self.rng.random() < 0.6:
             again = random_call(self.rng, call.name)
             self.calls += 1
@@ -285,7 +352,9 @@ def run_seed(seed: int, *, told: bool = False) -> Schedule:
 def run_many(
     first: int, count: int, told: Callable[[str], None] | None = None
 ) -> tuple[Counter[tuple[str, str]], Counter[str]]:
-    """Faults by kind and state, and ends of requests and fetches. Raises Violation at the first broken promise."""
+    """Faults by kind and state, and ends of requests and fetches. Raises Violation at the first
+    broken promise.
+    """
     seen: Counter[tuple[str, str]] = Counter()
     ends: Counter[str] = Counter()
     for seed in range(first, first + count):
@@ -298,7 +367,9 @@ def run_many(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, help="tell the story of this one")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=3000)
@@ -313,7 +384,9 @@ def main() -> None:
         row = "  ".join(f"{state} {seen[kind, state]}" for state in STATES)
         sys.stdout.write(f"{kind:12} {row}\n")
     sys.stdout.write(", ".join(f"{end} {count}" for end, count in sorted(ends.items())) + "\n")
-    sys.stdout.write(f"{options.count} schedules kept every promise in {time.monotonic() - began:.1f} s\n")
+    sys.stdout.write(
+        f"{options.count} schedules kept every promise in {time.monotonic() - began:.1f} s\n"
+    )
 
 
 if __name__ == "__main__":

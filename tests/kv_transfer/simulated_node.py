@@ -1,4 +1,6 @@
-"""A node of the simulated world: the real engine process, engine, scheduler and desk, and what is watched of them."""
+"""A node of the simulated world: the real engine process, engine, scheduler and desk, and what is
+watched of them.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ class SimulatedDesk(Desk):
         return answer
 
     def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
-        """See Connector. What a reader gave up while it grew is kept for another one, which may never come."""
+        """See Connector. What a reader gave up while it grew is kept for another one, which may
+        never come.
+        """
         if request_id in self.given_up:
             self.given_up.discard(request_id)
             self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
@@ -116,7 +120,12 @@ class SimulatedNode(EngineProcess):
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world, self.name, self.host = world, name, host
-        self.alive, self.stopped_until, self.stopped_at, self.woke_at = True, 0.0, float("inf"), world.now
+        self.alive, self.stopped_until, self.stopped_at, self.woke_at = (
+            True,
+            0.0,
+            float("inf"),
+            world.now,
+        )
         self.offset_s = world.rng.random() * 1e5
         self.control: SimulatedControl
         self.plane_thread: SimulatedPlaneThread
@@ -132,7 +141,13 @@ class SimulatedNode(EngineProcess):
         # What EngineProcess has of its own, without sockets.
         self._config = NODE_CONFIG
         self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
-        self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = [], False, 0.0, 0.0, None
+        self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = (
+            [],
+            False,
+            0.0,
+            0.0,
+            None,
+        )
         self._asked = 0
         self.engine = _Engine(self.device)
         self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
@@ -150,7 +165,9 @@ class SimulatedNode(EngineProcess):
                 transfer_deadline_s=TRANSFER.transfer_deadline_s,
                 kv_checksums=world.checksums,
             )
-            self.connector = SimulatedDesk(name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane})
+            self.connector = SimulatedDesk(
+                name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane}
+            )
             self.connector.node, self.connector.given_up = self, set()
         if not world.shares_words:
             self.desk._words.close()
@@ -207,7 +224,9 @@ class SimulatedNode(EngineProcess):
         if not self.running:
             return
         self.stopped_at, self.woke_at, self._turn_at = float("inf"), self.world.now, float("inf")
-        for wake in self.world.rng.sample([self.control.wake, self.plane_thread.wake, self.wake], 3):
+        for wake in self.world.rng.sample(
+            [self.control.wake, self.plane_thread.wake, self.wake], 3
+        ):
             wake()
 
     # The loop.
@@ -297,17 +316,28 @@ class SimulatedNode(EngineProcess):
         self.world.after(LOOK_S, partial(self._look_at, fetch.request.request_id, self.world.now))
 
     def _look_at(self, request_id: str, since: float) -> None:
-        """No fetch lasts longer than its deadline, counted from when its source was last seen to compute for it."""
+        """No fetch lasts longer than its deadline, counted from when its source was last seen to
+        compute for it.
+        """
         world = self.world
         if not self.alive or request_id not in self.asked:
             return
         since = max(since, self.stopped_until, self.woke_at)
         fetch = self.desk._fetches._fetches.get(request_id)
         limit_s = TRANSFER.transfer_deadline_s + TRANSFER.lease_s
-        if fetch is None or fetch.state.name == "ABANDONED" or self._is_computed(fetch.peer, fetch.lease.request_id):
-            since = world.now  # its end is on its way to the step loop, or nobody waits for it, or for us
+        if (
+            fetch is None
+            or fetch.state.name == "ABANDONED"
+            or self._is_computed(fetch.peer, fetch.lease.request_id)
+        ):
+            since = (
+                world.now
+            )  # its end is on its way to the step loop, or nobody waits for it, or for us
         if world.now > since + limit_s + LATE_S:
-            raise Violation(f"{self.name}: the fetch of {request_id} is not over {world.now - since:.2f} s later")
+            raise Violation(
+                f"{self.name}: the fetch of {request_id} is not over {world.now - since:.2f} s "
+                f"later"
+            )
         if fetch is None:
             world.after(LATE_S, partial(self._told, request_id))
         else:
@@ -315,7 +345,9 @@ class SimulatedNode(EngineProcess):
 
     def _told(self, request_id: str) -> None:
         if self.running and request_id in self.asked and self.world.now > self.woke_at + LATE_S:
-            raise Violation(f"{self.name}: the step loop was not told that the fetch of {request_id} is over")
+            raise Violation(
+                f"{self.name}: the step loop was not told that the fetch of {request_id} is over"
+            )
 
     def _is_computed(self, peer: PeerKey, request_id: str) -> bool:
         source = self.world.listening.get((peer.host, peer.port))
@@ -325,7 +357,9 @@ class SimulatedNode(EngineProcess):
         return request is not None and request.finish is None
 
     def read_begins(self, read: Read) -> None:
-        """The entry fence: no READ begins towards a source that may have given the blocks to somebody else by time."""
+        """The entry fence: no READ begins towards a source that may have given the blocks to
+        somebody else by time.
+        """
         world = self.world
         source = world.listening.get((read.peer.host, read.peer.port))
         if source is None or source.connector.generation != read.peer.generation:
@@ -333,7 +367,11 @@ class SimulatedNode(EngineProcess):
         fetch = next(f for f in self.desk._fetches._fetches.values() if f.read_id == read.read_id)
         _, expires_at = source.desk._leases._held.get(fetch.lease.request_id, (0, float("inf")))
         silent_s = world.now - source.stopped_at
-        if expires_at < world.now + source.offset_s or silent_s > TRANSFER.lease_s or fetch.lease in source.expired:
+        if (
+            expires_at < world.now + source.offset_s
+            or silent_s > TRANSFER.lease_s
+            or fetch.lease in source.expired
+        ):
             raise Violation(f"{self.name}: a READ begins under {fetch.lease}, whose time is over")
 
     def written_to(self, block: int) -> None:
@@ -342,7 +380,9 @@ class SimulatedNode(EngineProcess):
             raise Violation(f"{self.name}: a READ writes to block {block}, which is free")
 
     def check(self) -> None:
-        """No block that a READ may write to is free; now and then, all of the scheduler's and the tables' own rules."""
+        """No block that a READ may write to is free; now and then, all of the scheduler's and the
+        tables' own rules.
+        """
         free = self.engine.scheduler.pool._free
         for block in self.plane.touches():
             if block in free:

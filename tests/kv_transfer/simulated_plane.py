@@ -1,4 +1,5 @@
-"""The data plane of the simulated world: READs whose blocks land one by one, and late, whoever still wants them.
+"""The data plane of the simulated world: READs whose blocks land one by one, and late, whoever
+still wants them.
 
 Over the real `PlaneThread`, whose turns are events here.
 """
@@ -78,7 +79,9 @@ class SimulatedPlaneThread(PlaneThread):
 class SimulatedChecksums:
     """The thread of checksums: they are computed a little later, and heard of later still."""
 
-    def __init__(self, _region: PoolRegion, _kv_heads: int, _broke: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, _region: PoolRegion, _kv_heads: int, _broke: Callable[[Exception], None]
+    ) -> None:
         node = CLOCK.world.here
         assert node is not None
         self._node = node
@@ -102,7 +105,9 @@ class SimulatedChecksums:
     def _compute(self, blocks: list[int], done: Callable[[list[bytes]], None]) -> None:
         if self._node.running:
             memory = self._node.device.memory
-            self._soon(partial(self._tell, [repr(memory[block]).encode() for block in blocks], done))
+            self._soon(
+                partial(self._tell, [repr(memory[block]).encode() for block in blocks], done)
+            )
         elif self._node.alive:  # goes on when it does
             wait_s = self._node.stopped_until - self._node.world.now
             self._node.world.after(wait_s, partial(self._compute, blocks, done))
@@ -130,9 +135,10 @@ class Transfer:
 class SimulatedPlane:
     """A `DataPlane` over the pools of the world.
 
-    READs land late, also those that nobody wants any more, and those that broke. Where nodes read blindly (as the
-    direct plane does) none breaks, and no way is lost; else both happen, and the end of a READ that broke is never
-    seen (as NIXL's)."""
+    READs land late, also those that nobody wants any more, and those that broke. Where nodes read
+    blindly (as the direct plane does) none breaks, and no way is lost; else both happen, and the
+    end of a READ that broke is never seen (as NIXL's).
+    """
 
     helps_readers = False
 
@@ -154,7 +160,9 @@ class SimulatedPlane:
             raise TransferError("nobody is there to be joined")
         self._peers[source.generation] = there
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         source, world = self._peers.get(generation), self._world
         if source is None:
             raise TransferError("no such peer")
@@ -253,9 +261,13 @@ class SimulatedPlane:
         self._node.plane_thread.wake()
 
     def delays(self) -> bool:
-        """Blocks are not free by no fault of the reader: bytes are on their way, or may be for all that it knows."""
+        """Blocks are not free by no fault of the reader: bytes are on their way, or may be for all
+        that it knows.
+        """
         running = [running.handle for running in self._node.plane_thread._running]
-        unseen = [t for t in self.transfers if t in running and t.broken is not None and t.over is None]
+        unseen = [
+            t for t in self.transfers if t in running and t.broken is not None and t.over is None
+        ]
         return any(t.missing for t in self.transfers) or any(t.source.alive for t in unseen)
 
     def _forget(self, transfer: Transfer) -> None:

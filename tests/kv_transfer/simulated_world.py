@@ -1,8 +1,9 @@
 """A world in which time is a number: its events, its clocks, and its links between nodes.
 
-`SimulatedControl` stands where real nodes have kv_transfer/control.py and its sockets. Knows nothing of leases, fetches
-or requests. Rules of the network are TCP's: what one side says arrives in order or not at all; a connection that breaks
-loses what is under way, and only the side that dialled is told.
+`SimulatedControl` stands where real nodes have kv_transfer/control.py and its sockets. Knows
+nothing of leases, fetches or requests. Rules of the network are TCP's: what one side says arrives
+in order or not at all; a connection that breaks loses what is under way, and only the side that
+dialled is told.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ class World:
         self.here: SimulatedNode | None = None  # whose code runs now
         self.calm_at = 0.0  # no fault has an effect after this
         self.trace: list[str] | None = None
-        self.dark: dict[frozenset[str], float] = {}  # pairs of hosts that do not hear each other, and until when
-        self.blind_reads = False  # the data plane reads what a stopped or dead node had (direct), or needs it (NIXL)
-        self.shares_words = False  # readers see which leases are held (kv_transfer/lease_words.py), or ask
+        self.dark: dict[
+            frozenset[str], float
+        ] = {}  # pairs of hosts that do not hear each other, and until when
+        # the data plane reads what a stopped or dead node had (direct), or needs it (NIXL)
+        self.blind_reads = False
+        self.shares_words = (
+            False  # readers see which leases are held (kv_transfer/lease_words.py), or ask
+        )
         self.checksums = 0.0  # the share of blocks that are compared with their source
         self.slowest_read_s = 0.1
 
@@ -67,7 +73,9 @@ class World:
         return self.rng.random() * (QUICK_S if self.rng.random() < 0.9 else SLOW_S)
 
     def run(self, until: Callable[[], bool], limit_s: float) -> None:
-        """All that happens before `until` is true. Raises Violation if that takes longer than `limit_s`."""
+        """All that happens before `until` is true. Raises Violation if that takes longer than
+        `limit_s`.
+        """
         end = self.now + limit_s
         while not until():
             if not self.events or self.events[0][0] > end:
@@ -80,7 +88,9 @@ class World:
 
 
 class FakeTime:
-    """`time` of the modules under test. Every node has a clock of its own, which is nobody else's business."""
+    """`time` of the modules under test. Every node has a clock of its own, which is nobody else's
+    business.
+    """
 
     world: World
 
@@ -106,7 +116,9 @@ class Link:
     name: bytes
     up: bool = True
     hung_up: bool = False
-    last: list[float] = field(default_factory=lambda: [0.0, 0.0])  # arrival of the newest message, each direction
+    last: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # arrival of the newest message, each direction
 
     def carry(self, direction: int, deliver: Callable[[], None]) -> None:
         """In order, when the way is free."""
@@ -124,10 +136,14 @@ class Link:
             deliver()
 
     def to_source(self, frame: bytes) -> None:
-        self.carry(0, lambda: self.source.control.receive(lambda: self.source.control.serve(self, frame)))
+        self.carry(
+            0, lambda: self.source.control.receive(lambda: self.source.control.serve(self, frame))
+        )
 
     def to_reader(self, frame: bytes) -> None:
-        self.carry(1, lambda: self.reader.control.receive(lambda: self.reader.control.listen(self, frame)))
+        self.carry(
+            1, lambda: self.reader.control.receive(lambda: self.reader.control.listen(self, frame))
+        )
 
     def end(self) -> None:
         """The source is gone: all it has said arrives, and then the end of it."""
@@ -137,12 +153,15 @@ class Link:
         """Cut: what is under way is lost. The reader is told, the source never finds out."""
         self.up = False
         self.world.after(
-            self.world.way_s(), lambda: self.reader.control.receive(lambda: self.reader.control.lost(self))
+            self.world.way_s(),
+            lambda: self.reader.control.receive(lambda: self.reader.control.lost(self)),
         )
 
 
 class SimulatedControl:
-    """`ControlThread` over links. Its thread is a queue of jobs that a stopped node does not get to."""
+    """`ControlThread` over links. Its thread is a queue of jobs that a stopped node does not get
+    to.
+    """
 
     def __init__(self, desk: Any, host: str, port: int, secret: str) -> None:
         node = CLOCK.world.here
@@ -173,7 +192,9 @@ class SimulatedControl:
 
     def knock(self, peer: PeerKey) -> None:
         def answer() -> None:
-            unheard = self._world.dark.get(frozenset((self._node.host, peer.host)), 0.0) > self._world.now
+            unheard = (
+                self._world.dark.get(frozenset((self._node.host, peer.host)), 0.0) > self._world.now
+            )
             if (peer.host, peer.port) not in self._world.listening and not unheard:
                 self.receive(lambda: self._desk.vanished(peer))
 

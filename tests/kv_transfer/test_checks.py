@@ -62,7 +62,9 @@ def test_without_checks_all_is_settled_and_sound() -> None:
 
 def of_heads(ranks: list[Heads]) -> bytes:
     """What the ranks of a node send of one block, where a checksum is its head's number."""
-    return b"".join(head.to_bytes(8, "little") for first, end in ranks for head in range(first, end))
+    return b"".join(
+        head.to_bytes(8, "little") for first, end in ranks for head in range(first, end)
+    )
 
 
 LAYOUTS: list[list[Heads]] = [

@@ -1,4 +1,6 @@
-"""Checksums over real pools: the thread, several ranks, and connectors whose data plane delivers what it should not."""
+"""Checksums over real pools: the thread, several ranks, and connectors whose data plane delivers
+what it should not.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
     pool = torch.randint(0, 256, (300, BLOCK_BYTES), dtype=torch.uint8)
     there = pool.to("cuda:0")
     torch.cuda.synchronize()
-    thread = ChecksumThread(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken)
+    thread = ChecksumThread(
+        PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken
+    )
     thread.open()
     words = pool.view(torch.int64).view(300, HEADS, -1).numpy()
     try:
@@ -76,7 +80,9 @@ def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
             found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
             thread.ask(blocks, found.put)
             expected = block_checksums(words, blocks, keys(words.shape[2]))
-            assert found.get(timeout=DEADLINE_S) == [row.astype("<i8").tobytes() for row in expected]
+            assert found.get(timeout=DEADLINE_S) == [
+                row.astype("<i8").tobytes() for row in expected
+            ]
     finally:
         thread.close(5)
 
@@ -102,7 +108,9 @@ def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread
 ) -> None:
     held = HeldSums(monkeypatch)
     pool = torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
-    thread = ChecksumThread(PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken)
+    thread = ChecksumThread(
+        PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken
+    )
     thread.open()
     assert thread.silent_s() == 0
     found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
@@ -117,7 +125,9 @@ def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread
     assert thread.silent_s() == 0
 
 
-def test_a_connector_says_how_long_its_sums_have_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_says_how_long_its_sums_have_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ChecksumThread, "silent_s", lambda thread: 77.0)
     node = RealNode("node", "direct", BLOCKS, BLOCK_BYTES, config=PATIENT)
     try:
@@ -138,7 +148,9 @@ class FaultyPlane:
     def __getattr__(self, name: str) -> object:
         return getattr(self._plane, name)
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         return self._plane.post_read(generation, remote_blocks, local_blocks), list(local_blocks)
 
     def poll(self, handle: object) -> bool:
@@ -166,7 +178,9 @@ class FaultyPlane:
 class Pair:
     """A source and a reader whose plane can be at fault."""
 
-    def __init__(self, kind: str, ours: TransferConfig = PATIENT, theirs: TransferConfig = PATIENT) -> None:
+    def __init__(
+        self, kind: str, ours: TransferConfig = PATIENT, theirs: TransferConfig = PATIENT
+    ) -> None:
         self.source = RealNode("source", kind, BLOCKS, BLOCK_BYTES, config=theirs)
         self.reader = RealNode("reader", kind, BLOCKS, BLOCK_BYTES, config=ours)
         self.source.pool[:] = torch.randint(0, 256, self.source.pool.shape, dtype=torch.uint8)
@@ -236,8 +250,12 @@ def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         pair.close()
 
 
-def test_what_is_asked_again_while_it_is_summed_is_summed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    often = TransferConfig(lease_s=20.0, heartbeat_s=0.02, transfer_deadline_s=60.0, kv_checksums=1.0)
+def test_what_is_asked_again_while_it_is_summed_is_summed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    often = TransferConfig(
+        lease_s=20.0, heartbeat_s=0.02, transfer_deadline_s=60.0, kv_checksums=1.0
+    )
     pair = Pair("direct", ours=often)
     held, asked, answer = HeldSums(monkeypatch), threading.Semaphore(0), pair.source.desk.answer
 

@@ -1,4 +1,6 @@
-"""The control channel with a secret: who has it talks, who has not is told so at once, and nobody listens in."""
+"""The control channel with a secret: who has it talks, who has not is told so at once, and nobody
+listens in.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_two_of_one_cluster_talk(secret: str) -> None:
 
 def test_the_longest_message_passes_encrypted_too() -> None:
     longest = Refused("")
-    longest = Refused("x" * (MAX_MESSAGE_BYTES - len(encode(longest)) - 4))  # 4: a longer text has a longer header
+    longest = Refused(
+        "x" * (MAX_MESSAGE_BYTES - len(encode(longest)) - 4)
+    )  # 4: a longer text has a longer header
     assert MAX_MESSAGE_BYTES - 4 <= len(encode(longest)) <= MAX_MESSAGE_BYTES
     with control(SECRET, longest) as (source, _), control(SECRET) as (reader, here):
         reader.dial(peer_of(source), HELLO)
@@ -203,11 +207,15 @@ def fetch(reader: Any, ticket: KvTransferParams) -> list[Any]:
     return list(reader.wait(2))
 
 
-def test_kv_moves_between_nodes_of_one_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kv_moves_between_nodes_of_one_secret(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
         source.plane.write(1, pattern(1))
-        ticket = msgspec.json.decode(msgspec.json.encode(source.desk.offer("r", [1], 16)), type=KvTransferParams)
+        ticket = msgspec.json.decode(
+            msgspec.json.encode(source.desk.offer("r", [1], 16)), type=KvTransferParams
+        )
         reader.desk.watch("mine", ticket)
         reader.desk.fetch("mine", [1], [3])
         assert isinstance(reader.wait(1)[0], Fetched)
@@ -233,13 +241,18 @@ def test_a_source_with_another_secret_fails_the_fetch_at_once(tmp_path: Path) ->
     with node("source", tmp_path, other) as source, node("reader", tmp_path, SECURE) as reader:
         theirs = source.desk.offer("r", [1], 16)
         failed, settled = fetch(reader, theirs)
-        assert reason(failed).startswith("Incompatible: the ticket was altered, or signed with another cluster_secret")
+        assert reason(failed).startswith(
+            "Incompatible: the ticket was altered, or signed with another cluster_secret"
+        )
         assert settled == Settled("r")
         # As if that ticket were ours: the channel does not open either.
         began = time.monotonic()
         failed, settled = fetch(reader, signed(theirs, SECRET, time.time()))
         assert time.monotonic() - began < AT_ONCE_S
-        assert reason(failed) == f"PeerLost: the connection to 127.0.0.1:{theirs.remote_port} {ENDED_EARLY}"
+        assert (
+            reason(failed)
+            == f"PeerLost: the connection to 127.0.0.1:{theirs.remote_port} {ENDED_EARLY}"
+        )
         assert settled == Settled("r")
 
 
@@ -265,7 +278,10 @@ def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:
 
 
 def test_without_a_secret_a_desk_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_host must be a loopback address, got '10.1.2.3'; set the same KVRELAY_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_host must be a loopback address, got '10.1.2.3'; set the same KVRELAY_",
+    ):
         TransferConfig(kv_host="10.1.2.3")
     with node("source", tmp_path) as source, node("reader", tmp_path) as reader:
         away = msgspec.structs.replace(source.desk.offer("r", [1], 16), remote_host="10.1.2.3")

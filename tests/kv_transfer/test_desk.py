@@ -22,7 +22,8 @@ from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
 from wire.transfer import KvTransferParams
 
-# Heartbeats that never come within a test: only the answer to the reader's End can tell it that the lease is lost.
+# Heartbeats that never come within a test: only the answer to the reader's End can tell it that the
+# lease is lost.
 SLOW = TransferConfig(lease_s=30.0, heartbeat_s=10.0)
 
 
@@ -62,7 +63,11 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, read
     remote, local = [5, 0, 9, 15, 2], [7, 3, 11, 0, 14]
     params = source.desk.offer("r", remote, 80)
     assert (params.do_remote_prefill, params.do_remote_decode) == (True, False)
-    assert (params.remote_engine_id, params.remote_block_ids, params.num_tokens) == ("source", [remote], 80)
+    assert (params.remote_engine_id, params.remote_block_ids, params.num_tokens) == (
+        "source",
+        [remote],
+        80,
+    )
     assert (params.remote_host, params.remote_port) == source.desk.address
     # As it travels: through JSON and a proxy.
     params = msgspec.json.decode(msgspec.json.encode(params), type=KvTransferParams)
@@ -103,7 +108,9 @@ def test_watched_lease_outlives_its_time_and_a_cancel_ends_it(source: Node, read
     reader.quiet()
 
 
-def test_release_at_the_source_fails_the_running_fetch_and_quarantines_its_blocks(source: Node, reader: Node) -> None:
+def test_release_at_the_source_fails_the_running_fetch_and_quarantines_its_blocks(
+    source: Node, reader: Node
+) -> None:
     start(source, reader)
     source.desk.release("r")
     assert source.wait(1) == [Released("r", expired=False)]
@@ -135,7 +142,9 @@ def test_lease_of_a_second_offer_does_not_confirm_a_fetch_of_the_first(folder: P
         assert source.desk.stats().leases_held == 1
 
 
-def test_cancel_in_flight_frees_the_source_at_once_and_settles_once(source: Node, reader: Node) -> None:
+def test_cancel_in_flight_frees_the_source_at_once_and_settles_once(
+    source: Node, reader: Node
+) -> None:
     start(source, reader)
     reader.desk.cancel("r")
     assert source.wait(1) == [Released("r", expired=False)]
@@ -146,12 +155,18 @@ def test_cancel_in_flight_frees_the_source_at_once_and_settles_once(source: Node
     reader.desk.watch("r", source.desk.offer("r", [1], 16))  # the name is free again
 
 
-def test_fetch_past_its_deadline_fails_and_settles_when_its_bytes_are_in(source: Node, reader: Node) -> None:
+def test_fetch_past_its_deadline_fails_and_settles_when_its_bytes_are_in(
+    source: Node, reader: Node
+) -> None:
     started = time.monotonic()
     start(source, reader)
     (failed,) = reader.wait(1)
     assert reason(failed).startswith("TransferTimeout: fetch of 2 blocks")
-    assert CONFIG.transfer_deadline_s <= time.monotonic() - started < CONFIG.transfer_deadline_s + AT_ONCE_S
+    assert (
+        CONFIG.transfer_deadline_s
+        <= time.monotonic() - started
+        < CONFIG.transfer_deadline_s + AT_ONCE_S
+    )
     assert source.wait(1) == [Released("r", expired=False)]
     reader.plane.gate.set()
     assert reader.wait(1) == [Settled("r")]
@@ -190,7 +205,9 @@ def test_a_peer_is_met_again_while_a_read_of_it_hangs(source: Node, reader: Node
     assert [reader.plane.read(block) for block in (7, 8)] == [pattern(5), pattern(6)]
 
 
-def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(source: Node, reader: Node) -> None:
+def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(
+    source: Node, reader: Node
+) -> None:
     start(source, reader)
     reader.plane.error = TransferError("half of it broke")
     assert reason(reader.wait(1)[0]).startswith("TransferError")
@@ -200,7 +217,9 @@ def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(sou
     assert reader.wait(1) == [Settled("r")]
 
 
-def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(folder: Path, reader: Node) -> None:
+def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(
+    folder: Path, reader: Node
+) -> None:
     with node("source", folder) as source:
         port = source.desk.address[1]
         start(source, reader)
@@ -234,7 +253,9 @@ def test_broken_read_settles_when_the_peer_is_gone(folder: Path, reader: Node) -
     assert reader.wait(1) == [Settled("r")]
 
 
-def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(folder: Path, reader: Node) -> None:
+def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
+    folder: Path, reader: Node
+) -> None:
     with node("source", folder) as source:
         start(source, reader)
         second = source.desk.offer("second", [1], 16)
@@ -263,12 +284,16 @@ def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(folder: Path, 
 def test_refused_connection_fails_the_fetch_at_once(reader: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    params = KvTransferParams(remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r")
+    params = KvTransferParams(
+        remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r"
+    )
     reader.desk.watch("r", params)
     reader.desk.fetch("r", [1], [1])
     started = time.monotonic()
     failed, settled = reader.wait(2)
-    assert reason(failed).startswith(f"PeerLost: the connection to 127.0.0.1:{port} has ended or was refused")
+    assert reason(failed).startswith(
+        f"PeerLost: the connection to 127.0.0.1:{port} has ended or was refused"
+    )
     assert settled == Settled("r")
     assert time.monotonic() - started < AT_ONCE_S
 
@@ -276,11 +301,15 @@ def test_refused_connection_fails_the_fetch_at_once(reader: Node) -> None:
 def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         port = mute.bind_to_random_port("tcp://127.0.0.1")
-        params = KvTransferParams(remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r")
+        params = KvTransferParams(
+            remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r"
+        )
         reader.desk.watch("r", params)
         reader.desk.fetch("r", [1], [1])
         failed, settled = reader.wait(2)
-    assert reason(failed) == f"PeerLost: no answer from 127.0.0.1:{port} within {CONFIG.lease_s:g} s"
+    assert (
+        reason(failed) == f"PeerLost: no answer from 127.0.0.1:{port} within {CONFIG.lease_s:g} s"
+    )
     assert settled == Settled("r")
 
 
@@ -290,8 +319,12 @@ def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) ->
         KvTransferParams(),
         KvTransferParams(remote_host="127.0.0.1", remote_port=1, generation="g"),
         KvTransferParams(remote_host="127.0.0.1", remote_port=1, remote_request_id="r"),
-        KvTransferParams(remote_host="bad host;", remote_port=1, generation="g", remote_request_id="r"),
-        KvTransferParams(remote_host="127.0.0.1", remote_port=1, generation="g", remote_request_id="r" * 1000),
+        KvTransferParams(
+            remote_host="bad host;", remote_port=1, generation="g", remote_request_id="r"
+        ),
+        KvTransferParams(
+            remote_host="127.0.0.1", remote_port=1, generation="g", remote_request_id="r" * 1000
+        ),
     ],
 )
 def test_params_that_lead_nowhere_fail_the_fetch(reader: Node, params: KvTransferParams) -> None:
@@ -302,7 +335,9 @@ def test_params_that_lead_nowhere_fail_the_fetch(reader: Node, params: KvTransfe
     assert settled == Settled("r")
 
 
-def test_other_kv_dtype_is_refused_naming_both_values_before_any_metadata_is_used(folder: Path, source: Node) -> None:
+def test_other_kv_dtype_is_refused_naming_both_values_before_any_metadata_is_used(
+    folder: Path, source: Node
+) -> None:
     other = msgspec.structs.replace(FINGERPRINT, kv_dtype="bfloat16")
     with node("reader", folder, fingerprint=other) as reader:
         reader.desk.watch("r", source.desk.offer("r", [1], 16))
@@ -316,7 +351,12 @@ def test_other_kv_dtype_is_refused_naming_both_values_before_any_metadata_is_use
 
 @pytest.mark.parametrize(("oldest", "newest"), [(1, 0), (1, 2), (1, 1)])
 def test_nodes_of_two_releases_hand_over_in_both_directions(
-    folder: Path, source: Node, reader: Node, oldest: int, newest: int, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    source: Node,
+    reader: Node,
+    oldest: int,
+    newest: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Version 1 said no newest one; a later release speaks ours, too."""
     other = msgspec.structs.replace(FINGERPRINT, protocol=oldest, protocol_newest=newest)
@@ -325,7 +365,9 @@ def test_nodes_of_two_releases_hand_over_in_both_directions(
             taking.desk.watch(name, giving.desk.offer(name, [1], 16))
             taking.desk.fetch(name, [1], [1])
             assert isinstance(taking.wait(1)[0], Fetched)
-    assert [line.endswith("by shared, protocol 1") for line in caplog.messages if "comes by" in line] == [True, True]
+    assert [
+        line.endswith("by shared, protocol 1") for line in caplog.messages if "comes by" in line
+    ] == [True, True]
 
 
 def test_nodes_without_a_common_version_are_no_pair_and_the_reason_names_both_ranges(
@@ -348,7 +390,9 @@ def test_many_requests_of_one_peer_end_once_each(source: Node, reader: Node) -> 
             reader.desk.cancel(name)
         else:
             reader.desk.fetch(name, [index % BLOCKS], [(index + 5) % BLOCKS])
-    assert sorted(e.request_id for e in reader.wait(40)) == sorted(n for i, n in enumerate(names) if i % 3)
+    assert sorted(e.request_id for e in reader.wait(40)) == sorted(
+        n for i, n in enumerate(names) if i % 3
+    )
     assert {e.request_id for e in source.wait(60)} == set(names)
     assert source.desk.stats().leases_held == 0
 
@@ -388,7 +432,9 @@ def test_misuse_is_refused(source: Node, reader: Node) -> None:
 
 def test_address_in_use_is_a_config_error(folder: Path, source: Node) -> None:
     taken = dataclasses.replace(CONFIG, kv_port=source.desk.address[1])
-    with pytest.raises(ConfigError, match=f"cannot listen at kv_host '127.0.0.1', kv_port {taken.kv_port}"):
+    with pytest.raises(
+        ConfigError, match=f"cannot listen at kv_host '127.0.0.1', kv_port {taken.kv_port}"
+    ):
         Node("other", folder, taken, FINGERPRINT)
 
 
@@ -443,7 +489,9 @@ def test_a_reader_that_comes_late_hears_all_at_once(source: Node, reader: Node) 
     assert fetched.completion == Completion([42])
 
 
-def test_a_second_reader_takes_over_a_growing_ticket(source: Node, reader: Node, folder: Path) -> None:
+def test_a_second_reader_takes_over_a_growing_ticket(
+    source: Node, reader: Node, folder: Path
+) -> None:
     ticket = source.desk.offer("r", [5, 0], 32, ready=1)
     with node("first", folder) as first:
         first.desk.watch("mine", ticket)
@@ -457,7 +505,9 @@ def test_a_second_reader_takes_over_a_growing_ticket(source: Node, reader: Node,
     assert isinstance(reader.wait(1)[0], Fetched)
 
 
-def test_a_second_reader_takes_over_with_the_complete_ticket(source: Node, reader: Node, folder: Path) -> None:
+def test_a_second_reader_takes_over_with_the_complete_ticket(
+    source: Node, reader: Node, folder: Path
+) -> None:
     ticket = source.desk.offer("r", [5, 0], 32, ready=1)
     with node("first", folder) as first:
         first.desk.watch("mine", ticket)
@@ -472,7 +522,9 @@ def test_a_second_reader_takes_over_with_the_complete_ticket(source: Node, reade
     assert source.wait(1) == [Released("r", expired=False)]
 
 
-def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(source: Node, reader: Node, folder: Path) -> None:
+def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(
+    source: Node, reader: Node, folder: Path
+) -> None:
     ticket = source.desk.offer("r", [5, 0], 32)
     with node("first", folder) as first:
         first.desk.watch("mine", ticket)
@@ -515,7 +567,9 @@ def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader:
     assert settled == Settled("mine")
 
 
-def test_a_hung_step_loop_keeps_no_lease_alive(source: Node, reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_step_loop_keeps_no_lease_alive(
+    source: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kv_transfer.desk.STALL_S", 0.0)
     reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
     reader.desk.fetch("mine", [5, 0], [7, 3])

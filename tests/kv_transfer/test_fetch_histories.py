@@ -43,7 +43,9 @@ class World:
     cancelled: bool = False
     in_flight: int | None = None
     proof: bool | None = None  # what the source said to the End behind the last byte
-    overwritten: set[int] = field(default_factory=set)  # blocks that were read after the lease was over
+    overwritten: set[int] = field(
+        default_factory=set
+    )  # blocks that were read after the lease was over
     faulty: set[int] = field(default_factory=set)  # blocks that arrived as what they are not
     vouched: set[int] = field(default_factory=set)  # blocks whose checksum the source has sent
     drawn: set[int] = field(default_factory=set)
@@ -51,7 +53,9 @@ class World:
 
 
 class Play:
-    """A reader's table between a step loop, a data plane and a source that do what they like, in any order."""
+    """A reader's table between a step loop, a data plane and a source that do what they like, in
+    any order.
+    """
 
     def __init__(self, share: float = 0.0) -> None:
         self.table = FetchTable(LIMITS, share)
@@ -69,8 +73,14 @@ class Play:
         self.answers: list[tuple[int, bool]] = []  # on their way back
 
     def enabled(self) -> list[tuple[float, partial[None]]]:
-        """Everything that may happen next, with its weight: the long way to a Fetched must be gone often enough."""
-        steps = [(1.0, partial(self.drain)), (1.0, partial(self.wait, 0.3)), (0.05, partial(self.wait, 5.0))]
+        """Everything that may happen next, with its weight: the long way to a Fetched must be gone
+        often enough.
+        """
+        steps = [
+            (1.0, partial(self.drain)),
+            (1.0, partial(self.wait, 0.3)),
+            (0.05, partial(self.wait, 5.0)),
+        ]
         for name in "abc":
             world = self.worlds.get(name)
             if world is None:
@@ -81,10 +91,17 @@ class Play:
             steps += [] if world.complete or self.gone else [(1.0, partial(self.grow, world))]
             if world.in_flight is not None:
                 steps += [(1.0, partial(self.read_done, world))]
-                steps += [(0.1, partial(self.read_dies, world)), (0.1, partial(self.read_breaks, world))]
+                steps += [
+                    (0.1, partial(self.read_dies, world)),
+                    (0.1, partial(self.read_breaks, world)),
+                ]
                 steps += [(0.1, partial(self.read_refused, world))]
         if not self.gone:
-            steps += [(1.0, partial(self.renew)), (0.5, partial(self.ready)), (0.01, partial(self.lose_peer))]
+            steps += [
+                (1.0, partial(self.renew)),
+                (0.5, partial(self.ready)),
+                (0.01, partial(self.lose_peer)),
+            ]
             steps += [(1.0, partial(self.end_arrives))] if self.ends else []
             steps += [(1.0, partial(self.answer_arrives))] if self.answers else []
             steps += [(1.0, partial(self.ask_arrives))] if self.asks else []
@@ -94,7 +111,12 @@ class Play:
     def watch(self, name: str) -> None:
         self.epoch += 1
         whole = self.epoch % 2 == 0
-        world = World(LeaseId(name, self.epoch), self.epoch % (3 if whole else 4), BLOCKS if whole else 0, whole)
+        world = World(
+            LeaseId(name, self.epoch),
+            self.epoch % (3 if whole else 4),
+            BLOCKS if whole else 0,
+            whole,
+        )
         self.worlds[name] = world
         self.table.watch(name, PEER, world.lease, None if whole else BLOCKS)
 
@@ -152,7 +174,9 @@ class Play:
         held = {world.lease for world in self.worlds.values() if world.held}
         kept = [lease for lease in leases if lease in held]
         self.acknowledged |= dict.fromkeys(kept, self.now)
-        self.table.renewed(PEER, kept, [lease for lease in leases if lease not in held], self.now, self.now)
+        self.table.renewed(
+            PEER, kept, [lease for lease in leases if lease not in held], self.now, self.now
+        )
 
     def ready(self) -> None:
         self.table.peer_ready(PEER, self.now, vouches=True)
@@ -187,7 +211,9 @@ class Play:
     def sum_computed(self) -> None:
         """Of what has landed here, whoever has written it."""
         command = self.sums.pop(self.rng.randrange(len(self.sums)))
-        bad = {block for world in self.worlds.values() for block in world.faulty | world.overwritten}
+        bad = {
+            block for world in self.worlds.values() for block in world.faulty | world.overwritten
+        }
         found = [b"else" if block in bad else content(block) for block in command.local_blocks]
         self.table.summed(command.number, found, self.now)
 
@@ -201,7 +227,11 @@ class Play:
         for command in self.table.commands:
             if isinstance(command, End):
                 self.ends.append(command)
-                asked = [world for world in self.worlds.values() if world.lease == command.lease and command.token]
+                asked = [
+                    world
+                    for world in self.worlds.values()
+                    if world.lease == command.lease and command.token
+                ]
                 assert all(world.vouched >= world.drawn for world in asked)
                 continue
             if isinstance(command, Ask):
@@ -217,7 +247,9 @@ class Play:
             first = world.cached + world.read
             world.reading = len(command.remote_blocks)
             world.read += world.reading
-            assert command.remote_blocks == tuple(10 * epoch + i for i in range(first, world.cached + world.read))
+            assert command.remote_blocks == tuple(
+                10 * epoch + i for i in range(first, world.cached + world.read)
+            )
             assert world.cached + world.read <= world.ready
             assert world.asked
             assert not world.cancelled
@@ -239,13 +271,17 @@ class Play:
                 assert not world.overwritten
                 assert not world.faulty & world.drawn
                 assert world.cached + world.read == BLOCKS
-                assert event.completion == (Completion([world.lease.epoch]) if world.lease.epoch % 2 else None)
+                assert event.completion == (
+                    Completion([world.lease.epoch]) if world.lease.epoch % 2 else None
+                )
                 assert not world.cancelled
                 assert not world.seen[FetchFailed]
             elif isinstance(event, FetchFailed):
                 assert not world.cancelled
                 assert world.seen[FetchFailed] == 1
-                kept = {10 * world.lease.epoch + world.cached + place for place in range(event.proven)}
+                kept = {
+                    10 * world.lease.epoch + world.cached + place for place in range(event.proven)
+                }
                 assert not kept & (world.overwritten | (world.faulty & world.drawn))
                 if event.cause == "KvCorrupted":
                     assert world.proof is True
@@ -262,8 +298,10 @@ class Play:
 @settings(max_examples=150)
 @given(st.integers(0, 1 << 32), st.sampled_from([0.0, 0.0, 0.5, 1.0]))
 def test_random_histories_keep_every_promise(seed: int, share: float) -> None:
-    """Fetched only with proof; one end each; Settled never while bytes may land; nothing is left over at the end. With
-    checks: nothing is admitted, or kept, that a check was drawn for and that is not what its source has."""
+    """Fetched only with proof; one end each; Settled never while bytes may land; nothing is left
+    over at the end. With checks: nothing is admitted, or kept, that a check was drawn for and that
+    is not what its source has.
+    """
     play, random = Play(share), Random(seed)
     for _ in range(200):
         weights, steps = zip(*play.enabled(), strict=True)
@@ -276,7 +314,8 @@ def test_random_histories_keep_every_promise(seed: int, share: float) -> None:
     play.wait(100.0)
     play.carry_out()
     play.drain()
-    # Left are those whose prompt is still computed: no deadline of ours ends them, their source does.
+    # Left are those whose prompt is still computed: no deadline of ours ends them, their source
+    # does.
     assert all(not (world.asked and world.complete) for world in play.worlds.values())
     if not play.gone:
         play.lose_peer()

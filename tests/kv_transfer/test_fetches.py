@@ -92,7 +92,9 @@ def test_fetch_waits_for_its_peer() -> None:
     assert [type(command) for command in table.commands] == [Read]
 
 
-def test_deadline_is_its_constant_plus_size_at_floor_speed_and_late_bytes_stay_quarantined() -> None:
+def test_deadline_is_its_constant_plus_size_at_floor_speed_and_late_bytes_stay_quarantined() -> (
+    None
+):
     table, lease, read = reading()
     assert table.next_deadline() == 12.0  # 10 s + 200 bytes at 100 bytes/s
     table.tick(11.9)
@@ -100,7 +102,9 @@ def test_deadline_is_its_constant_plus_size_at_floor_speed_and_late_bytes_stay_q
     table.tick(12.0)
     (failed,) = drained(table)
     assert isinstance(failed, FetchFailed)
-    assert failed.reason.startswith("TransferTimeout: fetch of 2 blocks from 127.0.0.1:5600 took longer than 12.00 s")
+    assert failed.reason.startswith(
+        "TransferTimeout: fetch of 2 blocks from 127.0.0.1:5600 took longer than 12.00 s"
+    )
     assert table.commands == [End(PEER, lease, 0)]
     table.tick(100.0)
     assert drained(table) == []
@@ -177,7 +181,9 @@ def test_empty_fetch_releases_and_is_fetched_at_once() -> None:
 
 
 def growing(now: float = 0.0) -> tuple[FetchTable, LeaseId]:
-    """A table with a growing ticket of three blocks watched, its peer ready and its lease renewed at `now`."""
+    """A table with a growing ticket of three blocks watched, its peer ready and its lease renewed
+    at `now`.
+    """
     table, lease = FetchTable(LIMITS), LeaseId("source-r", 1)
     table.watch("r", PEER, lease, growing=3)
     assert table.growing(PEER) == [lease]
@@ -334,7 +340,9 @@ def test_misuse_is_refused() -> None:
 
 
 def checking(places: list[tuple[int, ...]]) -> tuple[FetchTable, LeaseId]:
-    """A table that checks everything, with a READ for each of `places` ended: block p of ours is 10 + p of the peer."""
+    """A table that checks everything, with a READ for each of `places` ended: block p of ours is 10
+    + p of the peer.
+    """
     table, lease = FetchTable(LIMITS, 1.0), LeaseId("source-r", 1)
     count = sum(map(len, places))
     table.watch("r", PEER, lease, growing=count)

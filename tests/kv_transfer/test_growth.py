@@ -1,4 +1,6 @@
-"""Growing tickets as their source keeps them: who hears what, against a twin that remembers all that was said."""
+"""Growing tickets as their source keeps them: who hears what, against a twin that remembers all
+that was said.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,11 @@ def test_a_lease_of_another_time_and_one_that_has_ended_are_not_known() -> None:
     assert len(table) == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["grow", "complete", "follow"]), st.integers(0, 5)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["grow", "complete", "follow"]), st.integers(0, 5)), max_size=30
+    )
+)
 def test_what_a_follower_has_heard_last_is_the_truth(operations: list[tuple[str, int]]) -> None:
     table, lease = GrowthTable(), LeaseId("r", 1)
     table.begin(lease, 0)

@@ -53,7 +53,19 @@ class Twin:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["grant", "grant growing", "complete", "renew", "prolong", "end", "want", "release", "expire"]),
+        st.sampled_from(
+            [
+                "grant",
+                "grant growing",
+                "complete",
+                "renew",
+                "prolong",
+                "end",
+                "want",
+                "release",
+                "expire",
+            ]
+        ),
         st.lists(st.sampled_from("abcd"), min_size=1, max_size=3),
         st.integers(0, 1),  # how many epochs old the reader's knowledge is
         st.floats(0.001, 4.0),
@@ -63,7 +75,9 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[str], int, float]]) -> None:
+def test_leases_equal_their_brute_force_twin(
+    operations: list[tuple[str, list[str], int, float]],
+) -> None:
     table, twin, now = LeaseTable(LEASE_S), Twin(), 0.0
     for operation, names, age, seconds in operations:
         now += seconds
@@ -95,7 +109,9 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
             twin.sweep(now)
             assert set(kept) == {x.id for x in twin.leases if x.id in leases and not x.ended}
             assert set(kept) | set(lost) == set(leases)
-            for lease in [x for known in kept for x in twin.leases if x.id == known and x.until < math.inf]:
+            for lease in [
+                x for known in kept for x in twin.leases if x.id == known and x.until < math.inf
+            ]:
                 twin.prolong(lease, now)
         elif operation == "prolong":
             table.prolong(names[0], now)

@@ -34,7 +34,10 @@ LEASE = LeaseId("r", 7)
     [
         Hello("e", FINGERPRINT),
         Welcome(
-            "e", "g", FINGERPRINT, [RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0opaque"})]
+            "e",
+            "g",
+            FINGERPRINT,
+            [RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0opaque"})],
         ),
         Refused("why"),
         Renew(1.5, [LEASE]),
@@ -50,7 +53,8 @@ def test_messages_come_back_equal(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xff", b"hello", msgspec.msgpack.encode({"type": "renew"}), b"\x93\x01\x02\x03"]
+    "frame",
+    [b"", b"\xff", b"hello", msgspec.msgpack.encode({"type": "renew"}), b"\x93\x01\x02\x03"],
 )
 def test_garbage_is_a_decode_error(frame: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

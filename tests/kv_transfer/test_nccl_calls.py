@@ -1,4 +1,6 @@
-"""What is asked of NCCL, and in which order: by a library that the test scripts. That it works, tests on GPUs tell."""
+"""What is asked of NCCL, and in which order: by a library that the test scripts. That it works,
+tests on GPUs tell.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Call:
 
 
 class Library:
-    """NCCL: a call of a communicator that does not block is done when it has been asked about twice."""
+    """NCCL: a call of a communicator that does not block is done when it has been asked about
+    twice.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int | None]] = []
@@ -112,7 +116,9 @@ def opened(rank: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("rank", "operation"), [(0, "ncclSend"), (1, "ncclRecv")])
-def test_ranks_meet_and_connect_before_calls_block(library: Library, rank: int, operation: str) -> None:
+def test_ranks_meet_and_connect_before_calls_block(
+    library: Library, rank: int, operation: str
+) -> None:
     communicator = opened(rank)
     assert library.blocking == {PARENT: False, CHILD: True}
     met = [("ncclCommInitRankConfig", PARENT), (operation, PARENT), ("ncclCommSplit", PARENT)]
@@ -120,7 +126,12 @@ def test_ranks_meet_and_connect_before_calls_block(library: Library, rank: int, 
     stage = torch.zeros(8, dtype=torch.uint8)
     (communicator.send if rank == 0 else communicator.recv)(stage).wait()
     communicator.close()
-    assert library.calls == [*met, (operation, CHILD), ("ncclCommAbort", CHILD), ("ncclCommAbort", PARENT)]
+    assert library.calls == [
+        *met,
+        (operation, CHILD),
+        ("ncclCommAbort", CHILD),
+        ("ncclCommAbort", PARENT),
+    ]
 
 
 @pytest.mark.parametrize("fault", ["split_fails", "split_hangs"])

@@ -37,7 +37,10 @@ Invited = tuple[bytes, Future[Communicator]]
 
 
 def invited(
-    thread: ThreadPoolExecutor, given_up: Callable[[], bool] = never, meet_s: float = 20.0, host: str = "127.0.0.1"
+    thread: ThreadPoolExecutor,
+    given_up: Callable[[], bool] = never,
+    meet_s: float = 20.0,
+    host: str = "127.0.0.1",
 ) -> Invited:
     """What a reader says, and the end of its waiting."""
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -65,7 +68,9 @@ def both(thread: ThreadPoolExecutor) -> Iterator[tuple[Communicator, Communicato
     reader.close()
 
 
-def test_slices_arrive_whole_and_in_order(both: tuple[Communicator, Communicator], thread: ThreadPoolExecutor) -> None:
+def test_slices_arrive_whole_and_in_order(
+    both: tuple[Communicator, Communicator], thread: ThreadPoolExecutor
+) -> None:
     source, reader = both
     sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 3 << 20, 70_001)]
     sending = [source.send(slice_) for slice_ in sent]
@@ -108,7 +113,9 @@ def test_strangers_are_hung_up_on_and_who_was_invited_comes_in(thread: ThreadPoo
         to.token[:5],
         b"",
     ]
-    strangers = [socket.create_connection((to.host, to.port), 20) for _ in range(MAX_STRANGERS + len(wrong))]
+    strangers = [
+        socket.create_connection((to.host, to.port), 20) for _ in range(MAX_STRANGERS + len(wrong))
+    ]
     for stranger, bytes_ in zip(strangers, wrong, strict=False):
         stranger.sendall(bytes_)
     for stranger in strangers[:4]:

@@ -1,4 +1,6 @@
-"""A pair's conveyor belt over a communicator that the test moves by hand: what is ahead, and what an abort leaves."""
+"""A pair's conveyor belt over a communicator that the test moves by hand: what is ahead, and what
+an abort leaves.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Scripted:
         self.may_close = threading.Event()
         self.may_close.set()
 
-    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def invite(
+        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
+    ) -> Communicator:
         say(b"")
         return self
 
@@ -178,7 +182,9 @@ def test_what_an_idle_source_has_not_heard_of_is_left_for_another_pair(side: Sid
     assert pair.unheard(PeerLost("again")) == []
 
 
-def test_who_has_lost_its_source_waits_a_moment_for_the_reason(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_lost_its_source_waits_a_moment_for_the_reason(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pairs, "HEAR_S", 10.0)
     pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
     lost = transfer(0)

@@ -62,7 +62,11 @@ def test_each_part_is_told_the_same_blocks_of_its_own_source() -> None:
 def test_random_orders_give_what_the_twin_says(seed: int) -> None:
     """Of each part's script the events come in order; over all parts in any order."""
     rng = random.Random(seed)
-    parts = [Part(rank, PeerKey("h", 1, f"g/{source}")) for rank in range(3) for source in range(rng.randrange(1, 3))]
+    parts = [
+        Part(rank, PeerKey("h", 1, f"g/{source}"))
+        for rank in range(3)
+        for source in range(rng.randrange(1, 3))
+    ]
     it = table(*parts)
     for part in parts:
         it.joined(part, None)

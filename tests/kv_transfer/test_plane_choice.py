@@ -1,4 +1,6 @@
-"""Which data plane a pair of nodes takes: the best that both have, the next if that one cannot reach the other."""
+"""Which data plane a pair of nodes takes: the best that both have, the next if that one cannot
+reach the other.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Node:
     """A desk over several planes with one pool each."""
 
     def __init__(self, folder: Path, **kinds: Callable[[Path], SharedPlane]) -> None:
-        self.planes = {kind: make(folder / f"{kind}-{time.monotonic_ns()}") for kind, make in kinds.items()}
+        self.planes = {
+            kind: make(folder / f"{kind}-{time.monotonic_ns()}") for kind, make in kinds.items()
+        }
         for plane in self.planes.values():
             for index in range(BLOCKS):
                 plane.write(index, pattern(index))
@@ -95,11 +99,21 @@ def test_the_readers_first_plane_that_both_have_and_that_works(make, source, rea
     ("source", "reader", "missed"),
     [
         ({"a": SharedPlane, "b": SharedPlane}, {"a": Refusing, "b": SharedPlane}, "another host"),
-        ({"a": SharedPlane, "b": SharedPlane}, {"a": Missing, "b": SharedPlane}, "the node that reads: a-"),
-        ({"a": Missing, "b": SharedPlane}, {"a": SharedPlane, "b": SharedPlane}, "the node that is read does not have"),
+        (
+            {"a": SharedPlane, "b": SharedPlane},
+            {"a": Missing, "b": SharedPlane},
+            "the node that reads: a-",
+        ),
+        (
+            {"a": Missing, "b": SharedPlane},
+            {"a": SharedPlane, "b": SharedPlane},
+            "the node that is read does not have",
+        ),
     ],
 )
-def test_the_reader_can_say_by_which_plane_it_reads_and_why_not_by_a_better_one(make, source, reader, missed) -> None:
+def test_the_reader_can_say_by_which_plane_it_reads_and_why_not_by_a_better_one(
+    make, source, reader, missed
+) -> None:
     here, there = make(**reader, c=Missing), make(**source)
     ticket = there.desk.offer("later", [5], 16)
     assert here.desk.way(ticket) is None
@@ -127,7 +141,9 @@ def test_without_any_plane_a_node_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="x is not installed"):
         Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Missing(tmp_path / "x")})
     both = {"a": Missing(tmp_path / "x"), "b": Missing(tmp_path / "y")}
-    with pytest.raises(ConfigError, match="no KV can be handed over: x is not installed; y is not installed"):
+    with pytest.raises(
+        ConfigError, match="no KV can be handed over: x is not installed; y is not installed"
+    ):
         Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, both)
 
 
@@ -135,7 +151,9 @@ def test_without_any_plane_a_node_does_not_start(tmp_path: Path) -> None:
 
 
 def opened(*nodes: Node) -> list[list[str]]:
-    return [[kind for kind, plane in node.planes.items() if plane.opened.is_set()] for node in nodes]
+    return [
+        [kind for kind, plane in node.planes.items() if plane.opened.is_set()] for node in nodes
+    ]
 
 
 def test_only_the_first_plane_is_opened_while_it_reaches_all_peers(make) -> None:
@@ -146,7 +164,10 @@ def test_only_the_first_plane_is_opened_while_it_reaches_all_peers(make) -> None
 
 
 def test_a_plane_is_opened_at_both_ends_when_those_before_it_do_not_reach_the_peer(make) -> None:
-    here, there = make(a=Refusing, b=SharedPlane, c=SharedPlane), make(a=SharedPlane, b=SharedPlane, c=SharedPlane)
+    here, there = (
+        make(a=Refusing, b=SharedPlane, c=SharedPlane),
+        make(a=SharedPlane, b=SharedPlane, c=SharedPlane),
+    )
     assert isinstance(here.fetch_from(there), Fetched)
     assert opened(here, there) == [["a", "b"], ["a", "b"]]
 
@@ -168,7 +189,9 @@ class Slow(SharedPlane):
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(Slow, SharedPlane), (SharedPlane, Slow)])
-def test_a_fetch_waits_for_a_plane_that_is_being_opened_and_keeps_its_lease(make, monkeypatch, mine, theirs) -> None:
+def test_a_fetch_waits_for_a_plane_that_is_being_opened_and_keeps_its_lease(
+    make, monkeypatch, mine, theirs
+) -> None:
     may = threading.Event()
     monkeypatch.setattr(Slow, "may", may)
     threading.Timer(1.1 * CONFIG.lease_s, may.set).start()
@@ -178,7 +201,10 @@ def test_a_fetch_waits_for_a_plane_that_is_being_opened_and_keeps_its_lease(make
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "why"),
-    [(Missing, SharedPlane, "is not installed"), (SharedPlane, Missing, "could not open its KV connector b; its log")],
+    [
+        (Missing, SharedPlane, "is not installed"),
+        (SharedPlane, Missing, "could not open its KV connector b; its log"),
+    ],
 )
 def test_the_next_plane_is_taken_if_one_end_cannot_open_it(make, mine, theirs, why) -> None:
     here = make(a=Refusing, b=mine, c=SharedPlane)
@@ -194,11 +220,16 @@ def test_the_next_plane_is_taken_if_one_end_cannot_open_it(make, mine, theirs, w
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(Slow, SharedPlane), (SharedPlane, Slow)])
-def test_a_plane_whose_opening_hangs_is_given_up_and_may_end_later(make, monkeypatch, mine, theirs) -> None:
+def test_a_plane_whose_opening_hangs_is_given_up_and_may_end_later(
+    make, monkeypatch, mine, theirs
+) -> None:
     may = threading.Event()
     monkeypatch.setattr(Slow, "may", may)
     monkeypatch.setattr(plane_choice, "OPEN_S", 0.5)
-    here, there = make(a=Refusing, b=mine, c=SharedPlane), make(a=SharedPlane, b=theirs, c=SharedPlane)
+    here, there = (
+        make(a=Refusing, b=mine, c=SharedPlane),
+        make(a=SharedPlane, b=theirs, c=SharedPlane),
+    )
     slow = here if mine is Slow else there
     assert isinstance(here.fetch_from(there), Fetched)
     assert here.read_through() == ["c"]
@@ -228,8 +259,12 @@ def test_what_this_machine_lacks_is_told_at_start(make, tmp_path: Path) -> None:
         Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Unprepared(tmp_path / "x")})
 
 
-@pytest.mark.parametrize(("wanted", "cards"), [(None, ["a", "b"]), ([], ["a"]), (["b"], ["a", "b"]), (["x"], ["a"])])
-def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_before_all(make, wanted, cards) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "cards"), [(None, ["a", "b"]), ([], ["a"]), (["b"], ["a", "b"]), (["x"], ["a"])]
+)
+def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_before_all(
+    make, wanted, cards
+) -> None:
     there = make(a=SharedPlane, b=SharedPlane)
     host, port = there.desk.address
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -243,8 +278,13 @@ def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_befor
     assert welcome.on_request == [kind for kind in ("a", "b") if kind not in cards]
 
 
-def test_a_source_that_has_opened_all_at_start_as_the_release_before_does_is_read_from(make) -> None:
-    here, there = make(a=Refusing, b=SharedPlane, c=SharedPlane), make(a=SharedPlane, b=SharedPlane, c=SharedPlane)
+def test_a_source_that_has_opened_all_at_start_as_the_release_before_does_is_read_from(
+    make,
+) -> None:
+    here, there = (
+        make(a=Refusing, b=SharedPlane, c=SharedPlane),
+        make(a=SharedPlane, b=SharedPlane, c=SharedPlane),
+    )
     for kind in there.planes:
         there.desk._planes.open(kind)
         assert there.planes[kind].opened.wait(5)

@@ -32,7 +32,9 @@ class Rank:
         self.plane: DataPlane = {
             "direct": lambda: DirectPlane(self.region),
             "nixl": lambda: NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, "127.0.0.1"),
-            "nccl": lambda: NcclPlane(self.region, "127.0.0.1", 20.0, 5.0, slice_bytes=HEAD_BYTES + 1000),
+            "nccl": lambda: NcclPlane(
+                self.region, "127.0.0.1", 20.0, 5.0, slice_bytes=HEAD_BYTES + 1000
+            ),
         }[kind]()
         self.plane.prepare()
         self.metadata = self.plane.open()
@@ -40,7 +42,10 @@ class Rank:
 
 def engine(name: str, kind: str, size: int, device: str) -> list[Rank]:
     each = HEADS // size
-    return [Rank(f"{name}{rank}", kind, (rank * each, rank * each + each), device) for rank in range(size)]
+    return [
+        Rank(f"{name}{rank}", kind, (rank * each, rank * each + each), device)
+        for rank in range(size)
+    ]
 
 
 @pytest.fixture(params=["direct", "nixl", "nccl"])
@@ -53,14 +58,19 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, kind: str) -> str:
     if request.param != "cpu" and kind in ("direct", "nccl"):
-        pytest.skip("one process cannot map its own memory by CUDA IPC, nor be two ranks of NCCL on one GPU")
+        pytest.skip(
+            "one process cannot map its own memory by CUDA IPC, nor be two ranks of NCCL on one GPU"
+        )
     return str(request.param)
 
 
 @pytest.fixture
-def engines(kind: str, device: str, request: pytest.FixtureRequest) -> Iterator[tuple[list[Rank], list[Rank]]]:
+def engines(
+    kind: str, device: str, request: pytest.FixtureRequest
+) -> Iterator[tuple[list[Rank], list[Rank]]]:
     here, there = (
-        engine(name, kind, size, device) for name, size in zip(("reader", "source"), request.param, strict=True)
+        engine(name, kind, size, device)
+        for name, size in zip(("reader", "source"), request.param, strict=True)
     )
     yield here, there
     for rank in (*here, *there):
@@ -80,7 +90,9 @@ def test_every_rank_gets_its_heads_and_nothing_else(engines, step_bytes, monkeyp
     expected[local] = whole[remote]
     running = []
     for index, reader in enumerate(here):
-        found = shares(index, [rank.heads for rank in here], [rank.heads for rank in there], HEAD_BYTES)
+        found = shares(
+            index, [rank.heads for rank in here], [rank.heads for rank in there], HEAD_BYTES
+        )
         for source, share in found:
             peer = there[source]
             generation = f"g/{source}"

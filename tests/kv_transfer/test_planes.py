@@ -1,4 +1,6 @@
-"""The thread of a data plane: when it takes a READ for over. Its turns are taken here, by a clock of the test's own."""
+"""The thread of a data plane: when it takes a READ for over. Its turns are taken here, by a clock
+of the test's own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Plane:
 
     def add_peer(self, source: Source) -> None: ...
 
-    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+    def post_read(
+        self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> object:
         return None
 
     def poll(self, handle: object) -> bool:
@@ -63,7 +67,9 @@ class Desk:
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
         self.told.append("ended")
 
-    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+    def read_failed(
+        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
+    ) -> None:
         self.told.append((error, in_flight))
 
     def serving(self) -> bool:
@@ -91,7 +97,9 @@ class Scene:
         self.thread.read(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()
 
-    def turn(self, later_s: float = 0.0, outcome: bool | TransferError | None = None) -> list[object]:
+    def turn(
+        self, later_s: float = 0.0, outcome: bool | TransferError | None = None
+    ) -> list[object]:
         """What the desk is told in the next turn, so much later."""
         self.clock.now += later_s
         self.plane.outcome = self.plane.outcome if outcome is None else outcome
@@ -129,14 +137,19 @@ def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
     assert polls_no_more(scene)
 
 
-def test_a_broken_read_is_told_of_once_and_waited_for_long(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_read_is_told_of_once_and_waited_for_long(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     assert scene.turn(0.1, BROKE) == [(BROKE, True)]
     assert scene.turn(BROKEN_S / 2) == []
     assert scene.turn(BROKEN_S / 2 - 0.1) == []
     assert caplog.records == []
     with caplog.at_level(logging.WARNING):
         assert scene.turn(0.2) == [(BROKE, False)]
-    assert "a READ of 2 blocks from 127.0.0.1:5600 broke 1000 s ago: its blocks leave quarantine" in caplog.text
+    assert (
+        "a READ of 2 blocks from 127.0.0.1:5600 broke 1000 s ago: its blocks leave quarantine"
+        in caplog.text
+    )
     assert polls_no_more(scene)
 
 
@@ -157,7 +170,9 @@ def test_only_the_plane_says_what_the_end_of_a_process_ends(scene: Scene) -> Non
     assert not polls_no_more(scene)
 
 
-def test_a_read_that_hangs_is_told_of_once_and_never_given_up(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_that_hangs_is_told_of_once_and_never_given_up(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert scene.turn(HANGING_S - 0.1) == []
         assert caplog.text == ""

@@ -1,6 +1,8 @@
-"""What a failed fetch may keep: blocks that were read while the source held them, and nothing that only may be right.
+"""What a failed fetch may keep: blocks that were read while the source held them, and nothing that
+only may be right.
 
-Driven at random against a world that knows which bytes are right, and by hand through each way to a proof.
+Driven at random against a world that knows which bytes are right, and by hand through each way to a
+proof.
 """
 
 from __future__ import annotations
@@ -117,9 +119,11 @@ def test_whole_tickets_are_read_in_one_piece_and_need_no_renewal_between() -> No
 
 @dataclass
 class World:
-    """One growing fetch between a step loop, a plane, a source and a network, which do what they like in any order.
+    """One growing fetch between a step loop, a plane, a source and a network, which do what they
+    like in any order.
 
-    Messages keep their order, as on one connection, but take as long as they like, and any number may never come.
+    Messages keep their order, as on one connection, but take as long as they like, and any number
+    may never come.
     """
 
     random: Random
@@ -130,11 +134,17 @@ class World:
     read_to: int = 0  # blocks whose READ was posted
     in_flight: int | None = None
     dying: bool = False  # told as broken, but its bytes may still land
-    memory: list[bool | None] = field(default_factory=list)  # of our blocks: right, wrong, or not written
+    memory: list[bool | None] = field(
+        default_factory=list
+    )  # of our blocks: right, wrong, or not written
     ends: list[tuple[float, int]] = field(default_factory=list)  # of READs
-    to_source: list[tuple[float, End | None]] = field(default_factory=list)  # an End, or a renewal sent at that time
+    to_source: list[tuple[float, End | None]] = field(
+        default_factory=list
+    )  # an End, or a renewal sent at that time
     to_reader: list[tuple[float, bool, End | None]] = field(default_factory=list)
-    acknowledged: list[float] = field(default_factory=list)  # of kept renewals that we heard of: when they were sent
+    acknowledged: list[float] = field(
+        default_factory=list
+    )  # of kept renewals that we heard of: when they were sent
     failed: FetchFailed | None = None
     over: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -148,10 +158,21 @@ class World:
         self.table.fetch("r", list(range(self.blocks)), list(range(self.blocks)), 0.0)
 
     def step(self) -> None:
-        steps = [(4, self.grow), (1, self.beat), (4, self.arrive), (4, self.answer), (0.15, self.source_ends)]
+        steps = [
+            (4, self.grow),
+            (1, self.beat),
+            (4, self.arrive),
+            (4, self.answer),
+            (0.15, self.source_ends),
+        ]
         steps += [(0.1, self.lose), (0.1, self.sleep)]
         if self.in_flight is not None:
-            steps += [(4, self.read_done), (0.3, self.read_breaks), (0.3, self.read_refused), (0.3, self.read_dies)]
+            steps += [
+                (4, self.read_done),
+                (0.3, self.read_breaks),
+                (0.3, self.read_refused),
+                (0.3, self.read_dies),
+            ]
         weights, calls = zip(*steps, strict=True)
         self.now += 0.01
         self.random.choices(calls, weights)[0]()
@@ -161,7 +182,9 @@ class World:
         if self.held:
             self.announced = min(self.blocks, self.announced + self.random.randint(1, 2))
             complete = self.announced == self.blocks and self.random.random() < 0.5
-            self.table.grown(PEER, LEASE, self.announced, Completion([5]) if complete else None, self.now)
+            self.table.grown(
+                PEER, LEASE, self.announced, Completion([5]) if complete else None, self.now
+            )
 
     def beat(self) -> None:
         if self.table.leases(PEER):
@@ -247,7 +270,11 @@ class World:
             assert self.memory == [True] * self.blocks
         elif isinstance(event, FetchFailed):
             self.failed = event
-            provable = [landed for at, landed in self.ends if any(sent_at > at for sent_at in self.acknowledged)]
+            provable = [
+                landed
+                for at, landed in self.ends
+                if any(sent_at > at for sent_at in self.acknowledged)
+            ]
             assert event.proven == max(provable, default=0)
         self.over = self.over or not isinstance(event, FetchFailed)
         self.outcomes[type(event).__name__] += 1

@@ -1,4 +1,6 @@
-"""What readers ask of a source's checksums: none is summed twice while it is, and none of a lease that is over."""
+"""What readers ask of a source's checksums: none is summed twice while it is, and none of a lease
+that is over.
+"""
 
 from __future__ import annotations
 

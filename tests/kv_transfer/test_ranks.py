@@ -1,4 +1,6 @@
-"""A desk whose planes are on several ranks: their threads and sockets are real, their processes are this one."""
+"""A desk whose planes are on several ranks: their threads and sockets are real, their processes are
+this one.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,16 @@ class Node(Woken):
     """An engine of `size` ranks, whose planes of both kinds are over pools of their own."""
 
     def __init__(
-        self, name: str, folder: Path, size: int = 1, checksums: bool = False, **kinds: type[SharedPlane]
+        self,
+        name: str,
+        folder: Path,
+        size: int = 1,
+        checksums: bool = False,
+        **kinds: type[SharedPlane],
     ) -> None:
-        """`kinds`: a plane of another class on the last rank; `checksums`: all of plane a's blocks are checked."""
+        """`kinds`: a plane of another class on the last rank; `checksums`: all of plane a's blocks
+        are checked.
+        """
         super().__init__()
         self.heads = heads_of(size)
         self.planes: list[dict[str, SharedPlane]] = []
@@ -72,9 +81,13 @@ class Node(Woken):
             )
             pool = ctypes.addressof(ctypes.c_char.from_buffer(self.planes[-1]["a"].pool))
             regions.append(PoolRegion(pool, BLOCKS, block_bytes, "cpu"))
-        config = replace(CONFIG, transfer_deadline_s=30.0, kv_checksums=1.0) if checksums else CONFIG
+        config = (
+            replace(CONFIG, transfer_deadline_s=30.0, kv_checksums=1.0) if checksums else CONFIG
+        )
         heads = self.heads[0][1]
-        self.link = RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
+        self.link = (
+            RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
+        )
         self.led = [
             LedPlanes(rank, regions[rank], self.planes[rank], self.link.meeting, self.lost.append)
             for rank in range(1, size)
@@ -89,7 +102,9 @@ class Node(Woken):
         for kind in KINDS:
             for planes, (first, end) in zip(self.planes, self.heads, strict=True):
                 for block in range(BLOCKS):
-                    planes[kind].write(block, pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2])
+                    planes[kind].write(
+                        block, pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
+                    )
 
     def read(self, kind: str, block: int) -> list[bytes]:
         """A block, of each rank."""
@@ -116,7 +131,10 @@ def make(tmp_path: Path) -> Iterator[object]:
 
 
 def halves(node: Node, block: int) -> list[bytes]:
-    return [pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2] for first, end in node.heads]
+    return [
+        pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2]
+        for first, end in node.heads
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -130,7 +148,9 @@ def test_every_rank_gets_its_part_of_every_block(make, size, source_size):
     assert isinstance(fetched, Fetched), fetched
     ranks_bytes = sum(end - first for first, end in reader.heads) * BLOCK_BYTES // 2
     assert fetched.num_bytes == 2 * ranks_bytes
-    assert [reader.read("a", block) for block in (1, 7)] == [halves(reader, block) for block in (4, 9)]
+    assert [reader.read("a", block) for block in (1, 7)] == [
+        halves(reader, block) for block in (4, 9)
+    ]
     assert not any(any(part) for part in reader.read("a", 2))
     assert source.wait(1) == [Released("p", expired=False)]
 

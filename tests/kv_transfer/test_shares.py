@@ -24,7 +24,9 @@ def block(heads: Heads) -> list[tuple[int, int]]:
     return [(head, byte) for head in range(*heads) for byte in range(HEAD_BYTES)]
 
 
-@pytest.mark.parametrize(("kv_heads", "readers", "sources"), list(itertools.product(SIZES, SIZES, SIZES)))
+@pytest.mark.parametrize(
+    ("kv_heads", "readers", "sources"), list(itertools.product(SIZES, SIZES, SIZES))
+)
 def test_each_byte_of_each_block_is_read_exactly_once_from_where_it_is(kv_heads, readers, sources):
     here, there = layout(kv_heads, readers), layout(kv_heads, sources)
     for rank, heads in enumerate(here):
@@ -38,8 +40,12 @@ def test_each_byte_of_each_block_is_read_exactly_once_from_where_it_is(kv_heads,
         assert mine == block(heads)
 
 
-@pytest.mark.parametrize(("kv_heads", "readers", "sources"), list(itertools.product(SIZES, SIZES, SIZES)))
-def test_each_source_is_one_peer_and_ranks_that_hold_the_same_are_read_evenly(kv_heads, readers, sources):
+@pytest.mark.parametrize(
+    ("kv_heads", "readers", "sources"), list(itertools.product(SIZES, SIZES, SIZES))
+)
+def test_each_source_is_one_peer_and_ranks_that_hold_the_same_are_read_evenly(
+    kv_heads, readers, sources
+):
     here, there = layout(kv_heads, readers), layout(kv_heads, sources)
     load: Counter[int] = Counter()
     for rank in range(readers):
@@ -53,7 +59,9 @@ def test_each_source_is_one_peer_and_ranks_that_hold_the_same_are_read_evenly(kv
 
 def test_equal_layouts_read_whole_blocks_rank_by_rank():
     here = layout(2, 8)
-    assert [shares(rank, here, here, 5) for rank in range(8)] == [[(rank, Share(0, 0, 5))] for rank in range(8)]
+    assert [shares(rank, here, here, 5) for rank in range(8)] == [
+        [(rank, Share(0, 0, 5))] for rank in range(8)
+    ]
 
 
 def test_a_head_that_nobody_holds_is_refused():

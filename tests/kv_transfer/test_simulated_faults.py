@@ -1,4 +1,5 @@
-"""Random fault schedules by a fake clock keep every promise of the hand-over; and without any one rule they do not.
+"""Random fault schedules by a fake clock keep every promise of the hand-over; and without any one
+rule they do not.
 
 More of them: `python tests/kv_transfer/simulated_faults.py --first 0 --count 100000`.
 """
@@ -36,7 +37,10 @@ def test_every_fault_in_every_state_leaves_nothing_behind_and_nothing_wrong() ->
     # That it is not for want of hand-overs, nor of broken ones.
     assert ends["done"] > COUNT
     assert ends["Fetched"] > COUNT
-    assert min(ends[why] for why in ("LeaseLost", "PeerLost", "TransferTimeout", "TransferError")) > COUNT / 100
+    assert (
+        min(ends[why] for why in ("LeaseLost", "PeerLost", "TransferTimeout", "TransferError"))
+        > COUNT / 100
+    )
 
 
 # Without a rule. Each of them is one line of the product.
@@ -47,7 +51,12 @@ def no_entry_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_exit_fence(patch: pytest.MonkeyPatch) -> None:
-    around(patch, FetchTable, "confirmed", lambda real, *args, held, now: real(*args, held=True, now=now))
+    around(
+        patch,
+        FetchTable,
+        "confirmed",
+        lambda real, *args, held, now: real(*args, held=True, now=now),
+    )
 
 
 def no_quarantine_of_reads(patch: pytest.MonkeyPatch) -> None:
@@ -55,7 +64,9 @@ def no_quarantine_of_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
-    def at_once(real: Callable[..., None], scheduler: Scheduler, request: Request, *kept: int) -> None:
+    def at_once(
+        real: Callable[..., None], scheduler: Scheduler, request: Request, *kept: int
+    ) -> None:
         real(scheduler, request, *kept)
         scheduler.kept.settled(request.request_id)
 
@@ -67,7 +78,9 @@ def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_doubt_about_lost_peers(patch: pytest.MonkeyPatch) -> None:
-    def taken_for_gone(real: Callable[..., None], peers: Peers, peer: PeerKey, how: str, now: float) -> None:
+    def taken_for_gone(
+        real: Callable[..., None], peers: Peers, peer: PeerKey, how: str, now: float
+    ) -> None:
         peers.vanished(peer, now)
         real(peers, peer, how, now)
 
@@ -92,7 +105,11 @@ def no_epochs(patch: pytest.MonkeyPatch) -> None:
     def newest(real: Callable[..., Any], table: LeaseTable, leases: list[LeaseId]) -> Any:
         ours, lost = [], []
         for lease in leases:
-            (ours if lease.request_id in table._held or lease.request_id in table._growing else lost).append(lease)
+            (
+                ours
+                if lease.request_id in table._held or lease.request_id in table._growing
+                else lost
+            ).append(lease)
         return ours, lost
 
     around(patch, LeaseTable, "_split", newest)
@@ -103,7 +120,12 @@ def no_taking_of_places(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_waiting_for_chunks(patch: pytest.MonkeyPatch) -> None:
-    around(patch, EngineProcess, "grow", lambda real, process, request, tokens: real(process, request, 1 << 20))
+    around(
+        patch,
+        EngineProcess,
+        "grow",
+        lambda real, process, request, tokens: real(process, request, 1 << 20),
+    )
 
 
 def no_expiry(patch: pytest.MonkeyPatch) -> None:
@@ -135,13 +157,19 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("mutate", "complaint"), MUTANTS, ids=[mutate.__name__ for mutate, _ in MUTANTS])
+@pytest.mark.parametrize(
+    ("mutate", "complaint"), MUTANTS, ids=[mutate.__name__ for mutate, _ in MUTANTS]
+)
 def test_without_this_rule_a_promise_is_broken(
     mutate: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     # Most are found among the first 300. Some need a moment that one schedule of a thousand has.
-    first = {no_entry_fence: 2000, no_clearing_of_lease_words: 3500, no_proof_of_what_is_kept: 3500}.get(mutate, 0)
+    first = {
+        no_entry_fence: 2000,
+        no_clearing_of_lease_words: 3500,
+        no_proof_of_what_is_kept: 3500,
+    }.get(mutate, 0)
     with pytest.raises(Violation, match=complaint):
         run_many(first, MUTANT_COUNT)
 

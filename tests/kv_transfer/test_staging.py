@@ -1,4 +1,6 @@
-"""Slices of transfers, and copies between the pool and staging: torch's, and the kernel's in Triton's interpreter."""
+"""Slices of transfers, and copies between the pool and staging: torch's, and the kernel's in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ BLOCKS, BLOCK_BYTES = 16, 96
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "row_bytes", "slice_bytes"), [(7, 10, 30), (7, 10, 100), (3, 10, 4), (1, 5, 5), (64, 8, 67)]
+    ("num_blocks", "row_bytes", "slice_bytes"),
+    [(7, 10, 30), (7, 10, 100), (3, 10, 4), (1, 5, 5), (64, 8, 67)],
 )
-def test_slices_cover_every_byte_once_and_in_order(num_blocks: int, row_bytes: int, slice_bytes: int) -> None:
+def test_slices_cover_every_byte_once_and_in_order(
+    num_blocks: int, row_bytes: int, slice_bytes: int
+) -> None:
     slices = cut(num_blocks, row_bytes, slice_bytes)
     assert all(0 < piece.num_bytes <= slice_bytes for piece in slices)
     covered = [
@@ -45,7 +50,9 @@ def kernel(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("slice_bytes", [40, 300])
 @pytest.mark.parametrize(("offset", "row_bytes"), [(0, 96), (32, 32), (80, 16), (95, 1), (8, 24)])
-def test_what_is_gathered_is_scattered(kernel: Any, offset: int, row_bytes: int, slice_bytes: int) -> None:
+def test_what_is_gathered_is_scattered(
+    kernel: Any, offset: int, row_bytes: int, slice_bytes: int
+) -> None:
     pool, expected, region = some_pool()
     there, here = [3, 4, 5, 9, 1], [0, 2, 10, 11, 12]
     part = slice(offset, offset + row_bytes)

@@ -1,4 +1,6 @@
-"""Who may lead a reader where: every change of a signed ticket is seen, and nothing else is followed."""
+"""Who may lead a reader where: every change of a signed ticket is seen, and nothing else is
+followed.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ SIGNED = {
     "remote_host": st.none() | WORDS,
     "remote_port": st.none() | st.integers(0, 65535),
     "tp_size": st.integers(1, 8),
-    "remote_block_ids": st.none() | st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=5), max_size=3),
+    "remote_block_ids": st.none()
+    | st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=5), max_size=3),
     "num_tokens": st.integers(0, 2**63 - 1),
     "growing": st.booleans(),
     "adapter": st.text(max_size=5),
     "adapter_digest": st.text(max_size=5),
 }
 SEAL = {"expires_at", "signature"}
-# What nodes and router write into a ticket on its way. It leads nowhere: they could post it as a prompt as well.
+# What nodes and router write into a ticket on its way. It leads nowhere: they could post it as a
+# prompt as well.
 FREE = {
     "tpot_ms",
     "expected_output",
@@ -78,7 +82,9 @@ def test_any_other_value_in_any_signed_field_breaks_the_signature(
 
 
 @given(one=TICKETS, two=TICKETS)
-def test_a_signature_does_not_fit_another_ticket(one: KvTransferParams, two: KvTransferParams) -> None:
+def test_a_signature_does_not_fit_another_ticket(
+    one: KvTransferParams, two: KvTransferParams
+) -> None:
     seal = signed(one, SECRET, NOW)
     moved = changed(two, expires_at=seal.expires_at, signature=seal.signature)
     assert (refusal(moved, SECRET, NOW) is None) == (one == two)
@@ -86,18 +92,24 @@ def test_a_signature_does_not_fit_another_ticket(one: KvTransferParams, two: KvT
 
 def test_neighbours_cannot_exchange_letters() -> None:
     given_away = signed(changed(TICKET, remote_engine_id="ab", generation="c"), SECRET, NOW)
-    assert refusal(changed(given_away, remote_engine_id="a", generation="bc"), SECRET, NOW) is not None
+    assert (
+        refusal(changed(given_away, remote_engine_id="a", generation="bc"), SECRET, NOW) is not None
+    )
 
 
 def test_what_the_router_adds_on_the_way_changes_nothing() -> None:
     given_away = signed(TICKET, SECRET, NOW)
-    carried = changed(given_away, prompt_token_ids=[1, 2], generated=[3], sent_text=1, seed=9, created=5)
+    carried = changed(
+        given_away, prompt_token_ids=[1, 2], generated=[3], sent_text=1, seed=9, created=5
+    )
     assert refusal(carried, SECRET, NOW) is None
 
 
 @given(signature=st.text(max_size=70))
 def test_no_text_is_a_signature(signature: str) -> None:
-    assert refusal(changed(signed(TICKET, SECRET, NOW), signature=signature), SECRET, NOW) is not None
+    assert (
+        refusal(changed(signed(TICKET, SECRET, NOW), signature=signature), SECRET, NOW) is not None
+    )
 
 
 def test_another_cluster_is_not_the_audience() -> None:
@@ -113,8 +125,12 @@ def test_an_unsigned_ticket_leads_nowhere_in_a_cluster_with_a_secret() -> None:
         assert "not signed" in (refusal(bare, SECRET, NOW) or "")
 
 
-@pytest.mark.parametrize(("later_s", "good"), [(-300, True), (0, True), (LIFE_S - 1, True), (LIFE_S + 2, False)])
-def test_a_ticket_expires_by_the_readers_clock_which_may_be_minutes_off(later_s: float, good: bool) -> None:
+@pytest.mark.parametrize(
+    ("later_s", "good"), [(-300, True), (0, True), (LIFE_S - 1, True), (LIFE_S + 2, False)]
+)
+def test_a_ticket_expires_by_the_readers_clock_which_may_be_minutes_off(
+    later_s: float, good: bool
+) -> None:
     verdict = refusal(signed(TICKET, SECRET, NOW), SECRET, NOW + later_s)
     assert (verdict is None) == good
     assert good or "the ticket expired 2 s ago by this node's clock" in str(verdict)
@@ -134,7 +150,8 @@ def test_without_a_secret_a_ticket_is_plain_and_leads_to_this_machine(host: str)
 
 
 @pytest.mark.parametrize(
-    "host", ["10.0.0.1", "node-1", "0.0.0.0", "::", "127.0.0.1.evil.example", "2130706433", "", None]
+    "host",
+    ["10.0.0.1", "node-1", "0.0.0.0", "::", "127.0.0.1.evil.example", "2130706433", "", None],
 )
 def test_without_a_secret_a_ticket_leads_to_no_other_machine(host: str | None) -> None:
     verdict = refusal(changed(TICKET, remote_host=host), "", NOW)
@@ -144,4 +161,6 @@ def test_without_a_secret_a_ticket_leads_to_no_other_machine(host: str | None) -
 
 def test_a_node_without_a_secret_names_what_it_lacks() -> None:
     ticket = signed(changed(TICKET, remote_host="127.0.0.1"), SECRET, NOW)
-    assert "this node has no cluster_secret to check it; set the same" in (refusal(ticket, "", NOW) or "")
+    assert "this node has no cluster_secret to check it; set the same" in (
+        refusal(ticket, "", NOW) or ""
+    )

@@ -36,7 +36,9 @@ def here(kind: str, tmp_path: Path) -> Iterator[Node | RealNode]:
 
 @pytest.fixture
 def child(kind: str, tmp_path: Path) -> Iterator[PeerProcess]:
-    arguments = [str(tmp_path / "child")] if kind == "shared" else [str(BLOCKS), str(BLOCK_BYTES), "cpu"]
+    arguments = (
+        [str(tmp_path / "child")] if kind == "shared" else [str(BLOCKS), str(BLOCK_BYTES), "cpu"]
+    )
     with peer_process(kind, *arguments) as it:
         yield it
 
@@ -55,11 +57,16 @@ def test_leases_of_a_killed_reader_expire(here: Node | RealNode, child: PeerProc
     here.quiet(CONFIG.lease_s * 1.3)  # both are kept alive
     child.kill()
     killed_at = time.monotonic()
-    assert set(here.wait(2)) == {Released("queued", expired=True), Released("fetching", expired=True)}
+    assert set(here.wait(2)) == {
+        Released("queued", expired=True),
+        Released("fetching", expired=True),
+    }
     assert time.monotonic() - killed_at < CONFIG.lease_s + AT_ONCE_S
 
 
-def test_reader_that_slept_past_its_lease_never_admits(here: Node | RealNode, child: PeerProcess) -> None:
+def test_reader_that_slept_past_its_lease_never_admits(
+    here: Node | RealNode, child: PeerProcess
+) -> None:
     child.ask("gate", False)
     hand_to(child, here, "queued")
     hand_to(child, here, "fetching")
@@ -79,7 +86,9 @@ def test_reader_that_slept_past_its_lease_never_admits(here: Node | RealNode, ch
     assert failed[2].startswith("LeaseLost: ")
 
 
-def test_reader_that_slept_shorter_than_its_lease_goes_on(here: Node | RealNode, child: PeerProcess) -> None:
+def test_reader_that_slept_shorter_than_its_lease_goes_on(
+    here: Node | RealNode, child: PeerProcess
+) -> None:
     child.ask("gate", False)
     hand_to(child, here, "r")
     child.ask("fetch", "r", [1, 2], [3, 4])
@@ -120,7 +129,9 @@ def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
     assert settled == Settled("r")
 
 
-def test_stopped_source_on_this_host_need_not_confirm(here: Node | RealNode, child: PeerProcess) -> None:
+def test_stopped_source_on_this_host_need_not_confirm(
+    here: Node | RealNode, child: PeerProcess
+) -> None:
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
@@ -145,7 +156,9 @@ def test_a_lease_that_ended_is_not_seen_as_held(here: Node | RealNode, child: Pe
     assert settled == Settled("r")
 
 
-def test_no_read_starts_towards_a_source_that_went_silent(here: Node | RealNode, child: PeerProcess) -> None:
+def test_no_read_starts_towards_a_source_that_went_silent(
+    here: Node | RealNode, child: PeerProcess
+) -> None:
     here.desk.watch("r", child.offer("r", [1, 2]))
     assert child.events(1, within_s=CONFIG.lease_s * 1.3) == []  # watched: renewed
     child.stop()

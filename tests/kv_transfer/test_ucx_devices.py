@@ -1,4 +1,6 @@
-"""Which network devices UCX may use: over folders as the kernel has them, and over this machine's own addresses."""
+"""Which network devices UCX may use: over folders as the kernel has them, and over this machine's
+own addresses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ KNOWN = [
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """eth0 has no RDMA device, eth1 one of one port, ib0 one of two ports and another, bond0 is of two interfaces."""
+    """eth0 has no RDMA device, eth1 one of one port, ib0 one of two ports and another, bond0 is of
+    two interfaces.
+    """
     for interface, devices in {
         "eth0": (),
         "eth1": ("mlx5_1",),
@@ -36,7 +40,13 @@ def sysfs(tmp_path: Path) -> Path:
         (tmp_path / "class/net" / interface).mkdir(parents=True)
         for device in devices:
             (tmp_path / "class/net" / interface / "device/infiniband" / device).mkdir(parents=True)
-    for device, ports in {"mlx5_1": 1, "mlx4_0": 2, "mlx5_2": 1, "mlx5_bond_0": 1, "mlx5_9": 1}.items():
+    for device, ports in {
+        "mlx5_1": 1,
+        "mlx4_0": 2,
+        "mlx5_2": 1,
+        "mlx5_bond_0": 1,
+        "mlx5_9": 1,
+    }.items():
         for port in range(1, ports + 1):
             (tmp_path / "class/infiniband" / device / "ports" / str(port)).mkdir(parents=True)
     for lower in ("eth2", "eth3"):
@@ -61,12 +71,16 @@ def sysfs(tmp_path: Path) -> Path:
         ("::", None),
     ],
 )
-def test_the_interface_of_the_address_and_its_rdma_devices_and_no_other(sysfs: Path, address, devices) -> None:
+def test_the_interface_of_the_address_and_its_rdma_devices_and_no_other(
+    sysfs: Path, address, devices
+) -> None:
     assert net_devices_of(address, KNOWN, sysfs) == devices
 
 
 def test_an_address_of_no_interface_is_refused_and_not_taken_for_all(sysfs: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no network interface of this machine has kv_host's address 10\.9\.9\.9"):
+    with pytest.raises(
+        ConfigError, match=r"no network interface of this machine has kv_host's address 10\.9\.9\.9"
+    ):
         net_devices_of("10.9.9.9", KNOWN, sysfs)
 
 

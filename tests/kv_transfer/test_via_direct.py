@@ -1,4 +1,6 @@
-"""The direct plane's own: what is refused and why, reads in slices, and what is left when a process is killed."""
+"""The direct plane's own: what is refused and why, reads in slices, and what is left when a process
+is killed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Pool:
     """A pool and the plane over it, without desk and thread."""
 
     def __init__(self, num_blocks: int = SMALL, block_bytes: int = SMALL_BYTES) -> None:
-        self.blocks = zeros(num_blocks * block_bytes, torch.device("cpu")).view(num_blocks, block_bytes)
+        self.blocks = zeros(num_blocks * block_bytes, torch.device("cpu")).view(
+            num_blocks, block_bytes
+        )
         self.region = PoolRegion(self.blocks.data_ptr(), num_blocks, block_bytes, "cpu")
         self.plane = DirectPlane(self.region)
         self.metadata = self.plane.open()
@@ -43,7 +47,9 @@ class Pool:
     def welcome(self, generation: str = "g", **changed: object) -> Source:
         """What a peer is told; `changed` fields of the metadata or of the region."""
         metadata = msgspec.msgpack.decode(self.metadata, type=Metadata)
-        known = {name: changed.pop(name) for name in list(changed) if name in metadata.__struct_fields__}
+        known = {
+            name: changed.pop(name) for name in list(changed) if name in metadata.__struct_fields__
+        }
         metadata = msgspec.structs.replace(metadata, **known)
         region = dataclasses.replace(self.region, **changed)  # type: ignore[arg-type]
         return Source("peer", generation, region, msgspec.msgpack.encode(metadata))
@@ -74,7 +80,8 @@ def finish(plane: DirectPlane, handle: object) -> int:
     raise AssertionError("the read does not end")
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_runs_cover_every_pair_once_in_order() -> None:
@@ -82,7 +89,11 @@ def test_runs_cover_every_pair_once_in_order() -> None:
     for _ in range(200):
         remote, local = ([rng.randrange(6) for _ in range(rng.randrange(9))] for _ in range(2))
         local = (local + [0] * 9)[: len(remote)]
-        got = [(there + i, here + i) for there, here, count in runs(remote, local) for i in range(count)]
+        got = [
+            (there + i, here + i)
+            for there, here, count in runs(remote, local)
+            for i in range(count)
+        ]
         assert got == list(zip(remote, local, strict=True))
     assert list(runs([3, 4, 5, 7], [0, 1, 2, 3])) == [(3, 0, 3), (7, 3, 1)]
 
@@ -124,7 +135,9 @@ def test_a_peer_that_is_dropped_or_added_twice(here: Pool, there: Pool) -> None:
 @pytest.mark.parametrize("remote", [[-1], [SMALL], [0, 1 << 40]])
 def test_blocks_outside_either_pool_are_refused(here: Pool, there: Pool, remote: list[int]) -> None:
     here.plane.add_peer(there.welcome())
-    with pytest.raises(TransferError, match=f"remote blocks .* reach outside a pool of {SMALL} blocks"):
+    with pytest.raises(
+        TransferError, match=f"remote blocks .* reach outside a pool of {SMALL} blocks"
+    ):
         here.plane.post_read("g", remote, [1] * len(remote))
     with pytest.raises(TransferError, match="local blocks"):
         here.plane.post_read("g", [1] * len(remote), remote)
@@ -132,16 +145,21 @@ def test_blocks_outside_either_pool_are_refused(here: Pool, there: Pool, remote:
 
 def mapped_read_only() -> int:
     """Pools that this process has mapped as a reader."""
-    return len(re.findall(r"^\S+ r--s .*kvrelay-pool", Path("/proc/self/maps").read_text(), re.MULTILINE))
+    return len(
+        re.findall(r"^\S+ r--s .*kvrelay-pool", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    )
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused
+# ----------------------------------------------------------------------------------------------
 
 
 def test_another_host_another_kind_and_another_language(here: Pool, there: Pool) -> None:
     with pytest.raises(TransferError, match="needs one host, and peer runs on another one"):
         here.plane.add_peer(there.welcome(boot_id="another"))
-    with pytest.raises(TransferError, match=r"both KV pools on CPUs or both on GPUs: ours is on cpu, .* on cuda:1"):
+    with pytest.raises(
+        TransferError, match=r"both KV pools on CPUs or both on GPUs: ours is on cpu, .* on cuda:1"
+    ):
         here.plane.add_peer(there.welcome(place=GpuPiece(1, bytes(64), "GPU-1"), device="cuda:1"))
     for metadata in (b"", b"nixl's own \xff", msgspec.msgpack.encode({"boot_id": 3})):
         with pytest.raises(TransferError, match="speaks another language"):
@@ -150,17 +168,23 @@ def test_another_host_another_kind_and_another_language(here: Pool, there: Pool)
 
 def test_another_pid_namespace(here: Pool, there: Pool) -> None:
     place = msgspec.structs.replace(there.place(), pid_namespace=1)
-    with pytest.raises(TransferError, match="needs one PID namespace, and peer runs in another one"):
+    with pytest.raises(
+        TransferError, match="needs one PID namespace, and peer runs in another one"
+    ):
         here.plane.add_peer(there.welcome(place=place))
 
 
 def test_a_process_or_file_that_is_not_there(here: Pool, there: Pool) -> None:
     for changed in ({"pid": 1 << 30}, {"pid": -1}, {"file": 9999}):
         with pytest.raises(TransferError, match="peer has ended"):
-            here.plane.add_peer(there.welcome(place=msgspec.structs.replace(there.place(), **changed)))
+            here.plane.add_peer(
+                there.welcome(place=msgspec.structs.replace(there.place(), **changed))
+            )
 
 
-def test_a_process_of_another_user(here: Pool, there: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user(
+    here: Pool, there: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(*_: object) -> int:
         raise PermissionError("no")
 
@@ -196,7 +220,9 @@ def test_files_that_could_fault_or_block(here: Pool, there: Pool, tmp_path: Path
     try:
         for file in (reading, on_disk, unsealed, folder):
             with pytest.raises(TransferError, match=r"is not sealed memory of \d+ bytes"):
-                here.plane.add_peer(there.welcome(place=msgspec.structs.replace(there.place(), file=file)))
+                here.plane.add_peer(
+                    there.welcome(place=msgspec.structs.replace(there.place(), file=file))
+                )
     finally:
         for file in (reading, writing, on_disk, unsealed, folder):
             os.close(file)
@@ -206,10 +232,13 @@ def test_a_pool_that_is_not_shared_is_a_config_error() -> None:
     private = torch.zeros(SMALL * SMALL_BYTES, dtype=torch.uint8)
     region = PoolRegion(private.data_ptr(), SMALL, SMALL_BYTES, "cpu")
     with pytest.raises(ConfigError, match="memory that peers can map"):
-        open_connector("x", FINGERPRINT, region, replace(CONFIG, kv_connector="direct"), lambda: None)
+        open_connector(
+            "x", FINGERPRINT, region, replace(CONFIG, kv_connector="direct"), lambda: None
+        )
 
 
-# --- two processes ------------------------------------------------------------------------------------------------
+# --- two processes
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -219,7 +248,9 @@ def reader() -> Iterator[RealNode]:
     it.desk.close()
 
 
-def test_source_killed_in_the_middle_of_a_read(reader: RealNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_killed_in_the_middle_of_a_read(
+    reader: RealNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is mapped stays: the read ends, its blocks are settled, nothing of the source is left."""
     monkeypatch.setattr(mapped_host, "SLICE_S", 0.0)
     monkeypatch.setattr(mapped_host, "STEP_BYTES", BLOCK_BYTES)
@@ -287,12 +318,15 @@ def test_restarted_source_is_refused() -> None:
             reader.desk.close()
 
 
-# --- on GPUs ------------------------------------------------------------------------------------------------------
+# --- on GPUs
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gpu_reader() -> Iterator[RealNode]:
-    it = RealNode("reader", "direct", device="cuda:0", config=TransferConfig(lease_s=3.0, heartbeat_s=0.5))
+    it = RealNode(
+        "reader", "direct", device="cuda:0", config=TransferConfig(lease_s=3.0, heartbeat_s=0.5)
+    )
     yield it
     it.desk.close()
 
@@ -342,14 +376,21 @@ def test_gpu_source_that_cuda_hides_from_the_reader(gpu_reader: RealNode) -> Non
         assert [event[:2] for event in source.events(1, within_s=10.0)] == [["Released", "r"]]
         # The other way round the peer's GPU 0 is one that this process does not see.
         gpu_reader.fill()
-        source.ask("watch", "back", msgspec.to_builtins(gpu_reader.desk.offer("back", [7], 1)), timeout_s=60.0)
+        source.ask(
+            "watch",
+            "back",
+            msgspec.to_builtins(gpu_reader.desk.offer("back", [7], 1)),
+            timeout_s=60.0,
+        )
         source.ask("fetch", "back", [7], [1])
         assert [event[:2] for event in source.events(1, within_s=30.0)] == [["Fetched", "back"]]
 
 
 @pytest.mark.gpu
 def test_gpu_source_killed_during_and_before_a_read(gpu_reader: RealNode) -> None:
-    """Mapped memory outlives its process: no CUDA error, the blocks are settled, the next peer works."""
+    """Mapped memory outlives its process: no CUDA error, the blocks are settled, the next peer
+    works.
+    """
     with peer_process("direct", str(BLOCKS), str(BLOCK_BYTES), "cuda:0") as source:
         fetch_all(gpu_reader, source, "warm")
         gpu_reader.wait(1, within_s=30.0)
@@ -376,9 +417,15 @@ def test_gpu_handle_that_leads_elsewhere_is_refused_and_harms_nothing(gpu_reader
     plane = DirectPlane(gpu_reader.region)
     metadata = msgspec.msgpack.decode(plane.open(), type=Metadata)
     assert isinstance(metadata.place, GpuPiece)
-    for handle in (b"", bytes(64), metadata.place.handle):  # the last: CUDA does not open what is our own
+    for handle in (
+        b"",
+        bytes(64),
+        metadata.place.handle,
+    ):  # the last: CUDA does not open what is our own
         place = msgspec.structs.replace(metadata.place, handle=handle)
-        changed = msgspec.msgpack.encode(msgspec.structs.replace(metadata, place=place, nonce=bytes(32)))
+        changed = msgspec.msgpack.encode(
+            msgspec.structs.replace(metadata, place=place, nonce=bytes(32))
+        )
         with pytest.raises(TransferError):
             plane.add_peer(Source("peer", "g", gpu_reader.region, changed))
     plane.close()

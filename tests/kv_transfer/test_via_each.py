@@ -1,4 +1,6 @@
-"""What every connector must do, with real bytes: in one process, and between two of which one is stopped or killed."""
+"""What every connector must do, with real bytes: in one process, and between two of which one is
+stopped or killed.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ def node(kind: str) -> Iterator[RealNode]:
     it.desk.close()
 
 
-def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(node: RealNode, kind: str) -> None:
+def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(
+    node: RealNode, kind: str
+) -> None:
     source = RealNode("source", kind)
     try:
         generator = torch.Generator().manual_seed(0)
-        source.pool[:] = torch.randint(0, 256, source.pool.shape, dtype=torch.uint8, generator=generator)
+        source.pool[:] = torch.randint(
+            0, 256, source.pool.shape, dtype=torch.uint8, generator=generator
+        )
         for count in (1, 7, 40):
             remote, local = (torch.randperm(BLOCKS, generator=generator)[:count] for _ in range(2))
             expected = node.pool.clone()
@@ -60,7 +66,8 @@ def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(node: RealNo
         source.wait(1)
         cpu = time.process_time()
         source.woken.wait(0.5)
-        # Two connectors of which one still expects its peer, 0.5 s: progress threads of their own would take 1 s.
+        # Two connectors of which one still expects its peer, 0.5 s: progress threads of their own
+        # would take 1 s.
         assert time.process_time() - cpu < 0.2
     finally:
         before = time.monotonic()
@@ -69,7 +76,9 @@ def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(node: RealNo
 
 
 def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP a READ needs the source's help: stopping it holds the transfer in flight. A direct one needs none."""
+    """Over TCP a READ needs the source's help: stopping it holds the transfer in flight. A direct
+    one needs none.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp")
     of_another_host(monkeypatch)
     reader = RealNode("reader", kind)
@@ -84,7 +93,8 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
             assert torch.equal(reader.pool, content[:, None].expand(BLOCKS, BLOCK_BYTES))
             assert source.events(1, within_s=AT_ONCE_S) == [["Released", "first", False]]
 
-            # Stopped: nothing fails before the deadline, nothing is settled before the bytes have come after all.
+            # Stopped: nothing fails before the deadline, nothing is settled before the bytes have
+            # come after all.
             reader.pool[:] = 0
             stop_mid_fetch(reader, source, "second")
             events = reader.wait(1 if kind == "nixl" else 2)
@@ -115,11 +125,18 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
 def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The bytes of an abandoned READ come after all. The block pool has given nobody the blocks that they land in."""
+    """The bytes of an abandoned READ come after all. The block pool has given nobody the blocks
+    that they land in.
+    """
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     scheduler = Scheduler(
-        BlockPool(BLOCKS), block_size=16, max_num_batched_tokens=16, max_num_seqs=1, max_model_len=16, eos_token_ids=()
+        BlockPool(BLOCKS),
+        block_size=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        max_model_len=16,
+        eos_token_ids=(),
     )
     reader = RealNode("reader", "nixl")
     try:

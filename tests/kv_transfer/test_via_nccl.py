@@ -92,10 +92,14 @@ def test_many_transfers_two_readers_and_both_directions_at_once() -> None:
         mine, theirs = list(range(0, blocks, 2)), list(range(1, blocks, 2))
         for child in (one, two):
             child.meet(here.welcome)
-        # Both children read our even blocks into their odd ones, while we read the first child's even ones many times.
+        # Both children read our even blocks into their odd ones, while we read the first child's
+        # even ones many times.
         for child in (one, two):
             child.tell("read", here.generation, mine, theirs)
-        handles = [here.plane.post_read(generation, mine[k : k + 4], theirs[k : k + 4]) for k in range(0, 32, 4)]
+        handles = [
+            here.plane.post_read(generation, mine[k : k + 4], theirs[k : k + 4])
+            for k in range(0, 32, 4)
+        ]
         assert all(here.ended(handle) for handle in handles)
         assert one.answer() is True
         assert two.answer() is True
@@ -106,8 +110,14 @@ def test_many_transfers_two_readers_and_both_directions_at_once() -> None:
 def test_blocks_outside_either_pool_are_refused_before_anything_starts() -> None:
     with plane_node(*SMALL) as source, plane_node(*SMALL) as reader:
         reader.plane.add_peer(source.welcome)
-        for remote, local, whose in (([64], [0], "remote"), ([-1], [0], "remote"), ([0], [64], "local")):
-            with pytest.raises(TransferError, match=rf"{whose} blocks .* reach outside a pool of 64 blocks"):
+        for remote, local, whose in (
+            ([64], [0], "remote"),
+            ([-1], [0], "remote"),
+            ([0], [64], "local"),
+        ):
+            with pytest.raises(
+                TransferError, match=rf"{whose} blocks .* reach outside a pool of 64 blocks"
+            ):
                 reader.plane.post_read(source.generation, remote, local)
         with pytest.raises(TransferError, match="too many to ask for at once"):
             reader.plane.post_read(source.generation, [63] * 2_000_000, [0])
@@ -168,14 +178,21 @@ def test_whoever_has_not_been_welcomed_gets_no_answer() -> None:
             assert isinstance(answer(peer), Part)
 
 
-def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobody_else_does() -> None:
+def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobody_else_does() -> (
+    None
+):
     with peer_plane(*SMALL) as reader, plane_node(*SMALL) as source:
         source.fill(2)
         reader.meet(source.welcome)
         assert reader.ask("read", source.generation, [1, 2], [3, 4]) is True
         address = msgspec.msgpack.decode(source.metadata, type=Address)
-        with dialled(address, address.key) as hostile, socket.create_server(("127.0.0.1", 0)) as silent:
-            facts = msgspec.msgpack.encode(Invitation("127.0.0.1", silent.getsockname()[1], bytes(32)))
+        with (
+            dialled(address, address.key) as hostile,
+            socket.create_server(("127.0.0.1", 0)) as silent,
+        ):
+            facts = msgspec.msgpack.encode(
+                Invitation("127.0.0.1", silent.getsockname()[1], bytes(32))
+            )
             hostile.send(b"\x00rubbish")
             hostile.send_multipart([b"two", b"frames"])
             for blocks in ([64], [-1], [1 << 40], []):
@@ -328,7 +345,11 @@ def test_close_in_the_middle_returns_soon_and_never_touches_the_pool_again() -> 
         until(lambda: source.ask("used") == 0)
         assert torch.equal(landed, reader.pool)
         assert source.ask("close") == []
-        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
+        until(
+            lambda: (
+                not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
+            )
+        )
 
 
 def test_dropped_peer_is_forgotten() -> None:
@@ -376,9 +397,14 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room() -> None:
 
 
 def test_a_pair_that_finds_no_room_says_so() -> None:
-    with plane_node(*SMALL) as source, plane_node(*SMALL, memory_cap_bytes=1000, meet_s=0.2) as reader:
+    with (
+        plane_node(*SMALL) as source,
+        plane_node(*SMALL, memory_cap_bytes=1000, meet_s=0.2) as reader,
+    ):
         reader.plane.add_peer(source.welcome)
-        with pytest.raises(PeerLost, match="no room for another pair of 90000 bytes: pairs in use hold 0 of 1000"):
+        with pytest.raises(
+            PeerLost, match="no room for another pair of 90000 bytes: pairs in use hold 0 of 1000"
+        ):
             reader.ended(reader.plane.post_read(source.generation, [1], [2]))
 
 
@@ -393,7 +419,9 @@ class Node(Woken):
         super().__init__()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")
         config = TransferConfig(kv_connector="nccl", lease_s=3.0, heartbeat_s=0.5)
-        self.connector = self.watching = open_connector(name, FINGERPRINT, region, config, self.woken.set)
+        self.connector = self.watching = open_connector(
+            name, FINGERPRINT, region, config, self.woken.set
+        )
 
 
 def test_connectors_hand_over_and_cost_no_cpu_when_idle() -> None:
@@ -436,7 +464,10 @@ def two_gpus() -> None:
     "sizes", [SMALL, LARGE, (256, 65_536, 1 << 20), BIG], ids=["odd", "odd large", "index", "runs"]
 )
 def test_gpu_scattered_blocks_are_equal(sizes: tuple[int, int, int]) -> None:
-    with peer_plane(*sizes, device="cuda:1") as source, plane_node(*sizes, device="cuda:0") as reader:
+    with (
+        peer_plane(*sizes, device="cuda:1") as source,
+        plane_node(*sizes, device="cuda:0") as reader,
+    ):
         generation = meet(reader, source)
         for seed, count in enumerate((1, 7, 20)):
             remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
@@ -449,7 +480,10 @@ def test_gpu_scattered_blocks_are_equal(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("fault", ["stop", "kill"])
 def test_gpu_source_lost_in_the_middle_changes_nothing_and_ends_alone(fault: str) -> None:
     sizes = (96, 8 << 20, 1 << 20)
-    with peer_plane(*sizes, device="cuda:1") as source, plane_node(*sizes, device="cuda:0") as reader:
+    with (
+        peer_plane(*sizes, device="cuda:1") as source,
+        plane_node(*sizes, device="cuda:0") as reader,
+    ):
         generation = meet(reader, source)
         everything = list(range(sizes[0]))
         assert reader.ended(reader.plane.post_read(generation, [0], [0]), 60.0)

@@ -1,5 +1,6 @@
-"""NIXL's own: what is said when it is not installed, and when a READ is over. What it shares with others is in
-test_via_each.py."""
+"""NIXL's own: what is said when it is not installed, and when a READ is over. What it shares with
+others is in test_via_each.py.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_a_connection_of_ucx_that_breaks_between_two_living_nodes_is_made_anew(
         reader.desk.close()
 
 
-def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     reader = RealNode("reader", "nixl", config=PATIENT)
@@ -120,12 +123,16 @@ def desk_connections(ticket: KvTransferParams) -> set[int]:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> PoolRegion:
-    """A pool; and UCX takes the devices of kv_host, whatever nodes of other tests have left in the environment."""
+    """A pool; and UCX takes the devices of kv_host, whatever nodes of other tests have left in the
+    environment.
+    """
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_NET_DEVICES", "")
     monkeypatch.delenv("UCX_NET_DEVICES")
     memory = zeros(4 * BLOCK_BYTES, torch.device("cpu"))
-    monkeypatch.setattr(sys.modules[__name__], "_POOL", memory, raising=False)  # must outlive the plane
+    monkeypatch.setattr(
+        sys.modules[__name__], "_POOL", memory, raising=False
+    )  # must outlive the plane
     return PoolRegion(memory.data_ptr(), 4, BLOCK_BYTES, "cpu")
 
 
@@ -140,7 +147,9 @@ def other_addresses() -> list[str]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", *other_addresses()])
-def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_opened(pool: PoolRegion, host: str) -> None:
+def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_opened(
+    pool: PoolRegion, host: str
+) -> None:
     interfaces = {each: name for name, each in addresses_here()}
     plane, before = NixlPlane("sockets", pool, host), own_ports()
     plane.prepare()

@@ -37,7 +37,9 @@ class Woken:
             assert not (events := self.watching.events()), events
 
     def renewed(self, name: str, within_s: float = 10.0) -> None:
-        """Wait until the source of a watched request has said that it holds the KV: from then on it may be read."""
+        """Wait until the source of a watched request has said that it holds the KV: from then on it
+        may be read.
+        """
         fetch = self.watching._fetches._fetches[name]  # type: ignore[attr-defined]
         until = time.monotonic() + within_s
         while fetch.held_until < time.monotonic():

@@ -1,4 +1,6 @@
-"""A stand-in for nodes and router: /health, /v1/models and one streamed answer. Usage: stand_in_server.py PORT."""
+"""A stand-in for nodes and router: /health, /v1/models and one streamed answer. Usage:
+stand_in_server.py PORT.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,21 @@ class StandIn(BaseHTTPRequestHandler):
         if question == "refuse":
             self._send(b'{"error": {"message": "not today"}}', "application/json", 429)
             return
-        events = [{"choices": [{"delta": {"content": word}}]} for word in (*WORDS, f" ({len(body['messages'])})")]
+        events = [
+            {"choices": [{"delta": {"content": word}}]}
+            for word in (*WORDS, f" ({len(body['messages'])})")
+        ]
         if question == "think":
-            events = [{"choices": [{"delta": {"reasoning": word}}]} for word in ("Let me", " see.")] + events
+            events = [
+                {"choices": [{"delta": {"reasoning": word}}]} for word in ("Let me", " see.")
+            ] + events
         if question == "break":
             events = [*events[:1], {"error": {"message": "node lost"}}]
         events.append({"choices": [], "usage": {"completion_tokens": 7}})
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-        self._send("".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+        self._send(
+            "".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"]).encode(), "text/event-stream"
+        )
 
     def _send(self, body: bytes, kind: str, status: int = 200) -> None:
         self.send_response(status)

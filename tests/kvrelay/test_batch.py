@@ -1,4 +1,6 @@
-"""`kvrelay batch`: files in OpenAI's format, what is wrong with them, retries, and a second run that goes on."""
+"""`kvrelay batch`: files in OpenAI's format, what is wrong with them, retries, and a second run
+that goes on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from wire.errors import ConfigError, KvrelayError
 
 def line(custom_id: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": custom_id}]}
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body} | fields
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": body,
+    } | fields
 
 
 def write(path: Path, values: Iterable[Any]) -> Path:
@@ -82,7 +89,9 @@ def test_a_second_run_asks_only_for_what_was_not_answered_well(tmp_path: Path) -
     assert run_batch(source, target, asking(b_is_wrong), 1, quiet()) == 1
     assert answers(target)["b"]["response"]["status_code"] == 400
     kept = target.read_text().splitlines()
-    target.write_text("\n".join(kept[:2]) + '\n{"id": "batch_req_torn", "custom')  # killed while it wrote the last one
+    target.write_text(
+        "\n".join(kept[:2]) + '\n{"id": "batch_req_torn", "custom'
+    )  # killed while it wrote the last one
     asked_again: list[str] = []
 
     async def again(asked: BatchLine) -> Answered:
@@ -91,9 +100,9 @@ def test_a_second_run_asks_only_for_what_was_not_answered_well(tmp_path: Path) -
 
     assert run_batch(source, target, asking(again), 1, quiet()) == 0
     assert asked_again == ["b", "c"]
-    assert {name: told["response"]["status_code"] for name, told in answers(target).items()} == dict.fromkeys(
-        "abc", 200
-    )
+    assert {
+        name: told["response"]["status_code"] for name, told in answers(target).items()
+    } == dict.fromkeys("abc", 200)
     assert run_batch(source, target, asking(again), 1, quiet()) == 0
     assert asked_again == ["b", "c"]
 
@@ -115,7 +124,10 @@ def test_a_server_without_room_is_asked_again_and_a_silent_one_is_an_error(
     assert tries == {"a": 3, "b": batch.TRIES}
     told = answers(target)
     assert told["a"]["response"]["status_code"] == 200
-    assert (told["b"]["response"], told["b"]["error"]) == (None, {"code": "no_answer", "message": "nobody is there"})
+    assert (told["b"]["response"], told["b"]["error"]) == (
+        None,
+        {"code": "no_answer", "message": "nobody is there"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +141,9 @@ def test_a_server_without_room_is_asked_again_and_a_silent_one_is_an_error(
         ("text", "Expected"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, wrong: Any, word: str) -> None:
+def test_what_is_wrong_with_a_file_is_said_with_its_line(
+    tmp_path: Path, wrong: Any, word: str
+) -> None:
     source = write(tmp_path / "in", [line("ok"), wrong])
     with pytest.raises(ConfigError) as why:
         read_batch(source)
@@ -175,8 +189,13 @@ async def test_a_running_server_is_asked_over_http() -> None:
             await ask(BatchLine(**line("hi")))
 
 
-def test_a_url_and_an_engine_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_and_an_engine_exclude_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = str(write(tmp_path / "in", [line("a")]))
-    assert run(["batch", source, str(tmp_path / "out"), "--url", "http://127.0.0.1:9", "--model", "x"]) == 2
+    assert (
+        run(["batch", source, str(tmp_path / "out"), "--url", "http://127.0.0.1:9", "--model", "x"])
+        == 2
+    )
     assert "--model" in capsys.readouterr().err
     assert run(["batch", str(tmp_path / "none"), str(tmp_path / "out")]) == 2

@@ -30,7 +30,9 @@ TINY = {
 
 def gpus(*totals: int, free: float = 1.0) -> Host:
     """A machine with GPUs of so many GiB and much memory."""
-    found = tuple(Gpu(str(index), size * GIB, int(size * free * GIB)) for index, size in enumerate(totals))
+    found = tuple(
+        Gpu(str(index), size * GIB, int(size * free * GIB)) for index, size in enumerate(totals)
+    )
     return Host(found, [Memory("this machine", 512 * GIB, 500 * GIB)])
 
 
@@ -49,10 +51,22 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
     ("serve", {}, gpus(80), None, ""),
     ("serve", {"device": "cpu"}, gpus(80), None, ""),
     ("serve", {"override_generation_config": {"temperature": 0.5}}, gpus(80), None, ""),
-    ("serve", {"device": "cuda"}, cpu(64, 64), ConfigError, "device cuda was asked for, but torch can use no GPU here"),
+    (
+        "serve",
+        {"device": "cuda"},
+        cpu(64, 64),
+        ConfigError,
+        "device cuda was asked for, but torch can use no GPU here",
+    ),
     ("serve", {"device": "cuda"}, Host((), []), None, ""),  # nobody says which there are
     ("serve", {}, Host((Gpu("MIG-1"),), []), None, ""),
-    ("serve", {}, gpus(16), ConfigError, "needs at least 15.97 GiB of its GPU (14.96 GiB of weights, 0.02 GiB of KV"),
+    (
+        "serve",
+        {},
+        gpus(16),
+        ConfigError,
+        "needs at least 15.97 GiB of its GPU (14.96 GiB of weights, 0.02 GiB of KV",
+    ),
     ("serve", {"quantization": "fp8"}, gpus(16), None, ""),
     (
         "serve",
@@ -63,9 +77,21 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
     ),
     ("serve", {"max_model_len": 131_072}, gpus(24), ConfigError, "16.01 GiB of KV pool"),
     ("serve", {"max_model_len": 131_072}, gpus(80), None, ""),
-    ("serve", {}, gpus(80, free=0.5), NotNow, "gives 72.00 GiB of GPU 0 to nodes, and only 40.00 GiB of its 80.00 GiB"),
+    (
+        "serve",
+        {},
+        gpus(80, free=0.5),
+        NotNow,
+        "gives 72.00 GiB of GPU 0 to nodes, and only 40.00 GiB of its 80.00 GiB",
+    ),
     ("serve", {"tensor_parallel_size": 2}, gpus(16, 16), None, ""),
-    ("serve", {"tensor_parallel_size": 2}, gpus(80), ConfigError, "tensor_parallel_size 2 needs 2 GPUs for each node"),
+    (
+        "serve",
+        {"tensor_parallel_size": 2},
+        gpus(80),
+        ConfigError,
+        "tensor_parallel_size 2 needs 2 GPUs for each node",
+    ),
     ("up", {}, gpus(80), None, ""),
     (
         "up",
@@ -97,9 +123,21 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
         ConfigError,
         "2 nodes together need at least 31.92 GiB",
     ),
-    ("up", {"device": "cpu", "dtype": "bfloat16"}, cpu(40, 31), NotNow, "this machine's 40.00 GiB only 31.00 GiB are"),
+    (
+        "up",
+        {"device": "cpu", "dtype": "bfloat16"},
+        cpu(40, 31),
+        NotNow,
+        "this machine's 40.00 GiB only 31.00 GiB are",
+    ),
     ("serve", {"device": "cpu", "tensor_parallel_size": 2}, cpu(34, 34), None, ""),
-    ("serve", {"device": "cpu", "tensor_parallel_size": 8}, cpu(32, 32), ConfigError, "8.00 GiB of KV pool)"),
+    (
+        "serve",
+        {"device": "cpu", "tensor_parallel_size": 8},
+        cpu(32, 32),
+        ConfigError,
+        "8.00 GiB of KV pool)",
+    ),
     ("rank", {"device": "cpu", "kv_cache_memory_bytes": 20 * GIB}, cpu(64, 64), None, ""),
     (
         "rank",
@@ -124,7 +162,10 @@ def test_what_a_machine_cannot_hold_is_refused_with_the_figures(
     config: Any
     if command == "rank":
         two = replace(
-            engine, tensor_parallel_size=2, tensor_parallel_size_local=1, tensor_parallel_address="127.0.0.1:5000"
+            engine,
+            tensor_parallel_size=2,
+            tensor_parallel_size_local=1,
+            tensor_parallel_address="127.0.0.1:5000",
         )
         config = RanksConfig(two)
     else:
@@ -143,11 +184,15 @@ def test_the_class_llm_is_checked_too(tmp_path: Path, monkeypatch: pytest.Monkey
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(before_start, "host", lambda: cpu(16, 16))
-    with pytest.raises(ConfigError, match=r"needs at least 2048.00 GiB .* this machine has 16.00 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"needs at least 2048.00 GiB .* this machine has 16.00 GiB"
+    ):
         LLM(str(tmp_path), load_format="dummy", kv_cache_memory_bytes="2T")
 
 
-def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_nobody_may_look_into_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "config.json")
 
@@ -163,7 +208,9 @@ ROWS = "0, GPU-aaaa, 1024, 80000\n1, GPU-bbbb, 0, 81024\n"
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a driver, a CUDA build of torch and a stand-in for nvidia-smi, which prints a file."""
+    """A machine with a driver, a CUDA build of torch and a stand-in for nvidia-smi, which prints a
+    file.
+    """
     rows = tmp_path / "rows"
     rows.write_text(ROWS)
     script = tmp_path / "nvidia-smi"
@@ -192,7 +239,10 @@ A, B = Gpu("0", 81024 << 20, 80000 << 20), Gpu("1", 81024 << 20, 81024 << 20)
     ],
 )
 def test_the_gpus_are_those_that_are_visible(
-    visible: str | None, found: tuple[Gpu, ...] | None, driver: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None,
+    found: tuple[Gpu, ...] | None,
+    driver: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -215,7 +265,9 @@ def test_an_nvidia_smi_that_does_not_say_hides_no_gpu(rows: str, driver: Path) -
     assert gpus_here() is not None
 
 
-def test_without_a_driver_or_a_cuda_build_of_torch_there_is_none(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_or_a_cuda_build_of_torch_there_is_none(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "cuda_of_torch", lambda: None)
     assert gpus_here() is None
     monkeypatch.setattr(machine, "cuda_of_torch", lambda: "13.0")

@@ -47,9 +47,23 @@ SHORT = ("--lengths", "16:4", "--duration-s", "1", "--warm-up-s", "0.2", "--proc
 
 
 def test_rates_become_a_result_and_a_page(
-    server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Double,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    typed = ["bench", "--url", server.url, "--api-key", "secret", *SHORT, "--rate", "10,20", "--gpus", "2"]
+    typed = [
+        "bench",
+        "--url",
+        server.url,
+        "--api-key",
+        "secret",
+        *SHORT,
+        "--rate",
+        "10,20",
+        "--gpus",
+        "2",
+    ]
     monkeypatch.setattr(sys, "argv", ["kvrelay", *typed])
     path = tmp_path / "ours.json"
     assert run([*typed, "--output", str(path), "--ttft-ms", "3000", "--tpot-ms", "500"]) == 0
@@ -60,7 +74,11 @@ def test_rates_become_a_result_and_a_page(
         assert one.measures.failures == {}
         assert one.measures.attainment == 1.0
         assert one.measures.requests == len(one.rows) > 3
-        assert (one.measures.prompt_tokens, one.measures.output_tokens, one.measures.usage) == (16, 4, True)
+        assert (one.measures.prompt_tokens, one.measures.output_tokens, one.measures.usage) == (
+            16,
+            4,
+            True,
+        )
     assert "secret" not in path.read_text()
     assert "--api-key '***'" in result.made.command
     assert result.made.versions["kvrelay"]
@@ -96,12 +114,29 @@ def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_pat
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
-@pytest.mark.parametrize(("how", "clients"), [((), 1), (("--concurrency", "2"), 2), (("--rate", "20"), 0)])
+@pytest.mark.parametrize(
+    ("how", "clients"), [((), 1), (("--concurrency", "2"), 2), (("--rate", "20"), 0)]
+)
 def test_three_requests_are_measured_when_three_are_asked_for(
     how: tuple[str, ...], clients: int, server: Double, tmp_path: Path
 ) -> None:
     path = tmp_path / "three.json"
-    assert run(["bench", "--url", server.url, "--lengths=16:4", *how, "--requests", "3", "--output", str(path)]) == 0
+    assert (
+        run(
+            [
+                "bench",
+                "--url",
+                server.url,
+                "--lengths=16:4",
+                *how,
+                "--requests",
+                "3",
+                "--output",
+                str(path),
+            ]
+        )
+        == 0
+    )
     (only,) = read_result(path).runs
     assert only.measures.requests == len(server.told) == 3
     assert only.concurrency == clients
@@ -109,13 +144,41 @@ def test_three_requests_are_measured_when_three_are_asked_for(
 
 def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
     path = tmp_path / "closed.json"
-    flags = ("--concurrency", "2", "--requests", "6", "--endpoint", "chat", "--turns", "2", "--think-s", "0")
-    assert run(["bench", "--url", server.url, *SHORT, *flags, "--warm-up-s", "0", "--output", str(path)]) == 0
+    flags = (
+        "--concurrency",
+        "2",
+        "--requests",
+        "6",
+        "--endpoint",
+        "chat",
+        "--turns",
+        "2",
+        "--think-s",
+        "0",
+    )
+    assert (
+        run(
+            [
+                "bench",
+                "--url",
+                server.url,
+                *SHORT,
+                *flags,
+                "--warm-up-s",
+                "0",
+                "--output",
+                str(path),
+            ]
+        )
+        == 0
+    )
     (only,) = read_result(path).runs
     assert (only.concurrency, only.measures.requests) == (2, 12)
 
 
-def test_failed_requests_end_with_1(server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_requests_end_with_1(
+    server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def broken(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         event(writer, {"error": {"message": "the engine has ended"}})
@@ -152,7 +215,11 @@ def test_failed_requests_end_with_1(server: Double, tmp_path: Path, capfd: pytes
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_asked(
-    flags: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    flags: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["bench", *flags]) == 2
@@ -172,12 +239,16 @@ def test_targets_are_those_of_the_lengths_unless_given() -> None:
 
 
 def test_several_addresses_and_targets_that_are_told() -> None:
-    config = BenchConfig(url="http://a:1/v1, http://b:2/", rate="1", lengths="code", tell_targets=True)
+    config = BenchConfig(
+        url="http://a:1/v1, http://b:2/", rate="1", lengths="code", tell_targets=True
+    )
     assert list(config.base_urls) == ["http://a:1", "http://b:2"]
     assert config.headers == {"x-slo-ttft-ms": "125", "x-slo-tpot-ms": "20"}
     assert BenchConfig(rate="1").headers == {}
 
 
 def test_a_command_is_told_without_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvrelay", "bench", "--api-key=secret", "--url", "http://h:1"])
+    monkeypatch.setattr(
+        sys, "argv", ["kvrelay", "bench", "--api-key=secret", "--url", "http://h:1"]
+    )
     assert bench._command() == "kvrelay bench '--api-key=***' --url http://h:1"

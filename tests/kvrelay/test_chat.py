@@ -38,7 +38,9 @@ async def ask(endpoint: Endpoint, question: str) -> tuple[Answer, list[str]]:
     pieces: list[str] = []
     async with open_session() as session:
         messages = [{"role": "user", "content": question}]
-        return await stream_answer(session, endpoint, "stand-in", messages, pieces.append, pieces.append), pieces
+        return await stream_answer(
+            session, endpoint, "stand-in", messages, pieces.append, pieces.append
+        ), pieces
 
 
 async def test_an_answer_is_given_piece_by_piece_and_as_a_whole(endpoint: Endpoint) -> None:
@@ -50,22 +52,31 @@ async def test_an_answer_is_given_piece_by_piece_and_as_a_whole(endpoint: Endpoi
 
 
 async def test_the_summary_counts_the_rate_after_the_first_token() -> None:
-    assert Answer("x", 11, ttft_s=0.5, total_s=1.5).summary == "11 tokens, TTFT 500 ms, 10.0 tokens/s"
+    assert (
+        Answer("x", 11, ttft_s=0.5, total_s=1.5).summary == "11 tokens, TTFT 500 ms, 10.0 tokens/s"
+    )
     assert Answer("x", 1, ttft_s=0.5, total_s=0.5).summary == "1 tokens, TTFT 500 ms"
 
 
 @pytest.mark.parametrize(
     ("question", "said"),
-    [("refuse", "the server refused with 429: not today"), ("break", "the answer broke off: node lost")],
+    [
+        ("refuse", "the server refused with 429: not today"),
+        ("break", "the answer broke off: node lost"),
+    ],
 )
-async def test_a_failed_answer_is_told_in_a_sentence(question: str, said: str, endpoint: Endpoint) -> None:
+async def test_a_failed_answer_is_told_in_a_sentence(
+    question: str, said: str, endpoint: Endpoint
+) -> None:
     with pytest.raises(ChatFailed) as caught:
         await ask(endpoint, question)
     assert caught.value.message == said
 
 
 async def test_a_server_that_is_not_there_is_told_with_the_remedy() -> None:
-    with pytest.raises(ChatFailed, match=r"no server answers at http://127\.0\.0\.1:1 .*`kvrelay up`"):
+    with pytest.raises(
+        ChatFailed, match=r"no server answers at http://127\.0\.0\.1:1 .*`kvrelay up`"
+    ):
         async with open_session() as session:
             await Endpoint("http://127.0.0.1:1").model(session)
 
@@ -129,7 +140,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return bodies
 
 
-@pytest.mark.parametrize("typed", ["{url}", "{url}/", "{url}/v1", "{url}/v1/", "{host}", "{host}/v1"])
+@pytest.mark.parametrize(
+    "typed", ["{url}", "{url}/", "{url}/v1", "{url}/v1/", "{host}", "{host}/v1"]
+)
 def test_an_address_may_be_typed_as_people_have_it(
     typed: str, endpoint: Endpoint, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +163,16 @@ def test_what_is_given_goes_into_every_request(
     endpoint: Endpoint, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n/reset\ntwo\n"))
-    flags = ["--temperature", "0", "--max-tokens", "5", "--system", "Be brief.", "--model", "stand-in"]
+    flags = [
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "5",
+        "--system",
+        "Be brief.",
+        "--model",
+        "stand-in",
+    ]
     assert cli.run(["chat", "--url", endpoint.url, *flags]) == 0
     for body, question in zip(asked, ("one", "two"), strict=True):
         assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 5, "stand-in")
@@ -164,8 +186,16 @@ def test_what_is_given_goes_into_every_request(
     ("flags", "code", "said"),
     [
         (["--url", "ftp://r"], 2, "'ftp://r' is no address of a server"),
-        (["--url", "nowhere"], 2, "'nowhere' is no address of a server; give one like nowhere:8000"),
-        (["--url", "10.0.0.1/v1"], 2, "'10.0.0.1/v1' is no address of a server; give one like 10.0.0.1:8000"),
+        (
+            ["--url", "nowhere"],
+            2,
+            "'nowhere' is no address of a server; give one like nowhere:8000",
+        ),
+        (
+            ["--url", "10.0.0.1/v1"],
+            2,
+            "'10.0.0.1/v1' is no address of a server; give one like 10.0.0.1:8000",
+        ),
         (["--url", ""], 2, "'' is no address of a server"),
         (["--url", "127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1"),
         (["--temperature", "-1"], 2, "temperature"),

@@ -1,4 +1,6 @@
-"""The command line: what was typed reaches the server as config, and what is wrong is told in one line."""
+"""The command line: what was typed reaches the server as config, and what is wrong is told in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +37,49 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module = ModuleType(name)
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(before_start, "check_start", lambda config, here: None)  # tests/kvrelay/test_before_start.py
+    monkeypatch.setattr(
+        before_start, "check_start", lambda config, here: None
+    )  # tests/kvrelay/test_before_start.py
     monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
     # Whoever listens there on this machine.
     monkeypatch.setattr(cli, "check_port", lambda host, port, **_: port or 8123)
-    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
+    for variable in (
+        "KVRELAY_API_KEY",
+        "KVRELAY_NODE_API_KEY",
+        "KVRELAY_ADMIN_KEY",
+        "KVRELAY_CLUSTER_SECRET",
+    ):
         monkeypatch.delenv(variable, raising=False)
     return configs
 
 
 @pytest.mark.parametrize(
-    ("command", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("serve", Role.AGGREGATED)]
+    ("command", "role"),
+    [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("serve", Role.AGGREGATED)],
 )
 def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any]) -> None:
-    assert cli.run([command, "--model", ".", "--cpu", "--max_model_len", "9", "--no-enable-prefix-caching"]) == 0
+    assert (
+        cli.run(
+            [command, "--model", ".", "--cpu", "--max_model_len", "9", "--no-enable-prefix-caching"]
+        )
+        == 0
+    )
     (config,) = served
     assert isinstance(config, NodeConfig)
     assert config.role is role
-    assert (config.engine.device, config.engine.max_model_len, config.engine.enable_prefix_caching) == ("cpu", 9, False)
+    assert (
+        config.engine.device,
+        config.engine.max_model_len,
+        config.engine.enable_prefix_caching,
+    ) == ("cpu", 9, False)
 
 
 def test_the_router_takes_several_nodes(served: list[Any]) -> None:
     nodes = ["--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c"]
     assert cli.run(["router", *nodes, "--admin-key", "k"]) == 0
-    assert served == [RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",), admin_key="k")]
+    assert served == [
+        RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",), admin_key="k")
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -88,12 +109,16 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     assert stored_key("admin", "http://127.0.0.1:8123") == ""
     monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
     file.write_text("port: 0")
-    monkeypatch.setattr(sys.modules["router.server"], "run", lambda config, _: drawn.append(config) or 0)
+    monkeypatch.setattr(
+        sys.modules["router.server"], "run", lambda config, _: drawn.append(config) or 0
+    )
     assert cli.run(["router", *PEERS, "--config", str(file)]) == 0
     assert drawn[1].admin_key == "given"
 
 
-def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_environment_and_flags_win(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "client")
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")
     assert cli.run(["router", *PEERS]) == 0
@@ -120,12 +145,24 @@ def test_the_cluster_secret_comes_from_the_environment_and_up_draws_one(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["prefill", "--model", ".", "--kv-host", "10.0.0.1"], "set the same KVRELAY_CLUSTER_SECRET on all nodes"),
-        (["decode", "--model", ".", "--cluster-secret", "short"], "must have at least 16 characters, got 5"),
-        (["router", "--max-body-byte", "3"], "unknown flag --max-body-byte; did you mean --max-body-bytes?"),
+        (
+            ["prefill", "--model", ".", "--kv-host", "10.0.0.1"],
+            "set the same KVRELAY_CLUSTER_SECRET on all nodes",
+        ),
+        (
+            ["decode", "--model", ".", "--cluster-secret", "short"],
+            "must have at least 16 characters, got 5",
+        ),
+        (
+            ["router", "--max-body-byte", "3"],
+            "unknown flag --max-body-byte; did you mean --max-body-bytes?",
+        ),
         (["router", "--port", "abc"], "--port must be a whole number, got 'abc'"),
         (["router", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
-        (["prefill", "--model", ".", "--cpu", "--device", "cuda"], "--cpu and --device cuda contradict each other"),
+        (
+            ["prefill", "--model", ".", "--cpu", "--device", "cuda"],
+            "--cpu and --device cuda contradict each other",
+        ),
         (["up", "--model", ".", "--prefill", "0"], "prefill must be at least 1, got 0"),
         (["up", "--model", ".", "--kv-port", "1"], "unknown flag --kv-port"),
         (["serve", "--model", "./nope"], "model './nope' does not exist"),
@@ -178,7 +215,9 @@ def test_a_key_is_printed_with_the_configuration_that_knows_it(
     assert cli.run(["key", "a b"]) == 2
 
 
-def test_a_failure_of_the_server_is_exit_code_1(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_server_is_exit_code_1(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from wire.errors import EngineDead
 
     def broken(config: Any, reread: Any = None) -> int:

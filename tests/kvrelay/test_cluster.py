@@ -59,7 +59,9 @@ class Up:
         command = [sys.executable, "-c", _UP, str(server), str(log_dir), *arguments]
         pipe = subprocess.PIPE
         # Of no help in keeping anything from others.
-        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, umask=0)
+        self.process = subprocess.Popen(
+            command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, umask=0
+        )
 
     def until(self, pattern: str) -> str:
         """Read the output up to a line that matches; fails if it ends before."""
@@ -74,7 +76,10 @@ class Up:
     def children(self) -> list[int]:
         """The ids of its child processes."""
         return [
-            int(each) for each in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            int(each)
+            for each in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            .read_text()
+            .split()
         ]
 
 
@@ -145,28 +150,44 @@ def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
     key = stored_key("admin", url)
     assert key
     assert key not in running.shown
-    with_it = [b"KVRELAY_ADMIN_KEY=" + key.encode() in environment(child) for child in running.children()]
+    with_it = [
+        b"KVRELAY_ADMIN_KEY=" + key.encode() in environment(child) for child in running.children()
+    ]
     assert with_it == [False, False, True]  # no node has it
     for terminal, said in ((True, f"{url}/console#key={key}\n"), (False, f"{url}/console\n")):
-        _invite(Console(force_terminal=terminal, soft_wrap=True, highlight=False), Endpoint(url), "m", key)
+        _invite(
+            Console(force_terminal=terminal, soft_wrap=True, highlight=False),
+            Endpoint(url),
+            "m",
+            key,
+        )
         assert said in capsys.readouterr().out
     nodes_key = stored_key("nodes", url)
     assert nodes_key not in ("", key)
     assert nodes_key not in running.shown
-    assert all(b"KVRELAY_NODE_API_KEY=" + nodes_key.encode() in environment(child) for child in running.children())
+    assert all(
+        b"KVRELAY_NODE_API_KEY=" + nodes_key.encode() in environment(child)
+        for child in running.children()
+    )
     running.process.terminate()
     assert running.process.wait(20) == 0
     assert stored_key("admin", url) == stored_key("nodes", url) == ""
 
 
-def test_it_keeps_the_keys_that_were_given(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_keeps_the_keys_that_were_given(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "given, too")
     up = Up(repository, tmp_path / "logs", "whole")
     try:
-        (url,) = re.findall(r"watch it, chat with it: (\S+)/console\n", up.until("Ctrl-C stops everything"))
+        (url,) = re.findall(
+            r"watch it, chat with it: (\S+)/console\n", up.until("Ctrl-C stops everything")
+        )
         assert stored_key("admin", url) == stored_key("nodes", url) == ""
-        assert {b"KVRELAY_ADMIN_KEY=given", b"KVRELAY_NODE_API_KEY=given, too"} <= set(environment(up.children()[2]))
+        assert {b"KVRELAY_ADMIN_KEY=given", b"KVRELAY_NODE_API_KEY=given, too"} <= set(
+            environment(up.children()[2])
+        )
     finally:
         up.process.terminate()
         up.process.communicate(timeout=20)
@@ -177,7 +198,9 @@ def environment(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def test_a_child_that_cannot_start_stops_everything_and_is_named(repository: Path, tmp_path: Path) -> None:
+def test_a_child_that_cannot_start_stops_everything_and_is_named(
+    repository: Path, tmp_path: Path
+) -> None:
     up = Up(repository, tmp_path / "logs", "broken")
     shown, _ = up.process.communicate(timeout=60)
     assert up.process.returncode == 1

@@ -1,4 +1,6 @@
-"""Versions and completion on the command line: they work where there is no torch, and in the shells themselves."""
+"""Versions and completion on the command line: they work where there is no torch, and in the shells
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ from kvrelay import cli
 from kvrelay.installed import installed
 from wire.versions import HANDOVER, LEGS, RELEASE
 
-DRIVER = "NVRM version: NVIDIA UNIX {} Kernel Module  {}  Wed Jan  1 00:00:00 UTC 2025\nGCC version: gcc 12.3.0\n"
+DRIVER = (
+    "NVRM version: NVIDIA UNIX {} Kernel Module  {}  Wed Jan  1 00:00:00 UTC 2025\nGCC "
+    "version: gcc 12.3.0\n"
+)
 
 
-def test_the_version_alone_and_with_all_that_matters_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_alone_and_with_all_that_matters_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.run(["version"]) == 0
     assert capsys.readouterr().out == f"kvrelay  {RELEASE}\n"
     assert cli.run(["version", "--verbose", "--json"]) == 0
@@ -54,7 +61,9 @@ assert not absent & set(sys.modules)
 sys.exit(code)
 """
     env = {**os.environ, "PYTHONPATH": str(repository)}
-    done = subprocess.run([sys.executable, "-P", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [told[name] for name in ("torch", "cuda", "nccl", "nixl", "triton")] == [None] * 5
@@ -67,7 +76,9 @@ SHOWN = {
 }
 
 
-def _completion(shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def _completion(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     with pytest.raises(SystemExit, match="0"):  # typer's
         cli.run(["--show-completion", shell])
@@ -82,7 +93,10 @@ def test_each_shell_has_its_script(
 
 
 def test_bash_completes_commands_and_flags_with_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, repository: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    repository: Path,
 ) -> None:
     script = tmp_path / "completion.sh"
     script.write_text(_completion("bash", monkeypatch, capsys))

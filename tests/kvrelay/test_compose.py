@@ -1,4 +1,6 @@
-"""Compose files: pure over settings, equal to the one in deploy/compose, and written so that nothing is lost."""
+"""Compose files: pure over settings, equal to the one in deploy/compose, and written so that
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from wire.errors import ConfigError
 QUIET = Console(quiet=True)
 
 
-def services(cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any) -> dict[str, Any]:
+def services(
+    cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any
+) -> dict[str, Any]:
     """The services of such a cluster."""
     engine = EngineConfig(model, **cluster.pop("engine", {}))
     config = ComposeConfig(ClusterConfig(engine, **cluster), (gpus,) if gpus else (), name)
@@ -33,19 +37,33 @@ def services(cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str =
 
 def interpolated(text: str, values: dict[str, str]) -> str:
     """Compose's own rule for ${NAME}, ${NAME:-default} and ${NAME:?error}."""
-    return re.sub(r"\$\{(\w+)(?::([-?])([^}]*))?\}", lambda m: values.get(m[1]) or (m[3] if m[2] == "-" else ""), text)
+    return re.sub(
+        r"\$\{(\w+)(?::([-?])([^}]*))?\}",
+        lambda m: values.get(m[1]) or (m[3] if m[2] == "-" else ""),
+        text,
+    )
 
 
 def nodes(all_services: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in all_services.items() if name.startswith(("prefill", "decode"))}
+    return {
+        name: each for name, each in all_services.items() if name.startswith(("prefill", "decode"))
+    }
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 8))
-def test_every_node_is_there_once_and_the_router_knows_all(prefill: int, decode: int, gpus: int) -> None:
+def test_every_node_is_there_once_and_the_router_knows_all(
+    prefill: int, decode: int, gpus: int
+) -> None:
     made = services(gpus=",".join(map(str, range(gpus))), prefill=prefill, decode=decode)
-    names = [f"prefill-{index}" for index in range(prefill)] + [f"decode-{index}" for index in range(decode)]
+    names = [f"prefill-{index}" for index in range(prefill)] + [
+        f"decode-{index}" for index in range(decode)
+    ]
     assert list(nodes(made)) == names
-    told = [flag.partition("=")[2] for flag in made["router"]["command"] if flag.startswith(("--prefill", "--decode"))]
+    told = [
+        flag.partition("=")[2]
+        for flag in made["router"]["command"]
+        if flag.startswith(("--prefill", "--decode"))
+    ]
     assert told == [f"http://{name}:8000" for name in names]
     for name, node in nodes(made).items():
         assert f"--kv-host=kv-{name}" in node["command"]
@@ -53,15 +71,25 @@ def test_every_node_is_there_once_and_the_router_knows_all(prefill: int, decode:
         assert ("deploy" in node) == (gpus > 0)
 
 
-@given(st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True), st.integers(1, 4), st.integers(1, 4))
-def test_a_gpu_of_its_own_for_each_node_while_there_are_enough(gpus: list[int], prefill: int, decode: int) -> None:
+@given(
+    st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_a_gpu_of_its_own_for_each_node_while_there_are_enough(
+    gpus: list[int], prefill: int, decode: int
+) -> None:
     made = nodes(services(gpus=",".join(map(str, gpus)), prefill=prefill, decode=decode))
     own = [node["environment"]["CUDA_VISIBLE_DEVICES"] for node in made.values()]
-    assert all(0 <= int(index) < len(gpus) for index in own), "indices count what is in the container"
+    assert all(0 <= int(index) < len(gpus) for index in own), (
+        "indices count what is in the container"
+    )
     assert len(set(own)) == min(len(own), len(gpus))
     for node in made.values():
         (request,) = node["deploy"]["resources"]["reservations"]["devices"]
-        assert request["device_ids"] == [str(gpu) for gpu in sorted(gpus)], "direct reads the GPUs of the others"
+        assert request["device_ids"] == [str(gpu) for gpu in sorted(gpus)], (
+            "direct reads the GPUs of the others"
+        )
 
 
 def test_nodes_that_share_a_gpu_start_one_after_the_other_with_half_of_its_memory() -> None:
@@ -76,7 +104,8 @@ def test_ranks_take_as_many_gpus_as_they_are() -> None:
     assert made["prefill-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
     assert made["decode-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
     with pytest.raises(
-        ConfigError, match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 1"
+        ConfigError,
+        match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 1",
     ):
         services(gpus="0", engine={"tensor_parallel_size": 4})
 
@@ -86,7 +115,10 @@ def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
     assert "namespaces" not in made
     assert not {"pid", "ipc"} & set(made["decode-0"])
     assert made["decode-0"]["shm_size"] == "8gb"
-    assert services(transfer=TransferConfig("direct"))["decode-0"]["pid"] == "container:kvrelay-namespaces"
+    assert (
+        services(transfer=TransferConfig("direct"))["decode-0"]["pid"]
+        == "container:kvrelay-namespaces"
+    )
 
 
 def test_cores_are_shared_out_on_cpus() -> None:
@@ -97,7 +129,9 @@ def test_cores_are_shared_out_on_cpus() -> None:
 
 
 def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:
-    made = compose_of(ComposeConfig(ClusterConfig(EngineConfig("org/a$b"), served_model_name="$HOME")))
+    made = compose_of(
+        ComposeConfig(ClusterConfig(EngineConfig("org/a$b"), served_model_name="$HOME"))
+    )
     text = yaml.safe_dump(made)
     assert "--model=org/a$$b" in made["services"]["prefill-0"]["command"]
     assert "--served-model-name=$$HOME" in text
@@ -111,7 +145,11 @@ def test_files_of_the_host_are_mounted_where_they_are() -> None:
         engine={"enable_lora": True, "lora_modules": ("sql=/adapters/sql",)},
         chat_template="/t.jinja",
     )
-    mounts = ["/models/llama:/models/llama:ro", "/t.jinja:/t.jinja:ro", "/adapters/sql:/adapters/sql:ro"]
+    mounts = [
+        "/models/llama:/models/llama:ro",
+        "/t.jinja:/t.jinja:ro",
+        "/adapters/sql:/adapters/sql:ro",
+    ]
     assert made["decode-0"]["volumes"] == ["cache:/var/cache/kvrelay", *mounts]
     with pytest.raises(ConfigError, match="mounted into containers: name it by an absolute path"):
         services(model="./llama")
@@ -153,7 +191,9 @@ def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> Non
             if name in nodes(made):
                 assert theirs.pop("profiles") == [profile]
                 theirs["command"] = [word for word in theirs["command"] if word != "--model="]
-                theirs["networks"]["default"] = {"aliases": theirs["networks"]["default"]["aliases"][:1]}
+                theirs["networks"]["default"] = {
+                    "aliases": theirs["networks"]["default"]["aliases"][:1]
+                }
             theirs.pop("build", None)
             assert theirs == service, name
 
@@ -167,7 +207,9 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     assert len(set(secrets)) == 4
     assert min(map(len, secrets)) > 40
     assert stat.S_IMODE(os.stat(tmp_path / ".env").st_mode) == 0o600
-    (tmp_path / ".env").write_text(first.replace("KVRELAY_API_KEY=", "KVRELAY_API_KEY=mine") + "MY_OWN=1\n")
+    (tmp_path / ".env").write_text(
+        first.replace("KVRELAY_API_KEY=", "KVRELAY_API_KEY=mine") + "MY_OWN=1\n"
+    )
     assert write(values | {"prefill": 1, "decode": 3}, QUIET) == 0
     second = (tmp_path / ".env").read_text()
     assert all(secret in second for secret in secrets)
@@ -181,7 +223,9 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
         write(values, QUIET)
 
 
-def test_images_are_those_of_the_size_and_release_that_is_asked_for_but_for_others_own(tmp_path: Path) -> None:
+def test_images_are_those_of_the_size_and_release_that_is_asked_for_but_for_others_own(
+    tmp_path: Path,
+) -> None:
     env, values = tmp_path / ".env", {"output": str(tmp_path)}
 
     def image_of_nodes(**more: object) -> str:
@@ -193,20 +237,33 @@ def test_images_are_those_of_the_size_and_release_that_is_asked_for_but_for_othe
     assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
     env.write_text(env.read_text().replace(f"node-cuda:{IMAGE_TAG}", "node-cuda:0.0.9"))
     assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
-    env.write_text(env.read_text().replace(f"kvrelay/node-cuda:{IMAGE_TAG}", "mirror.example/kvrelay/node-cuda:mine"))
+    env.write_text(
+        env.read_text().replace(
+            f"kvrelay/node-cuda:{IMAGE_TAG}", "mirror.example/kvrelay/node-cuda:mine"
+        )
+    )
     assert image_of_nodes() == "mirror.example/kvrelay/node-cuda:mine"
-    env.write_text(re.sub("^COMPOSE_PROFILES=.*$", "COMPOSE_PROFILES=", env.read_text(), flags=re.M))
+    env.write_text(
+        re.sub("^COMPOSE_PROFILES=.*$", "COMPOSE_PROFILES=", env.read_text(), flags=re.M)
+    )
     image_of_nodes()
     assert "COMPOSE_PROFILES=\n" in env.read_text()
 
 
-def test_paths_are_made_absolute_and_names_on_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_made_absolute_and_names_on_the_hub_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match=f"{tmp_path}/x is not there"):
-        write({"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)}, QUIET)
+        write(
+            {"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)},
+            QUIET,
+        )
     (tmp_path / "x").mkdir()
-    write({"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)}, QUIET)
+    write(
+        {"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)}, QUIET
+    )
     made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
     assert f"--model={tmp_path}/llama" in made["command"]
     assert f"--lora-modules=a={tmp_path}/x" in made["command"]

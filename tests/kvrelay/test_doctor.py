@@ -41,7 +41,8 @@ def test_a_slow_path_on_one_host_says_why() -> None:
     report = judge(NODES, [pair(0.4, "nixl", missed={"direct": reason})])
     assert report.healthy
     assert report.warnings == [
-        f"decode-0 reads prefill-0 by nixl at 0.4 GB/s although the two share a host and could use direct: {reason}"
+        f"decode-0 reads prefill-0 by nixl at 0.4 GB/s although the two share a host and could "
+        f"use direct: {reason}"
     ]
 
 
@@ -53,7 +54,9 @@ def test_a_forced_connector_is_named_as_the_reason() -> None:
 def test_between_hosts_direct_is_not_missed_but_nixl_is_and_tcp_is_noticed() -> None:
     far = pair(40.0, "nixl", same_host=False, missed={"direct": "another host"})
     assert judge(NODES, [far]).warnings == []
-    (warning,) = judge(NODES, [pair(40.0, "nccl", same_host=False, missed={"nixl": "no agent"})]).warnings
+    (warning,) = judge(
+        NODES, [pair(40.0, "nccl", same_host=False, missed={"nixl": "no agent"})]
+    ).warnings
     assert warning == "decode-0 reads prefill-0 by nccl at 40 GB/s and not by nixl: no agent"
     (warning,) = judge(NODES, [pair(1.1, "nixl", same_host=False)]).warnings
     assert "at 1.1 GB/s, no more than 10 Gbit/s Ethernet gives" in warning
@@ -62,7 +65,8 @@ def test_between_hosts_direct_is_not_missed_but_nixl_is_and_tcp_is_noticed() -> 
 def test_a_pair_that_is_much_slower_than_its_like_is_named() -> None:
     pairs = [pair(300.0), pair(290.0, decode="decode-1"), pair(40.0, decode="decode-2")]
     assert judge(NODES, pairs).warnings == [
-        "decode-2 reads prefill-0 by direct at 40 GB/s, and another pair does 300 GB/s the same way: "
+        "decode-2 reads prefill-0 by direct at 40 GB/s, and another pair does 300 GB/s the same "
+        "way: "
         "compare their hosts and links"
     ]
     unlike = [pair(300.0), pair(40.0, "nixl", same_host=False, decode="decode-1")]
@@ -74,35 +78,55 @@ def test_a_few_kilobytes_say_nothing_of_the_rate() -> None:
 
 
 def test_refusals_wrong_bytes_and_nodes_that_are_down_are_failures() -> None:
-    refused = PairSeen("prefill-0", "decode-1", refused="decode-1: Incompatible: block_size is 16 here and 64 there")
-    down = NodeSeen("decode-2", "decode", "http://x", down="http://x/health cannot be reached: refused")
+    refused = PairSeen(
+        "prefill-0",
+        "decode-1",
+        refused="decode-1: Incompatible: block_size is 16 here and 64 there",
+    )
+    down = NodeSeen(
+        "decode-2", "decode", "http://x", down="http://x/health cannot be reached: refused"
+    )
     report = judge([*NODES, down], [pair(), refused, pair(verified=False, decode="decode-3")])
     assert not report.healthy
     assert report.failures[:2] == [
         "decode-2 (http://x): http://x/health cannot be reached: refused",
-        "decode-1 cannot take KV of prefill-0: decode-1: Incompatible: block_size is 16 here and 64 there",
+        "decode-1 cannot take KV of prefill-0: decode-1: Incompatible: block_size is 16 here and "
+        "64 there",
     ]
-    assert "decode-3 reads prefill-0 by direct at 10 GB/s, and the bytes that arrived are not" in report.failures[2]
+    assert (
+        "decode-3 reads prefill-0 by direct at 10 GB/s, and the bytes that arrived are not"
+        in report.failures[2]
+    )
     assert "probes of 64 blocks" in report.failures[2]
     assert report.warnings == []
 
 
 def test_no_pair_at_all_is_a_failure() -> None:
-    assert judge(NODES, []).failures == ["there is no pair of a prefill and a decode node that are both up"]
+    assert judge(NODES, []).failures == [
+        "there is no pair of a prefill and a decode node that are both up"
+    ]
 
 
 def test_each_model_has_pairs_of_its_own() -> None:
     def node(name: str, model: str) -> NodeSeen:
         return NodeSeen(name, name.partition("-")[0], f"http://{name}", model=model)
 
-    nodes = [node("prefill-0", "a"), node("decode-0", "a"), node("prefill-1", "b"), node("decode-1", "b")]
+    nodes = [
+        node("prefill-0", "a"),
+        node("decode-0", "a"),
+        node("prefill-1", "b"),
+        node("decode-1", "b"),
+    ]
     both = [pair(), pair(prefill="prefill-1", decode="decode-1")]
     assert judge(nodes, both).healthy
     assert judge(nodes, both[:1]).failures == [
         "there is no pair of a prefill and a decode node with the model 'b' that are both up"
     ]
     other = judge(nodes, both, ["http://v is not examined: it is no kvrelay node (vllm)"])
-    assert (other.healthy, other.warnings) == (True, ["http://v is not examined: it is no kvrelay node (vllm)"])
+    assert (other.healthy, other.warnings) == (
+        True,
+        ["http://v is not examined: it is no kvrelay node (vllm)"],
+    )
 
 
 def test_prompts_computed_on_decode_nodes_are_a_warning() -> None:
@@ -118,7 +142,12 @@ def test_nodes_of_one_model_that_sample_differently_are_a_warning() -> None:
     report = judge(nodes, [pair()])
     assert report.healthy
     assert report.warnings[0].startswith("prefill-0 and decode-0 have different sampling defaults")
-    assert judge([msgspec.structs.replace(nodes[0], sampling_defaults=own), nodes[1]], [pair()]).warnings == []
+    assert (
+        judge(
+            [msgspec.structs.replace(nodes[0], sampling_defaults=own), nodes[1]], [pair()]
+        ).warnings
+        == []
+    )
     other = msgspec.structs.replace(nodes[1], model="b")
     assert judge([nodes[0], other], [pair()]).warnings == []
 
@@ -127,8 +156,16 @@ def test_nodes_of_one_model_that_sample_differently_are_a_warning() -> None:
     ("arguments", "code", "said"),
     [
         (["--prefill", "http://a"], 2, "at least one --prefill URL and one --decode URL"),
-        (["--router", "http://r", "--prefill", "http://a", "--decode", "http://b"], 2, "either a --router"),
-        (["--router", "ftp://r"], 2, "'ftp://r' is no address of a server; give one like http://127.0.0.1:8000"),
+        (
+            ["--router", "http://r", "--prefill", "http://a", "--decode", "http://b"],
+            2,
+            "either a --router",
+        ),
+        (
+            ["--router", "ftp://r"],
+            2,
+            "'ftp://r' is no address of a server; give one like http://127.0.0.1:8000",
+        ),
         (["--router", "127.0.0.1:9/v1"], 1, "http://127.0.0.1:9/health cannot be reached"),
     ],
 )
@@ -160,7 +197,9 @@ def test_it_finds_the_key_of_the_nodes_of_our_own_cluster(
     assert keys == [key if found else "", "given"]
 
 
-def test_a_node_elsewhere_is_not_told_the_key_of_our_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_elsewhere_is_not_told_the_key_of_our_own_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys: list[str] = []
     monkeypatch.setattr(doctor, "run", lambda *given, as_json: keys.append(given[3]) or 0)
     monkeypatch.delenv("KVRELAY_NODE_API_KEY", raising=False)

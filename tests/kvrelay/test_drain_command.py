@@ -15,7 +15,9 @@ from kvrelay import cli
 
 @asynccontextmanager
 async def served(answers: dict[str, list[Any]]) -> AsyncIterator[tuple[str, dict[str, list[str]]]]:
-    """A server with these answers, in turn, by path: where it is, and the keys that it was asked with."""
+    """A server with these answers, in turn, by path: where it is, and the keys that it was asked
+    with.
+    """
     keys: dict[str, list[str]] = {}
 
     async def answer(request: web.Request) -> web.Response:
@@ -36,8 +38,12 @@ async def served(answers: dict[str, list[Any]]) -> AsyncIterator[tuple[str, dict
         await runner.cleanup()
 
 
-async def drained(answers: dict[str, list[Any]], *flags: str, node: str = "") -> tuple[int, dict[str, list[str]]]:
-    """Run the command against a server with these answers; its exit code, and the keys it came with."""
+async def drained(
+    answers: dict[str, list[Any]], *flags: str, node: str = ""
+) -> tuple[int, dict[str, list[str]]]:
+    """Run the command against a server with these answers; its exit code, and the keys it came
+    with.
+    """
     async with served(answers) as (url, keys):
         arguments = ["drain", node or url, *(flag.replace("URL", url) for flag in flags)]
         return await asyncio.to_thread(cli.run, arguments), keys
@@ -47,7 +53,9 @@ def left(requests: int, blocks: int) -> tuple[int, dict[str, Any]]:
     return 503, {"status": "draining", "requests": requests, "held_blocks": blocks}
 
 
-async def test_it_returns_when_the_node_has_ended_what_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_returns_when_the_node_has_ended_what_it_had(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answers = {"/drain": [(200, {})], "/health": [left(2, 4), left(0, 4), left(0, 0)]}
     code, keys = await drained(answers, "--node-api-key", "k")
     assert (code, keys["/drain"]) == (0, ["Bearer k"])
@@ -67,9 +75,13 @@ async def test_of_a_node_that_is_not_ours_the_router_tells_what_is_left() -> Non
 async def test_a_node_that_is_not_idle_in_time_and_one_that_refuses_end_with_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (await drained({"/drain": [(200, {})], "/health": [left(1, 0)]}, "--wait", "0.1"))[0] == 1
+    assert (await drained({"/drain": [(200, {})], "/health": [left(1, 0)]}, "--wait", "0.1"))[
+        0
+    ] == 1
     assert "still has 1 requests" in capsys.readouterr().err
-    refusal = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
+    refusal = {
+        "error": {"message": "the API key is missing or wrong", "type": "authentication_error"}
+    }
     assert (await drained({"/drain": [(401, refusal)]}))[0] == 1
     told = capsys.readouterr().err.replace("\n", " ")
     assert "API key" in told
@@ -79,11 +91,15 @@ async def test_a_node_that_is_not_idle_in_time_and_one_that_refuses_end_with_1(
     assert "--node-api-key (KVRELAY_NODE_API_KEY)" in told
 
 
-async def test_undo_has_it_take_requests_again_by_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_undo_has_it_take_requests_again_by_either_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, keys = await drained({"/undrain": [(200, {})]}, "--undo", "--node-api-key", "k")
     assert (code, keys) == (0, {"/undrain": ["Bearer k"]})
     by_router = {"/admin/undrain": [(200, {"node_told": True})]}
-    code, keys = await drained(by_router, "--undo", "--router", "URL", "--admin-key", "a", node="http://127.0.0.1:9")
+    code, keys = await drained(
+        by_router, "--undo", "--router", "URL", "--admin-key", "a", node="http://127.0.0.1:9"
+    )
     assert (code, keys) == (0, {"/admin/undrain": ["Bearer a"]})
     assert capsys.readouterr().out.replace("\n", " ").count("takes requests again") == 2
 

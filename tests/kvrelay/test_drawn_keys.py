@@ -1,4 +1,6 @@
-"""Keys that a router or `kvrelay up` draws, and the files in which their own user finds them and nobody else does."""
+"""Keys that a router or `kvrelay up` draws, and the files in which their own user finds them and
+nobody else does.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def test_it_is_in_a_file_for_its_user_alone_until_the_router_ends(
             assert len(key) >= 43
             assert (mode(folder), mode(folder / "admin-8123.key")) == (0o700, 0o600)
             assert [file.name for file in folder.iterdir()] == ["admin-8123.key"]
-            for url in (ROUTER, "http://localhost:8123/", "http://[::1]:8123", "http://127.8.8.8:8123"):
+            for url in (
+                ROUTER,
+                "http://localhost:8123/",
+                "http://[::1]:8123",
+                "http://127.8.8.8:8123",
+            ):
                 assert stored_key("admin", url) == key
     finally:
         os.umask(before)
@@ -58,7 +65,9 @@ def test_it_is_given_to_no_other_address(url: str, folder: Path) -> None:
         assert stored_key("admin", url) == ""
 
 
-def test_each_start_draws_another_one_and_overwrites_what_a_killed_router_has_left(folder: Path) -> None:
+def test_each_start_draws_another_one_and_overwrites_what_a_killed_router_has_left(
+    folder: Path,
+) -> None:
     folder.mkdir(mode=0o700)
     stale = folder / "admin-8123.key"
     stale.write_text("stale\n")
@@ -71,7 +80,9 @@ def test_each_start_draws_another_one_and_overwrites_what_a_killed_router_has_le
         assert stored_key("admin", ROUTER) == key
 
 
-def test_the_nodes_key_of_a_port_is_another_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_nodes_key_of_a_port_is_another_one(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with drawn_key("admin", 8123) as key, drawn_key("nodes", 8123) as nodes_key:
         assert stored_key("nodes", ROUTER) == nodes_key != key == stored_key("admin", ROUTER)
     assert list(folder.iterdir()) == []
@@ -123,13 +134,17 @@ def test_a_folder_of_another_user_is_refused(
 
 
 @pytest.mark.parametrize("wide", [0o755, 0o770, 0o701])
-def test_a_folder_that_others_may_enter_is_refused(wide: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_others_may_enter_is_refused(
+    wide: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder.mkdir()
     folder.chmod(wide)
     refuses(folder, caplog)
 
 
-def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_a_link_is_refused(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     refuses(folder, caplog)
@@ -146,7 +161,9 @@ def test_a_file_that_others_may_read_is_no_key(folder: Path) -> None:
         assert stored_key("admin", ROUTER) == ""
 
 
-def test_without_a_runtime_folder_it_is_in_the_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_runtime_folder_it_is_in_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     with drawn_key("admin", 8123) as key:  # a service

@@ -11,7 +11,13 @@ from kvrelay.flag_names import BEFORE, GONE, VLLM, answer_for
 from scripts.reference.command_line import commands
 
 SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
-FLAGS = {flag for each in commands() if each.name in SERVING for one in each.parameters for flag in one.flags}
+FLAGS = {
+    flag
+    for each in commands()
+    if each.name in SERVING
+    for one in each.parameters
+    for flag in one.flags
+}
 
 
 def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
@@ -27,12 +33,24 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
     ("typed", "said"),
     [
         ("serve --max-running 4", "unknown flag --max-running; its name is --max-num-seqs now"),
-        ("up --no-prefix-cache", "unknown flag --no-prefix-cache; its name is --no-enable-prefix-caching now"),
+        (
+            "up --no-prefix-cache",
+            "unknown flag --no-prefix-cache; its name is --no-enable-prefix-caching now",
+        ),
         ("router --no-conditional-disaggregation", "; its name is --strict-roles now"),
-        ("router --no-balance", "; leave it out; nodes change their roles unless --strict-roles is given"),
+        (
+            "router --no-balance",
+            "; leave it out; nodes change their roles unless --strict-roles is given",
+        ),
         ("up --lora a=b", "unknown flag --lora; its name is --enable-lora --lora-modules now"),
-        ("rank --node-rank 1", "unknown flag --node-rank; here it is --machine (of `kvrelay rank`)"),
-        ("serve --trust-remote-code", "unknown flag --trust-remote-code; leave it out; no code of a model is run"),
+        (
+            "rank --node-rank 1",
+            "unknown flag --node-rank; here it is --machine (of `kvrelay rank`)",
+        ),
+        (
+            "serve --trust-remote-code",
+            "unknown flag --trust-remote-code; leave it out; no code of a model is run",
+        ),
         ("serve --max-num-seq 4", "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         ("serve one -tp 2", "unknown flag -tp; here it is --tensor-parallel-size"),
         ("serve one -tp=2", "unknown flag -tp; here it is --tensor-parallel-size"),
@@ -41,18 +59,28 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
         ("serve one --middleware x", "unknown flag --middleware\n"),
         (
             "up --root-path /x",
-            "unknown flag --root-path; it is of `kvrelay serve`, `kvrelay prefill`, `kvrelay decode`",
+            "unknown flag --root-path; it is of `kvrelay serve`, `kvrelay prefill`, `kvrelay "
+            "decode`",
         ),
-        ("router --max-num-seqs 4", "unknown flag --max-num-seqs; it is of `kvrelay up`, `kvrelay serve`"),
+        (
+            "router --max-num-seqs 4",
+            "unknown flag --max-num-seqs; it is of `kvrelay up`, `kvrelay serve`",
+        ),
         ("serve one two", "Got unexpected extra argument(s) (two)\n"),
         ("doctor --url http://127.0.0.1:1", "unknown flag --url; here it is --router\n"),
         ("top --url=http://127.0.0.1:1", "unknown flag --url; here it is --router\n"),
         ("chat --router 127.0.0.1:1", "unknown flag --router; here it is --url\n"),
         ("bench --router 127.0.0.1:1 --rate 1", "unknown flag --router; here it is --url\n"),
         ("batch a b --router 127.0.0.1:1", "unknown flag --router; here it is --url\n"),
-        ("serve --router udp://127.0.0.1:1", "unknown flag --router; it is of `kvrelay prefill`, `kvrelay decode`\n"),
+        (
+            "serve --router udp://127.0.0.1:1",
+            "unknown flag --router; it is of `kvrelay prefill`, `kvrelay decode`\n",
+        ),
         ("doctor http://127.0.0.1:1", "Got unexpected extra argument(s) (http://127.0.0.1:1)\n"),
-        ("serve one --served-model-name a b", "extra argument(s) (b): --served-model-name takes one value\n"),
+        (
+            "serve one --served-model-name a b",
+            "extra argument(s) (b): --served-model-name takes one value\n",
+        ),
         (
             "serve one --lora-modules a=b c=d e=f",
             "--lora-modules takes one value; give it again for each further one\n",

@@ -1,4 +1,6 @@
-"""`--help` at 80 columns: option names whole, in groups, of settings the common ones; `--help-all` has them all."""
+"""`--help` at 80 columns: option names whole, in groups, of settings the common ones; `--help-all`
+has them all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from kvrelay import cli
 from kvrelay.help import COMMON, GROUPS
 
 ROOT: Any = typer.main.get_command(cli.app)
-SETTINGS = {param.name for command in ROOT.commands.values() for param in command.params if param.rich_help_panel}
+SETTINGS = {
+    param.name
+    for command in ROOT.commands.values()
+    for param in command.params
+    if param.rich_help_panel
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +37,10 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def written(param: Any) -> str:
     """All its spellings, short ones first, those that switch off last."""
-    ordered = (sorted(each, key=lambda word: word.startswith("--")) for each in (param.opts, param.secondary_opts))
+    ordered = (
+        sorted(each, key=lambda word: word.startswith("--"))
+        for each in (param.opts, param.secondary_opts)
+    )
     return " / ".join(", ".join(each) for each in ordered if each)
 
 
@@ -54,10 +64,16 @@ def test_each_option_is_named_whole_and_the_common_ones_alone_at_first(
 
 def test_common_settings_come_first_in_their_group(capsys: pytest.CaptureFixture[str]) -> None:
     full = shown(capsys, "up", "--help-all")
-    assert full.index("--gpu-memory-utilization") < full.index("--revision") < full.index("Transfer settings")
+    assert (
+        full.index("--gpu-memory-utilization")
+        < full.index("--revision")
+        < full.index("Transfer settings")
+    )
 
 
-def test_every_command_is_in_one_group_and_every_common_setting_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_one_group_and_every_common_setting_exists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert sorted(itertools.chain(*GROUPS.values())) == sorted(ROOT.commands)
     assert SETTINGS >= COMMON
     said = shown(capsys, "--help")

@@ -20,8 +20,13 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, str]]:
     """By setting, its value as it is written and where that comes from."""
     assert cli.run(["config", *words]) == 0
-    lines = [line.rpartition("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line]
-    return {text.partition(":")[0]: (text.partition(":")[2].strip(), source) for text, _, source in lines}
+    lines = [
+        line.rpartition("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line
+    ]
+    return {
+        text.partition(":")[0]: (text.partition(":")[2].strip(), source)
+        for text, _, source in lines
+    }
 
 
 def test_each_value_says_where_it_comes_from(
@@ -33,7 +38,15 @@ def test_each_value_says_where_it_comes_from(
         f"keys:\n  - name: a\n    sha256: '{'0' * 64}'\n"
     )
     monkeypatch.setenv("KVRELAY_API_KEY", "of the environment")
-    words = ("router", "--config", str(file), "--port", "9001", "--strict-roles", "--prefill=http://a")
+    words = (
+        "router",
+        "--config",
+        str(file),
+        "--port",
+        "9001",
+        "--strict-roles",
+        "--prefill=http://a",
+    )
     found = explained(capsys, *words)
     assert found["port"] == ("9001", "flag --port")
     assert found["max_queue"] == ("50", f"{file}:4")
@@ -48,7 +61,8 @@ def test_each_value_says_where_it_comes_from(
 
 
 @pytest.mark.parametrize(
-    ("command", "drawn"), [("up", "cluster_secret"), ("router", "admin_key"), ("prefill", None), ("decode", None)]
+    ("command", "drawn"),
+    [("up", "cluster_secret"), ("router", "admin_key"), ("prefill", None), ("decode", None)],
 )
 def test_every_setting_of_a_command_is_there_and_what_is_printed_is_a_config_file(
     command: str, drawn: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -57,11 +71,15 @@ def test_every_setting_of_a_command_is_there_and_what_is_printed_is_a_config_fil
     found = explained(capsys, command, *model)
     settings = cli._EXPLAINED[command][1]  # type: ignore[index]
     assert {name.removeprefix("# ") for name in found} == set(settings)
-    assert {name for name, (_, source) in found.items() if source == "drawn at each start"} == {drawn} - {None}
+    assert {name for name, (_, source) in found.items() if source == "drawn at each start"} == {
+        drawn
+    } - {None}
     cli.run(["config", command, *model])
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     again = explained(capsys, command, "--config", str(tmp_path / "printed.yaml"))
-    assert {name: value for name, (value, _) in again.items()} == {name: value for name, (value, _) in found.items()}
+    assert {name: value for name, (value, _) in again.items()} == {
+        name: value for name, (value, _) in found.items()
+    }
 
 
 def test_cpu_is_a_flag_for_the_device_and_a_variable_may_be_a_switch(
@@ -76,11 +94,17 @@ def test_cpu_is_a_flag_for_the_device_and_a_variable_may_be_a_switch(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["upp"], "config explains up, serve, prefill, decode, router, rank, not 'upp'; did you mean up?"),
+        (
+            ["upp"],
+            "config explains up, serve, prefill, decode, router, rank, not 'upp'; did you mean up?",
+        ),
         (["chat"], "config explains up"),
         (["up", "--prot", "3"], "unknown flag --prot; did you mean --port?"),
         (["router", "--max-queue", "-1"], "max_queue must not be negative, got -1"),
-        (["decode", "--cpu", "--device", "cuda", "--model", "m"], "--cpu and --device cuda contradict each other"),
+        (
+            ["decode", "--cpu", "--device", "cuda", "--model", "m"],
+            "--cpu and --device cuda contradict each other",
+        ),
         (["router", "--config", "none.yaml"], "cannot read config file none.yaml"),
     ],
 )

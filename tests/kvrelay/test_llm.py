@@ -45,9 +45,9 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
         assert alone.outputs[0].finish_reason == "length"
         (by_ids,) = llm.generate({"prompt_token_ids": answer.prompt_token_ids}, greedy)
         assert (by_ids.prompt, by_ids.outputs) == (None, answer.outputs)
-    assert llm.generate([together[0].prompt_token_ids, together[1].prompt_token_ids], greedy)[1].outputs == (
-        together[1].outputs
-    )
+    assert llm.generate([together[0].prompt_token_ids, together[1].prompt_token_ids], greedy)[
+        1
+    ].outputs == (together[1].outputs)
     assert llm.generate([], greedy) == []
 
 
@@ -65,7 +65,9 @@ def test_log_probabilities_are_told(llm: LLM) -> None:
     (output,) = answer.outputs
     assert output.logprobs is not None
     assert len(output.logprobs) == 4
-    own = [told[token].logprob for told, token in zip(output.logprobs, output.token_ids, strict=True)]
+    own = [
+        told[token].logprob for told, token in zip(output.logprobs, output.token_ids, strict=True)
+    ]
     assert output.cumulative_logprob == pytest.approx(sum(own))
     assert {logprob.rank for logprob in output.logprobs[0].values()} >= {1, 2}
     (plain,) = llm.generate("a", SamplingParams(max_tokens=1))
@@ -97,7 +99,10 @@ def test_without_params_the_models_own_sampling_counts_and_with_params_theirs(mo
         assert (defaults.fields["temperature"], defaults.fields["max_tokens"]) == (0, 3)
         greedy = llm.generate("a", SamplingParams(temperature=0, max_tokens=3))[0].outputs
         assert [llm.generate("a")[0].outputs for _ in range(3)] == [greedy] * 3
-        drawn = {tuple(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids) for _ in range(8)}
+        drawn = {
+            tuple(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids)
+            for _ in range(8)
+        }
         assert len(drawn) > 1
 
 
@@ -117,7 +122,9 @@ async def test_it_works_inside_an_event_loop(llm: LLM) -> None:
     assert llm.generate("a", SamplingParams(max_tokens=1))[0].outputs
 
 
-def test_a_batch_is_answered_by_an_engine_of_its_own_as_by_the_class(llm: LLM, model: str, tmp_path: Path) -> None:
+def test_a_batch_is_answered_by_an_engine_of_its_own_as_by_the_class(
+    llm: LLM, model: str, tmp_path: Path
+) -> None:
     sampling = {"temperature": 0, "max_tokens": 5}
     chat = {"messages": [{"role": "user", "content": "hi"}], **sampling}
     bodies = {
@@ -134,8 +141,13 @@ def test_a_batch_is_answered_by_an_engine_of_its_own_as_by_the_class(llm: LLM, m
     lines.append({**lines[0], "custom_id": "wrong", "body": {"model": "other", "prompt": "x"}})
     source.write_text("\n".join(map(json.dumps, lines)))
     config = build(NodeConfig, {**SETTINGS, "model": model, "served_model_name": "tiny"})
-    assert run_batch(source, target, lambda: with_engine(config), 4, Console(file=io.StringIO())) == 1
-    told = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
+    assert (
+        run_batch(source, target, lambda: with_engine(config), 4, Console(file=io.StringIO())) == 1
+    )
+    told = {
+        line["custom_id"]: line["response"]
+        for line in map(json.loads, target.read_text().splitlines())
+    }
     assert told["wrong"]["status_code"] == 404
     text = llm.generate("hi", SamplingParams(**sampling))[0].outputs[0].text
     assert told["/v1/completions"]["body"]["choices"][0]["text"] == text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvrelay.metrics_reference import metrics_reference
 
-# What vLLM's dashboards, the Gateway API's endpoint picker, llm-d and production-stack read of a node.
+# What vLLM's dashboards, the Gateway API's endpoint picker, llm-d and production-stack read of a
+# node.
 VLLM = [
     "num_requests_running",
     "num_requests_waiting",

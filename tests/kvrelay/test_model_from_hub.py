@@ -1,4 +1,6 @@
-"""A model from the Hub on the command line: downloaded once, before any child, which is given a path and no token."""
+"""A model from the Hub on the command line: downloaded once, before any child, which is given a
+path and no token.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ CONFIG = {
 }  # fmt: skip
 EMPTY = b'{"__metadata__": {}}'  # whole, and without a tensor
 WEIGHTS = len(EMPTY).to_bytes(8, "little") + EMPTY
-FILES = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "model.safetensors": WEIGHTS,
+}
 # Runs one command with stand-ins behind it, which print what they are started with.
 _RUN = """
 import json, sys
@@ -53,7 +59,11 @@ COMMANDS = {
     "prefill": ["--port=0"],
     "decode": ["--port=0"],
     "serve": ["--port=0"],
-    "rank": ["--tensor-parallel-size=2", "--tensor-parallel-size-local=1", "--tensor-parallel-address=127.0.0.1:5000"],
+    "rank": [
+        "--tensor-parallel-size=2",
+        "--tensor-parallel-size-local=1",
+        "--tensor-parallel-address=127.0.0.1:5000",
+    ],
 }
 
 
@@ -65,9 +75,16 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def kvrelay(hub: FakeHub, home: Path, repository: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def kvrelay(
+    hub: FakeHub, home: Path, repository: Path, *words: str, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command line against that Hub, with its cache in `home`."""
-    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    here = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
     env = {**os.environ, "PYTHONPATH": str(repository), **here, **more}
     command = [sys.executable, "-P", "-c", _RUN, *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -78,7 +95,13 @@ def test_every_command_downloads_and_goes_on_with_a_path(
     command: str, hub: FakeHub, tmp_path: Path, repository: Path
 ) -> None:
     hub.repositories["org/Tiny-1B"] = Repository(FILES, token="a-secret")
-    words = [command, "--model=org/Tiny-1B", "--revision=main", "--hf-token=a-secret", *COMMANDS[command]]
+    words = [
+        command,
+        "--model=org/Tiny-1B",
+        "--revision=main",
+        "--hf-token=a-secret",
+        *COMMANDS[command],
+    ]
     done = kvrelay(hub, tmp_path, repository, *words)
     assert done.returncode == 0, done.stderr
     path, revision, token, rest = json.loads(done.stdout)
@@ -96,13 +119,23 @@ def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
 ) -> None:
     older = {**FILES, "model.safetensors": WEIGHTS + b"older"}
     hub.repositories["org/Tiny-1B"] = Repository(FILES, revisions={"v1": older}, token="a-secret")
-    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/Tiny-1B@v1", "--port=0", HF_TOKEN="a-secret")
+    done = kvrelay(
+        hub,
+        tmp_path,
+        repository,
+        "serve",
+        "--model=org/Tiny-1B@v1",
+        "--port=0",
+        HF_TOKEN="a-secret",
+    )
     assert done.returncode == 0, done.stderr
     assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == WEIGHTS + b"older"
 
 
 def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
-    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/Tiny-1B", "--load-format=dummy", "--port=0")
+    done = kvrelay(
+        hub, tmp_path, repository, "serve", "--model=org/Tiny-1B", "--load-format=dummy", "--port=0"
+    )
     assert done.returncode == 0, done.stderr
     assert "config.json" in hub.downloaded()
     assert "model.safetensors" not in hub.downloaded()
@@ -113,7 +146,10 @@ def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, reposit
     [
         (["serve", "--port=99999"], "port must be between 0 and 65535"),
         (["prefill", "--tensor-parallel-size=0"], "tensor_parallel_size must be positive"),
-        (["up", "--decode-tensor-parallel-size=-1"], "decode_tensor_parallel_size must not be negative"),
+        (
+            ["up", "--decode-tensor-parallel-size=-1"],
+            "decode_tensor_parallel_size must not be negative",
+        ),
         (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
     ],
 )
@@ -126,14 +162,18 @@ def test_what_is_refused_is_refused_before_the_download(
     assert hub.asked == []
 
 
-def test_a_model_that_is_not_there_is_one_sentence(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+def test_a_model_that_is_not_there_is_one_sentence(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
     done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/nope", "--port=0")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "there is no folder 'org/nope' here and no such model on the Hub" in line
 
 
-def test_a_local_model_needs_neither_the_hub_nor_torch(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+def test_a_local_model_needs_neither_the_hub_nor_torch(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     done = kvrelay(hub, tmp_path, repository, "serve", f"--model={tmp_path}", "--port=0")

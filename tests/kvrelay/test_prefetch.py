@@ -1,4 +1,6 @@
-"""`kvrelay prefetch`: files are brought and found whole, or it is said why not; without torch, and where it stopped."""
+"""`kvrelay prefetch`: files are brought and found whole, or it is said why not; without torch, and
+where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from kvrelay import cli
 from kvrelay.embedded import embedded_model
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
-_HEADER = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": [25_000], "data_offsets": [0, 100_000]}})
+_HEADER = json.dumps(
+    {"__metadata__": {}, "w": {"dtype": "F32", "shape": [25_000], "data_offsets": [0, 100_000]}}
+)
 WEIGHTS = struct.pack("<Q", len(_HEADER)) + _HEADER.encode() + bytes(100_000)
 FILES = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
 _RUN = """
@@ -33,12 +37,17 @@ sys.exit(code)
 
 
 def write(folder: Path, **files: bytes) -> Path:
-    for name, content in {**FILES, **{name.replace("_", "."): content for name, content in files.items()}}.items():
+    for name, content in {
+        **FILES,
+        **{name.replace("_", "."): content for name, content in files.items()},
+    }.items():
         (folder / name).write_bytes(content)
     return folder
 
 
-def test_a_folder_that_is_whole_is_told_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_whole_is_told_with_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path)
     (tmp_path / "README.md").write_text("a node reads no such thing")
     assert cli.run(["prefetch", str(tmp_path)]) == 0
@@ -52,7 +61,11 @@ def test_a_folder_that_is_whole_is_told_with_its_size(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("files", "code", "said"),
     [
-        ({"model_safetensors": WEIGHTS[:-1]}, 1, f"has {len(WEIGHTS) - 1} bytes of {len(WEIGHTS)}; delete it"),
+        (
+            {"model_safetensors": WEIGHTS[:-1]},
+            1,
+            f"has {len(WEIGHTS) - 1} bytes of {len(WEIGHTS)}; delete it",
+        ),
         ({"model_safetensors": b"\xff" * 200}, 1, "is damaged"),
         ({"model_safetensors": b""}, 1, "is damaged"),
         ({"config_json": b"{"}, 2, "does not say which architecture"),
@@ -60,7 +73,11 @@ def test_a_folder_that_is_whole_is_told_with_its_size(tmp_path: Path, capsys: py
     ],
 )
 def test_what_is_damaged_is_1_and_what_is_not_served_is_2(
-    files: dict[str, bytes], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, bytes],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(tmp_path, **files)
     assert cli.run(["prefetch", str(tmp_path)]) == code
@@ -102,8 +119,16 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def kvrelay(hub: FakeHub, home: Path, repository: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **more}
+def kvrelay(
+    hub: FakeHub, home: Path, repository: Path, *words: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    here = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+        **more,
+    }
     env = {**os.environ, "PYTHONPATH": str(repository), **here}
     command = [sys.executable, "-P", "-c", _RUN, *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -122,7 +147,11 @@ def test_a_download_that_breaks_off_is_1_goes_on_where_it_was_and_then_needs_no_
     (blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.part").write_bytes(WEIGHTS[:25_000])
     done = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", "--json")
     assert done.returncode == 0, done.stderr
-    ranges = [ranged for method, file, ranged in hub.asked if (method, file) == ("GET", "model.safetensors") and ranged]
+    ranges = [
+        ranged
+        for method, file, ranged in hub.asked
+        if (method, file) == ("GET", "model.safetensors") and ranged
+    ]
     assert ranges == ["bytes=25000-"]
     path = json.loads(done.stdout)["path"]
     assert Path(path, "model.safetensors").read_bytes() == WEIGHTS

@@ -1,4 +1,6 @@
-"""`kvrelay profile`: a card that can be read, single steps, and what is refused before anything is loaded."""
+"""`kvrelay profile`: a card that can be read, single steps, and what is refused before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from wire.errors import ConfigError
 
 pytestmark = pytest.mark.cluster
 
-ON_CPU = ("--cpu", "--load-format=dummy", "--threads=1", f"--kv-cache-memory-bytes={8 << 20}", "--max-num-seqs=16")
+ON_CPU = (
+    "--cpu",
+    "--load-format=dummy",
+    "--threads=1",
+    f"--kv-cache-memory-bytes={8 << 20}",
+    "--max-num-seqs=16",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +41,12 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "card.json"
-    arguments = ("--seconds=9", f"--out={file}", "--kv-connector=direct", "--served-model-name=mine")
+    arguments = (
+        "--seconds=9",
+        f"--out={file}",
+        "--kv-connector=direct",
+        "--served-model-name=mine",
+    )
     assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 0
     card = read_card(file)
     assert (card.model, card.gpus, card.max_num_seqs, card.block_size) == ("mine", 1, 16, 16)
@@ -88,12 +101,16 @@ def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_st
     assert spread_of({("prefill", 16, 0): alike}) == pytest.approx(0.01)
     steps = {("decode", requests, 32): alike for requests in (1, 2, 4)}
     assert spread_of({**steps, ("decode", 8, 32): unlike}) == pytest.approx(0.01)
-    assert spread_of({**steps, ("decode", 8, 32): unlike, ("decode", 16, 32): unlike}) == pytest.approx(0.4)
+    assert spread_of(
+        {**steps, ("decode", 8, 32): unlike, ("decode", 16, 32): unlike}
+    ) == pytest.approx(0.4)
     assert spread_of({("prefill", 16, 0): [234.7, 310.2]}) > 0.1
     assert spread_of({("prefill", 16, 0): [9.0]}) == 0
 
 
-def test_a_step_that_does_not_fit_is_refused_with_the_remedy(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_does_not_fit_is_refused_with_the_remedy(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["profile", *ON_CPU, f"--model={model}", "--decode=16x100000"]) == 2
     told = capsys.readouterr().err
     assert "16 requests of 100000 tokens" in told
@@ -135,7 +152,19 @@ def test_on_a_gpu_a_whole_card_within_its_time(
     shape = repository / "benchmarks" / "models" / "llama-3.1-8b.json"
     file = tmp_path / "card.json"
     small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-num-seqs=32")
-    assert run(["profile", f"--model={shape}", "--load-format=dummy", "--seconds=40", f"--out={file}", *small]) == 0
+    assert (
+        run(
+            [
+                "profile",
+                f"--model={shape}",
+                "--load-format=dummy",
+                "--seconds=40",
+                f"--out={file}",
+                *small,
+            ]
+        )
+        == 0
+    )
     card = read_card(file)
     assert card.chunk_ms(4096) > card.chunk_ms(64)
     assert card.step_ms(32, 32 * 2048) > card.step_ms(1, 2048)

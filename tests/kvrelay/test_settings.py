@@ -27,12 +27,18 @@ def test_every_field_of_nested_configs_is_a_setting() -> None:
 
 def test_help_is_the_docstring_under_the_field() -> None:
     assert settings_of(EngineConfig)["device"].help == "auto, cpu or cuda."
-    assert settings_of(ClusterConfig)["log_dir"].help.startswith("Folder for the logs, one file per process;")
+    assert settings_of(ClusterConfig)["log_dir"].help.startswith(
+        "Folder for the logs, one file per process;"
+    )
 
 
-@pytest.mark.parametrize("config", [EngineConfig, TransferConfig, NodeConfig, RouterConfig, ClusterConfig])
+@pytest.mark.parametrize(
+    "config", [EngineConfig, TransferConfig, NodeConfig, RouterConfig, ClusterConfig]
+)
 def test_every_setting_has_help(config: type) -> None:
-    assert not [setting.name for setting in settings_of(config, skip=("role",)).values() if not setting.help]
+    assert not [
+        setting.name for setting in settings_of(config, skip=("role",)).values() if not setting.help
+    ]
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -40,13 +46,17 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     file.write_text("max-num-seqs: 8\nmax_num_batched_tokens: 256\nenable-prefix-caching: no\n")
     values = merge(settings_of(EngineConfig), {"max_num_seqs": "4", "device": None}, str(file))
     config = build(EngineConfig, values | {"model": "m"})
-    assert config == EngineConfig("m", max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False)
+    assert config == EngineConfig(
+        "m", max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False
+    )
 
 
 def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("max-modle-len: 8\n")
-    with pytest.raises(ConfigError, match=r"node.yaml: unknown key 'max-modle-len'; did you mean max_model_len\?"):
+    with pytest.raises(
+        ConfigError, match=r"node.yaml: unknown key 'max-modle-len'; did you mean max_model_len\?"
+    ):
         merge(settings_of(EngineConfig), {}, str(file))
 
 
@@ -83,9 +93,15 @@ def test_a_wrong_file_is_told_with_key_value_and_type(line: str, said: str, tmp_
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("cluster-secret: 12345678901234567890", "must be text, got int (not shown); put it in quotes"),
+        (
+            "cluster-secret: 12345678901234567890",
+            "must be text, got int (not shown); put it in quotes",
+        ),
         ("hf-token: [12345]", "must be text, got list (not shown)"),
-        ('port: 1\ncluster-secret: "12345', "line 2 is not valid YAML; values with special characters need quotes"),
+        (
+            'port: 1\ncluster-secret: "12345',
+            "line 2 is not valid YAML; values with special characters need quotes",
+        ),
         ("cluster-secret: *12345", "line 1 is not valid YAML"),
     ],
 )
@@ -113,7 +129,10 @@ def test_numbers_may_be_written_as_yaml_reads_them_or_not() -> None:
     assert convert(known["transfer_floor_bytes_s"], "100e6", "x") == 100e6
     assert convert(known["transfer_floor_bytes_s"], 5, "x") == 5.0
     assert convert(settings_of(RouterConfig)["prefill"], "http://a", "x") == ("http://a",)
-    assert convert(settings_of(RouterConfig)["prefill"], ["http://a", "http://b"], "x") == ("http://a", "http://b")
+    assert convert(settings_of(RouterConfig)["prefill"], ["http://a", "http://b"], "x") == (
+        "http://a",
+        "http://b",
+    )
 
 
 def test_a_mapping_may_be_written_as_json_or_as_yaml(tmp_path: Path) -> None:
@@ -126,7 +145,9 @@ def test_a_mapping_may_be_written_as_json_or_as_yaml(tmp_path: Path) -> None:
         '--override-generation-config={"temperature": 0.5}',
     ]
     for wrong in ("{", "3", "text"):
-        with pytest.raises(ConfigError, match="--override-generation-config must be a JSON object, got"):
+        with pytest.raises(
+            ConfigError, match="--override-generation-config must be a JSON object, got"
+        ):
             merge(known, {"override_generation_config": wrong}, None)
 
 
@@ -166,10 +187,22 @@ def test_values_may_be_written_as_vllm_has_them(line: str, value: object, tmp_pa
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ('{"method": "suffix"}', "method 'suffix' of speculative_config is not ngram, the only one here"),
-        ('{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}', "method 'eagle3' of speculative_config"),
-        ('{"model": "a/b", "num_speculative_tokens": 2}', "model 'a/b' of speculative_config would be a draft model"),
-        ('{"method": "eagle3", "draft_tensor_parallel_size": 1}', "; ngram is the one method here, and has no draft"),
+        (
+            '{"method": "suffix"}',
+            "method 'suffix' of speculative_config is not ngram, the only one here",
+        ),
+        (
+            '{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}',
+            "method 'eagle3' of speculative_config",
+        ),
+        (
+            '{"model": "a/b", "num_speculative_tokens": 2}',
+            "model 'a/b' of speculative_config would be a draft model",
+        ),
+        (
+            '{"method": "eagle3", "draft_tensor_parallel_size": 1}',
+            "; ngram is the one method here, and has no draft",
+        ),
     ],
 )
 def test_draft_models_are_refused_by_name(told: str, said: str) -> None:
@@ -178,7 +211,9 @@ def test_draft_models_are_refused_by_name(told: str, said: str) -> None:
     assert said in caught.value.message
 
 
-@pytest.mark.parametrize("text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "1e3", "0x4"])
+@pytest.mark.parametrize(
+    "text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "1e3", "0x4"]
+)
 def test_a_number_with_another_unit_or_a_fraction_left_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--max-model-len must be a whole number, got '{text}'"):
         merge(settings_of(EngineConfig), {"max_model_len": text}, None)
@@ -261,10 +296,16 @@ def node(told: object, **more: object) -> NodeConfig:
 
 def test_kv_events_are_told_only_where_they_are_asked_for(tmp_path: Path) -> None:
     assert node(None).told_events is None
-    for off in ({}, {"enable_kv_cache_events": False}, {"enable_kv_cache_events": True, "publisher": "null"}):
+    for off in (
+        {},
+        {"enable_kv_cache_events": False},
+        {"enable_kv_cache_events": True, "publisher": "null"},
+    ):
         assert node(json.dumps(off)).told_events is None
     assert node(json.dumps(VLLMS), enable_prefix_caching=False).told_events is None
-    told = node('{"enable_kv_cache_events": true, "publisher": null, "replay_endpoint": null}').told_events
+    told = node(
+        '{"enable_kv_cache_events": true, "publisher": null, "replay_endpoint": null}'
+    ).told_events
     assert told == KvEventsConfig(True)
     assert (told.endpoint, told.replay_endpoint, told.topic) == ("tcp://127.0.0.1:5557", "", "")
     assert not told.token_ids
@@ -277,7 +318,9 @@ def test_kv_events_have_vllm_s_names_in_flags_and_in_files(tmp_path: Path) -> No
     assert node(flag.removeprefix("--kv-events-config=")) == config
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump({"kv-events-config": VLLMS}))
-    assert build(NodeConfig, merge(settings_of(NodeConfig), {}, str(file)) | {"model": "m"}) == config
+    assert (
+        build(NodeConfig, merge(settings_of(NodeConfig), {}, str(file)) | {"model": "m"}) == config
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,8 +334,14 @@ def test_kv_events_have_vllm_s_names_in_flags_and_in_files(tmp_path: Path) -> No
         ('{"event_format": "csv"}', "event_format 'csv' is not one of array, map"),
         ('{"endpoint": ""}', "endpoint must be tcp://HOST:PORT, got ''"),
         ('{"endpoint": "ipc:///tmp/x"}', "endpoint must be tcp://HOST:PORT, got 'ipc:///tmp/x'"),
-        ('{"replay_endpoint": "tcp://*:65536"}', "replay_endpoint must be tcp://HOST:PORT, got 'tcp://\\*:65536'"),
-        ('{"replay_endpoint": "tcp://127.0.0.1:5557"}', "are both tcp://127.0.0.1:5557; give one of them another"),
+        (
+            '{"replay_endpoint": "tcp://*:65536"}',
+            "replay_endpoint must be tcp://HOST:PORT, got 'tcp://\\*:65536'",
+        ),
+        (
+            '{"replay_endpoint": "tcp://127.0.0.1:5557"}',
+            "are both tcp://127.0.0.1:5557; give one of them another",
+        ),
     ],
 )
 def test_kv_events_that_cannot_be_told_are_refused(told: str, why: str) -> None:

@@ -30,20 +30,27 @@ def test_the_simulated_best_is_near_the_guess_and_never_breaks_the_goal() -> Non
     wanted = Wanted(2, [slowed(H200, 20.0)], workload_of("2048:64"), Goal(2_500.0, 400.0), 0.0)
     found = sized(wanted)
     assert {each.guess.split.name for each in found} == {"2 colocated", "1P1D"}
-    assert [each.goodput for each in found] == sorted((each.goodput for each in found), reverse=True)
+    assert [each.goodput for each in found] == sorted(
+        (each.goodput for each in found), reverse=True
+    )
     apart = next(each for each in found if each.guess.split.name == "1P1D")
     assert apart.served is not None
     assert apart.served.attained >= 0.9
-    # More, if at all: the guess does not know of prompts that a decode node computes when they would be late.
+    # More, if at all: the guess does not know of prompts that a decode node computes when they
+    # would be late.
     assert apart.served.rate >= 0.7 * apart.guess.rate
     assert apart.guess.short == "prefill"
 
 
-def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The best guess serves a tenth of it: the others are tried, too. All are asked the same."""
     asked: dict[int, list[object]] = {}
 
-    def tried(asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float) -> Served:
+    def tried(
+        asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float
+    ) -> Served:
         asked[setting.prefill] = asks
         rate = guess / 10 if len(asked) == 1 else 0.9 * guess
         return Served(rate, attainment, *(1.0,) * 6)
@@ -57,14 +64,31 @@ def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(monke
     assert [each.served is None for each in found] == sorted(each.served is None for each in found)
 
 
-def test_it_prints_the_best_split_why_and_how_to_start_it(card: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--gpus", "2", "--card", card, "--workload", "1000:40", "--ttft-ms", "4000", "--tpot-ms", "400"]
+def test_it_prints_the_best_split_why_and_how_to_start_it(
+    card: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "plan",
+        "--gpus",
+        "2",
+        "--card",
+        card,
+        "--workload",
+        "1000:40",
+        "--ttft-ms",
+        "4000",
+        "--tpot-ms",
+        "400",
+    ]
     assert run([*asked, "--rate", "1"]) == 0
     out = capsys.readouterr().out
     assert "1P1D" in out
     assert "2 colocated" in out
     assert "is short of first" in out
-    assert "kvrelay compose --model '8 billion parameters, bf16' --prefill 1 --decode 1 --gpus 0,1" in out
+    assert (
+        "kvrelay compose --model '8 billion parameters, bf16' --prefill 1 --decode 1 --gpus 0,1"
+        in out
+    )
     assert "deployment/kvrelay-prefill --replicas=1" in out
     assert "--ttft-target-ms=4000 --tpot-target-ms=400" in out
     assert run([*asked, "--rate", "40", "--json"]) == 1
@@ -74,22 +98,56 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(card: str, capsys: pyt
     assert all(each["simulated"]["rate"] == 40 for each in told["splits"])
 
 
-def test_a_split_that_does_not_keep_the_targets_is_not_started(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_that_does_not_keep_the_targets_is_not_started(
+    card: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One prefill node is too few for what two colocated servers serve."""
-    asked = ["plan", "--gpus", "2", "--card", card, "--workload", "8000:2", "--ttft-ms", "12000", "--tpot-ms", "9000"]
+    asked = [
+        "plan",
+        "--gpus",
+        "2",
+        "--card",
+        card,
+        "--workload",
+        "8000:2",
+        "--ttft-ms",
+        "12000",
+        "--tpot-ms",
+        "9000",
+    ]
     assert run([*asked, "--rate", "0.35"]) == 0
     out = capsys.readouterr().out
     assert "Best: 2 colocated" in out
     assert "kvrelay compose" not in out
 
 
-def test_a_trace_that_is_too_short_is_said_to_be(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_is_too_short_is_said_to_be(
+    card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": 100 * at, "input_length": 600, "output_length": 5, "hash_ids": [at, 0]} for at in range(30)]
+    lines = [
+        {"timestamp": 100 * at, "input_length": 600, "output_length": 5, "hash_ids": [at, 0]}
+        for at in range(30)
+    ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    asked = ["plan", "--gpus", "1", "--card", card, "--workload", str(trace), "--ttft-ms", "9000", "--tpot-ms", "900"]
+    asked = [
+        "plan",
+        "--gpus",
+        "1",
+        "--card",
+        card,
+        "--workload",
+        str(trace),
+        "--ttft-ms",
+        "9000",
+        "--tpot-ms",
+        "900",
+    ]
     assert run([*asked, "--rate", "1"]) == 0
-    assert "The trace has 30 requests, and at 1.0 requests/s a run needs 400" in capsys.readouterr().out
+    assert (
+        "The trace has 30 requests, and at 1.0 requests/s a run needs 400"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
@@ -97,15 +155,23 @@ def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
     fixed = workload_of("512:256").make(50)
     assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3)
+    trace.write_text(
+        '{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3
+    )
     assert [each.blocks for each in workload_of(str(trace)).make(2)] == [(7,), (7,)]
     trace.write_text("nonsense\n")
-    for wrong, says in (("0:5", "no tokens"), ("songs", "none of chat"), (str(trace), "cannot be read")):
+    for wrong, says in (
+        ("0:5", "no tokens"),
+        ("songs", "none of chat"),
+        (str(trace), "cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=says):
             workload_of(wrong)
 
 
-def test_what_cannot_be_planned_is_one_sentence(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_one_sentence(
+    card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other.json"
     write_card(msgspec.structs.replace(H200, model="another", tensor_parallel_size=2), other)
     asked = ["plan", "--card", card, "--workload", "10:10", "--tpot-ms", "400"]
@@ -113,7 +179,10 @@ def test_what_cannot_be_planned_is_one_sentence(card: str, tmp_path: Path, capsy
         (["--gpus", "0", "--ttft-ms", "9"], "at least 1"),
         (["--gpus", "2", "--ttft-ms", "0"], "above 0 milliseconds"),
         (["--gpus", "2", "--ttft-ms", "9", "--card", str(other)], "of two models"),
-        (["--gpus", "2", "--ttft-ms", "9", "--card", "nowhere.json"], "make one with kvrelay profile"),
+        (
+            ["--gpus", "2", "--ttft-ms", "9", "--card", "nowhere.json"],
+            "make one with kvrelay profile",
+        ),
     ):
         assert run([*asked, *more]) == 2
         assert says in capsys.readouterr().err

@@ -18,16 +18,24 @@ from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, LogTail, 
 
 _SLEEP = "import time; time.sleep(60)"
 _STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
+    "flush=True); time.sleep(60)"
 )
 _WITH_CHILD = (
-    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, "
+    "flush=True); time.sleep(60)"
 )
 
 
 def child_spec(tmp_path: Path, code: str, name: str = "child") -> ChildSpec:
     """A stand-in for a node: an interpreter that runs this code."""
-    return ChildSpec(name, (sys.executable, "-c", code), "http://unused", tmp_path / f"{name}.log", dict(os.environ))
+    return ChildSpec(
+        name,
+        (sys.executable, "-c", code),
+        "http://unused",
+        tmp_path / f"{name}.log",
+        dict(os.environ),
+    )
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
@@ -112,15 +120,22 @@ async def test_a_child_that_cannot_be_started_again_is_tried_until_it_can(
         monkeypatch.setattr(Child, "spawn", refused)
         os.kill(first, signal.SIGKILL)
         await until(lambda: pid_of(child) != first and any("ready again" in line for line in said))
-    assert sum("cannot be kept running (Resource temporarily unavailable)" in line for line in said) == 2
+    assert (
+        sum("cannot be kept running (Resource temporarily unavailable)" in line for line in said)
+        == 2
+    )
 
 
-async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
     async def never(url: str) -> bool:
         return False
 
     async with Supervisor(never, lambda line: None) as supervisor:
-        child = supervisor.start(child_spec(tmp_path, "print('no such model'); raise SystemExit(2)", "prefill-0"))
+        child = supervisor.start(
+            child_spec(tmp_path, "print('no such model'); raise SystemExit(2)", "prefill-0")
+        )
         with pytest.raises(ChildFailed) as caught:
             await child.ready
     assert "prefill-0 ended (exit code 2) before it was ready" in caught.value.message
@@ -160,7 +175,11 @@ async def test_what_a_dead_child_left_behind_is_killed_too(tmp_path: Path) -> No
 
 async def test_warnings_in_a_log_are_shown_and_other_lines_are_not(tmp_path: Path) -> None:
     said: list[str] = []
-    lines = ["INFO all is well", "10:00 WARNING slow peer", *(f"ERROR number {index}" for index in range(8))]
+    lines = [
+        "INFO all is well",
+        "10:00 WARNING slow peer",
+        *(f"ERROR number {index}" for index in range(8)),
+    ]
     code = f"print({chr(10).join(lines)!r}, flush=True); {_SLEEP}"
     async with Supervisor(healthy, said.append) as supervisor:
         supervisor.start(child_spec(tmp_path, code))
@@ -210,6 +229,8 @@ def test_a_child_whose_parent_is_already_gone_ends_at_once(repository: Path) -> 
     env = {**os.environ, "PYTHONPATH": str(repository), "KVRELAY_PARENT_PID": "1"}
     code = "from node.parent import die_with_parent; die_with_parent(); print('went on')"
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert time.monotonic() - began < 30

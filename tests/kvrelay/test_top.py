@@ -74,7 +74,12 @@ async def test_it_says_that_a_picture_is_old_and_that_a_process_is_silent() -> N
         seen = c.router.lookout.picture(0.0)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
-        console.print(drawn(msgspec.structs.replace(seen, wanted=2), "cannot be reached; what is shown is 7 s old"))
+        console.print(
+            drawn(
+                msgspec.structs.replace(seen, wanted=2),
+                "cannot be reached; what is shown is 7 s old",
+            )
+        )
     assert "7 s old" in told.get()
     assert "1 of 2 router processes" in told.get()
 
@@ -85,13 +90,25 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
         await c.text()
         seen = c.router.lookout.picture(0.0)
     pair = FailedPair(p.url, d.url, "no way")
-    nodes = [msgspec.structs.replace(node, total_blocks=9, up=False, reason="no answer") for node in seen.nodes]
+    nodes = [
+        msgspec.structs.replace(node, total_blocks=9, up=False, reason="no answer")
+        for node in seen.nodes
+    ]
     console = Console(width=80, file=io.StringIO())
     with console.capture() as told:
         console.print(drawn(msgspec.structs.replace(seen, nodes=nodes, failed_pairs=[pair])))
     text = told.get()
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    for name in (p.url, d.url, "no answer", "KV in use", "status", "first token", "total", "no way"):
+    for name in (
+        p.url,
+        d.url,
+        "no answer",
+        "KV in use",
+        "status",
+        "first token",
+        "total",
+        "no way",
+    ):
         assert name.removeprefix("http://") in text
     assert "breakers" not in text
 
@@ -110,7 +127,10 @@ async def test_an_ipv6_address_is_shown_whole() -> None:
 async def test_it_shows_the_roles() -> None:
     async with cluster() as c:
         seen = c.router.lookout.picture(0.0)
-    changes = [RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"begun {at}") for at in range(5)]
+    changes = [
+        RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"begun {at}")
+        for at in range(5)
+    ]
     roles = [RolesSeen("tiny", "no role is short of nodes", {}, changes)]
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:

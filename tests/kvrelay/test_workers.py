@@ -39,7 +39,9 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
 
 
-async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], within_s: float = 30.0) -> None:
+async def until(
+    condition: Callable[[], Awaitable[bool]] | Callable[[], bool], within_s: float = 30.0
+) -> None:
     async with asyncio.timeout(within_s):
         while True:
             holds = condition()
@@ -66,7 +68,9 @@ class Router:
         """Have a connection to both workers: the kernel chooses by the client's port."""
         async with asyncio.timeout(30):
             while self.http.keys() != {0, 1}:
-                http = aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1), headers=BOB)
+                http = aiohttp.ClientSession(
+                    self.url, connector=aiohttp.TCPConnector(limit=1), headers=BOB
+                )
                 async with http.get("/health") as answer:
                     index = (await answer.json())["workers"]["index"]
                 if index in self.http:
@@ -79,7 +83,9 @@ class Router:
             await http.close()
         self.http.clear()
 
-    async def json(self, worker: int, path: str, body: Any = None, method: str = "", **headers: str) -> Any:
+    async def json(
+        self, worker: int, path: str, body: Any = None, method: str = "", **headers: str
+    ) -> Any:
         method = method or ("GET" if body is None else "POST")
         if path.startswith(OPERATED):
             headers |= {"authorization": f"Bearer {stored_key('admin', self.url)}"}
@@ -220,10 +226,16 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             ("POST", "/v1/load_lora_adapter", b"{}", 400),
         ):
             for key, expected in ((stored_key("admin", r.url), status), ("wrong", 401)):
-                with_key = {"authorization": f"Bearer {'b' if path.startswith('/v1') and key != 'wrong' else key}"}
+                with_key = {
+                    "authorization": f"Bearer {'b' if path.startswith('/v1') and key != 'wrong' else key}"
+                }
                 async with (
-                    aiohttp.ClientSession(r.url) as http,  # not one that is known to reach a worker: it may be closed
-                    http.request(method, URL(r.url + path, encoded=True), data=body, headers=with_key) as answer,
+                    aiohttp.ClientSession(
+                        r.url
+                    ) as http,  # not one that is known to reach a worker: it may be closed
+                    http.request(
+                        method, URL(r.url + path, encoded=True), data=body, headers=with_key
+                    ) as answer,
                 ):
                     assert answer.status == expected, (path, await answer.text())
         # What wants no key is one page, and nothing is read of a body for it.
@@ -234,30 +246,48 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
                 ("POST", "/metrics/../v1/chat/completions", 404),
                 ("GET", "/metrics/x", 404),
             ):
-                asked = http.request(method, URL(r.url + path, encoded=True), json=BODY, headers=BOB)
+                asked = http.request(
+                    method, URL(r.url + path, encoded=True), json=BODY, headers=BOB
+                )
                 async with asked as answer:
                     assert answer.status == status, path
 
-        # An operator's order to all nodes reaches each once, and the load counts what every worker answers.
+        # An operator's order to all nodes reaches each once, and the load counts what every worker
+        # answers.
         told = await r.json(1, "/reset_prefix_cache", {})
         assert (told["success"], {node["url"] for node in told["nodes"]}) == (True, {p.url, d.url})
         assert sorted(emptied) == sorted([p.url, d.url])
         assert (await r.json(0, "/load"))["server_load"] == 0
 
-        # Also the console's picture is of both: the requests that each has answered, its legs, and who has told.
+        # Also the console's picture is of both: the requests that each has answered, its legs, and
+        # who has told.
         for worker in (0, 1):
             seen = await r.json(worker, "/console/state")
             assert (seen["wanted"], [row["index"] for row in seen["workers"]]) == (2, [0, 1])
-            assert len(seen["requests"]) == seen["total"]["count"] == sum(seen["series"]["ended"]) == 3
-            assert {(node["url"], node["up_in"]) for node in seen["nodes"]} == {(p.url, 2), (d.url, 2)}
+            assert (
+                len(seen["requests"]) == seen["total"]["count"] == sum(seen["series"]["ended"]) == 3
+            )
+            assert {(node["url"], node["up_in"]) for node in seen["nodes"]} == {
+                (p.url, 2),
+                (d.url, 2),
+            }
 
         # Each has its share of a key's limit.
         on_hold = [
-            asyncio.create_task(r.ask(worker, **ALICE, **{"x-request-id": f"held-{worker}"})) for worker in (0, 1)
+            asyncio.create_task(r.ask(worker, **ALICE, **{"x-request-id": f"held-{worker}"}))
+            for worker in (0, 1)
         ]
-        await until(lambda: sum(call.headers["x-request-id"].startswith("held") for call in d.calls) == 2)
-        async with aiohttp.ClientSession(r.url, headers=ALICE) as third, third.post(PATH, json=BODY) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (429, "rate_limit_exceeded")
+        await until(
+            lambda: sum(call.headers["x-request-id"].startswith("held") for call in d.calls) == 2
+        )
+        async with (
+            aiohttp.ClientSession(r.url, headers=ALICE) as third,
+            third.post(PATH, json=BODY) as answer,
+        ):
+            assert (answer.status, (await answer.json())["error"]["code"]) == (
+                429,
+                "rate_limit_exceeded",
+            )
         permits.release()
         permits.release()
         assert await asyncio.gather(*on_hold) == [200, 200]
@@ -272,7 +302,8 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         assert (await r.json(1, f"/v1/responses/{first}", method="DELETE"))["deleted"]
         assert await r.ask(0, again, "/v1/responses") == 404
 
-        # What an operator says of nodes holds for both within a second, also for one that begins later.
+        # What an operator says of nodes holds for both within a second, also for one that begins
+        # later.
         async def known(worker: int, url: str) -> dict[str, Any] | None:
             told = await r.json(worker, "/health")
             return next((node for node in told["nodes"] if node["url"] == url), None)
@@ -299,13 +330,16 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         async def serve(alias: str) -> bool:
             return [await r.ask(worker, BODY | {"model": alias}) for worker in (0, 1)] == [200, 200]
 
-        # A new configuration is taken over by both or by neither, whoever asks for it; and by those that begin later.
+        # A new configuration is taken over by both or by neither, whoever asks for it; and by those
+        # that begin later.
         write(tmp_path, p, d, alias=[f"best={MODEL}"])
         assert await r.json(1, "/admin/reload", {}) == {"changed": ["alias"]}
         await until(partial(serve, "best"))
         write(tmp_path, p, d, alias=[f"better={MODEL}"], ssl_ca_certs="ca.pem")
         told = await r.json(0, "/admin/reload", {})
-        assert told["error"]["message"].startswith("ssl_ca_certs cannot change while the router runs")
+        assert told["error"]["message"].startswith(
+            "ssl_ca_certs cannot change while the router runs"
+        )
         write(tmp_path, p, d, keys=[])
         told = await r.json(0, "/admin/reload", {})
         assert told["error"]["message"].startswith("the new configuration has no API keys")
@@ -373,7 +407,11 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             assert not alive(stopped)
             told = collected(began[0].router.metrics.registry)
             families = {each.name: each.samples[0][2] for each in told if each.samples}
-            assert families["kvrelay_router_worker_hung"] == families["kvrelay_router_worker_restarts"] == 1
+            assert (
+                families["kvrelay_router_worker_hung"]
+                == families["kvrelay_router_worker_restarts"]
+                == 1
+            )
             assert "worker 0 hangs and is killed" in caplog.text
         finally:
             running.cancel()
@@ -387,7 +425,10 @@ async def test_a_worker_of_another_release_than_its_parent_says_so_and_ends() ->
     worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, said = await asyncio.wait_for(worker.communicate(), 60)
     assert worker.returncode == 2
-    assert f"this worker is of kvrelay {RELEASE} and its parent of 0.0.9; restart the router" in said.decode()
+    assert (
+        f"this worker is of kvrelay {RELEASE} and its parent of 0.0.9; restart the router"
+        in said.decode()
+    )
 
 
 def alive(pid: int) -> bool:

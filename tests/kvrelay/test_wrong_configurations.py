@@ -1,6 +1,8 @@
-"""What a new user may type wrongly: one line on stderr, exit code 2, at once; and nothing was started or taken for it.
+"""What a new user may type wrongly: one line on stderr, exit code 2, at once; and nothing was
+started or taken for it.
 
-Each command may have little memory, so that one which takes what was asked for fails and takes no neighbour with it.
+Each command may have little memory, so that one which takes what was asked for fails and takes no
+neighbour with it.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ TINY = {
 ADAPTER = {"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}
 EMPTY = b'{"__metadata__": {}}'
 
-# Tried in a folder with what `place` writes there. Without a model of its own a line of an engine is for `tiny`.
-# TAKEN is a port on which another process listens.
+# Tried in a folder with what `place` writes there. Without a model of its own a line of an engine
+# is for `tiny`. TAKEN is a port on which another process listens.
 WRONG = [
     # memory and sizes
     ("up --kv-cache-memory-bytes 2T", "2 nodes together need at least 4096.00 GiB of memory"),
-    ("up --kv-cache-memory-bytes 2T --prefill 2", "3 nodes together need at least 6144.00 GiB of memory"),
+    (
+        "up --kv-cache-memory-bytes 2T --prefill 2",
+        "3 nodes together need at least 6144.00 GiB of memory",
+    ),
     ("serve --kv-cache-memory-bytes 2048GiB", "the engine needs at least 2048.00 GiB of memory"),
     ("up --config pool.yaml", "2 nodes together need at least 4096.00 GiB"),
     (
@@ -39,10 +44,19 @@ WRONG = [
         " --tensor-parallel-address 127.0.0.1:9",
         "the engine needs at least 2048.00 GiB",
     ),
-    ("up --kv-cache-memory-bytes 4Gigs", "--kv-cache-memory-bytes must be a whole number, got '4Gigs'"),
+    (
+        "up --kv-cache-memory-bytes 4Gigs",
+        "--kv-cache-memory-bytes must be a whole number, got '4Gigs'",
+    ),
     ("prefill --kv-cache-memory-bytes 1k", "a KV pool of 1000 bytes holds"),
-    ("up --max-model-len 32k", "max_model_len 32000 is above the model's own limit of 1024; lower it"),
-    ("decode --max-model-len 1000 --kv-cache-memory-bytes 100K", "max_model_len 1000 does not fit: the KV pool of"),
+    (
+        "up --max-model-len 32k",
+        "max_model_len 32000 is above the model's own limit of 1024; lower it",
+    ),
+    (
+        "decode --max-model-len 1000 --kv-cache-memory-bytes 100K",
+        "max_model_len 1000 does not fit: the KV pool of",
+    ),
     # devices and dtypes
     ("up --device tpu", "device 'tpu' is not one of auto, cpu, cuda"),
     ("prefill --device cuda", "device cuda was asked for, but torch can use no GPU here"),
@@ -51,8 +65,14 @@ WRONG = [
     ("up --config contrary.yaml", "contrary.yaml: cpu and device cuda contradict each other"),
     ("serve --dtype fp4", "dtype 'fp4' is not one of auto, float32, bfloat16, float16"),
     ("decode --cpu --quantization fp8", "need a GPU; leave them out"),
-    ("up --decode-tensor-parallel-size 3", "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
-    ('serve --profiler-config {"profiler":"cuda"}', "the profiler cuda needs a GPU; take torch on a CPU"),
+    (
+        "up --decode-tensor-parallel-size 3",
+        "4 query heads cannot be shared by 3 ranks; choose a divisor of 4",
+    ),
+    (
+        'serve --profiler-config {"profiler":"cuda"}',
+        "the profiler cuda needs a GPU; take torch on a CPU",
+    ),
     (
         'decode --profiler-config {"profiler":"torch","torch_profiler_dir":"/proc/no/pe"}',
         "torch_profiler_dir '/proc/no/pe' cannot be written to: No such file or directory",
@@ -61,7 +81,10 @@ WRONG = [
         'prefill --profiler-config {"profiler":"torch","torch_profiler_dir":"/dev/null/traces"}',
         "torch_profiler_dir '/dev/null/traces' cannot be written to: Not a directory",
     ),
-    ('config up --override-generation-config {"temperature":"x"}', "Expected `float`, got `str` - at `$.temperature`"),
+    (
+        'config up --override-generation-config {"temperature":"x"}',
+        "Expected `float`, got `str` - at `$.temperature`",
+    ),
     # models
     ("up --model missing", "model 'missing' does not exist; pass a folder"),
     ("prefill --model empty", "model folder empty holds no config.json"),
@@ -85,17 +108,33 @@ WRONG = [
         "up --enable-lora --lora-modules tiny=adapter --max-lora-rank 64",
         "an adapter is named 'tiny', as the model itself is",
     ),
-    ("up --enable-lora --lora-modules a=adapter --lora-modules a=adapter", "lora_modules names a twice"),
+    (
+        "up --enable-lora --lora-modules a=adapter --lora-modules a=adapter",
+        "lora_modules names a twice",
+    ),
     ("up --chat-template missing.jinja", "the chat template missing.jinja cannot be read"),
     ("up --tool-parser-plugin missing.py", "the plugin missing.py cannot be run: [Errno 2]"),
-    ("serve --tool-parser-plugin broken/config.json", "config.json cannot be run: '{' was never closed"),
+    (
+        "serve --tool-parser-plugin broken/config.json",
+        "config.json cannot be run: '{' was never closed",
+    ),
     # the rest
-    ("up --kv-host 192.0.2.1 --cluster-secret 0123456789abcdef", "kv_host '192.0.2.1' is no address of this machine"),
-    ("serve --port TAKEN", "cannot listen on 127.0.0.1 port TAKEN: Address already in use; choose another"),
-    ("prefill --kv-port TAKEN", "port TAKEN: Address already in use; choose another with --kv-host or --kv-port"),
+    (
+        "up --kv-host 192.0.2.1 --cluster-secret 0123456789abcdef",
+        "kv_host '192.0.2.1' is no address of this machine",
+    ),
+    (
+        "serve --port TAKEN",
+        "cannot listen on 127.0.0.1 port TAKEN: Address already in use; choose another",
+    ),
+    (
+        "prefill --kv-port TAKEN",
+        "port TAKEN: Address already in use; choose another with --kv-host or --kv-port",
+    ),
     (
         'serve --kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://*:TAKEN"}',
-        "cannot listen on * port TAKEN: Address already in use; choose another with endpoint of --kv-events-config",
+        "cannot listen on * port TAKEN: Address already in use; choose another with endpoint of "
+        "--kv-events-config",
     ),
     (
         'decode --kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:0",'
@@ -110,7 +149,10 @@ WRONG = [
     ("up --log-dir notes.txt/logs", "cannot make log_dir"),
     ("up --max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
     ("up --config missing.yaml", "cannot read config file missing.yaml"),
-    ("router --prefill http://127.0.0.1:1", "a router needs at least one --prefill URL and one --decode URL"),
+    (
+        "router --prefill http://127.0.0.1:1",
+        "a router needs at least one --prefill URL and one --decode URL",
+    ),
     ("router --prefill http://127.0.0.1:1 --decode nonsense", "'nonsense'"),
     ("chat --key x", "unknown flag --key"),
     ("chat hello", "hello"),
@@ -144,7 +186,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        (folder / name).write_bytes(
+            content if isinstance(content, bytes) else json.dumps(content).encode()
+        )
     return folder
 
 
@@ -167,7 +211,12 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     if command in ("up", "prefill", "decode", "serve", "rank"):
         words += [] if "--port" in words or command == "rank" else ["--port", "0"]
         words += [] if "--model" in words else ["--model", "tiny", "--load-format", "dummy"]
-    env = {**os.environ, "PYTHONPATH": str(repository), "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(repository),
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "kvrelay.cli", command, *words],

@@ -1,4 +1,6 @@
-"""An OpenAI server for tests: it says what a test tells it to, and when, and remembers when it said it."""
+"""An OpenAI server for tests: it says what a test tells it to, and when, and remembers when it said
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ class Double:
                 head = await reader.readuntil(b"\r\n\r\n")
                 path = head.split()[1].decode()
                 length = next(
-                    (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+                    (
+                        int(line[15:])
+                        for line in head.lower().split(b"\r\n")
+                        if line.startswith(b"content-length:")
+                    ),
+                    0,
                 )
                 body = await reader.readexactly(length)
                 if head.startswith(b"GET"):
@@ -49,7 +56,10 @@ class Double:
                     whole(writer, {"data": [{"id": MODEL}]} if known else {}, 200 if known else 404)
                     continue
                 lines = head.decode().split("\r\n")[1:]
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                headers = {
+                    name.lower(): value
+                    for name, _, value in (line.partition(": ") for line in lines)
+                }
                 told = Told(json.loads(body), path, time.monotonic(), headers)
                 if not told.body.get("stream"):
                     said = told.body["messages"][-1]["content"]
@@ -72,7 +82,9 @@ def whole(writer: asyncio.StreamWriter, said: object, status: int = 200) -> None
 
 def begin(writer: asyncio.StreamWriter) -> None:
     """The head of a stream."""
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
 
 
 def event(writer: asyncio.StreamWriter, said: object) -> None:

@@ -1,4 +1,6 @@
-"""Runs of a server that is arithmetic: places, a queue, and nothing else. No clock: what is measured of it is exact."""
+"""Runs of a server that is arithmetic: places, a queue, and nothing else. No clock: what is
+measured of it is exact.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ STEP_S, PREFILL_S = 0.01, 0.03
 
 
 def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Record]:
-    """Each place serves one request at a time, in 30 ms and 10 ms for each further token; who comes waits for one."""
+    """Each place serves one request at a time, in 30 ms and 10 ms for each further token; who comes
+    waits for one.
+    """
     free = [0.0] * places
     rng = random.Random(seed)
     found = []
@@ -45,7 +49,9 @@ def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed:
     judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
     client = client_of(judged, [0.12], [0.0005] * 100, open_loop=True)
     measures = measured(records, window, SLO, gpus, client)
-    return Run(rate, 0, 5.0, seconds, measures, cdfs_of(judged), [row_of(record, SLO) for record in judged])
+    return Run(
+        rate, 0, 5.0, seconds, measures, cdfs_of(judged), [row_of(record, SLO) for record in judged]
+    )
 
 
 def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
@@ -59,6 +65,6 @@ def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Resu
         "Linux x86_64, 32 cores", {"kvrelay": "0.1.0", "python": "3.11.7", "server": "0.1.0"},
     )  # fmt: skip
     return Result(
-        label, "Llama-3.1-8B", "http://10.0.0.5:8000", gpus, f"{gpus} x GPU", "512:64: 512 tokens in, 64 out",
+        label, "Llama-3.1-8B", "http://10.0.0.5:8000", gpus, f"{gpus} x GPU", "512:64: 512 tokens " "in, 64 out",
         "poisson arrivals, open loop", WORK, SLO, 0.9, made, runs, search.found(),
     )  # fmt: skip

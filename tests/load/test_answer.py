@@ -47,7 +47,12 @@ def test_a_completion() -> None:
     answer = read(text("a"), text("b"), text("", "length"), usage(2, cached=4), DONE)
     assert answer.failure is None
     assert (answer.first, answer.last, answer.gaps, answer.text) == (1.0, 2.0, [1.0], "ab")
-    assert (answer.tokens, answer.prompt_tokens, answer.cached_tokens, answer.counts) == (2, 9, 4, [1, 1])
+    assert (answer.tokens, answer.prompt_tokens, answer.cached_tokens, answer.counts) == (
+        2,
+        9,
+        4,
+        [1, 1],
+    )
 
 
 def test_a_chat_begins_with_its_first_token_and_not_with_its_role() -> None:
@@ -72,7 +77,12 @@ def test_chunks_of_several_tokens_are_counted_by_their_usage() -> None:
     def so_far(count: int) -> dict[str, int]:
         return {"prompt_tokens": 9, "completion_tokens": count}
 
-    parts = (text("abc", usage=so_far(3)), text("", usage=so_far(3)), text("de", "length", usage=so_far(5)), DONE)
+    parts = (
+        text("abc", usage=so_far(3)),
+        text("", usage=so_far(3)),
+        text("de", "length", usage=so_far(5)),
+        DONE,
+    )
     answer = read(*parts, asked=5)
     assert answer.failure is None
     assert (answer.counts, answer.gaps, answer.tokens) == ([3, 2], [2.0], 5)
@@ -119,7 +129,12 @@ def test_a_status_is_told_with_its_body() -> None:
 
 
 WHOLE = (
-    delta(role="assistant", content="") + b": alive\n\n" + delta(content="é") * 3 + delta("length") + usage(3) + DONE
+    delta(role="assistant", content="")
+    + b": alive\n\n"
+    + delta(content="é") * 3
+    + delta("length")
+    + usage(3)
+    + DONE
 )
 
 

@@ -1,4 +1,6 @@
-"""The client against a server whose times are known: it measures what happened, and no failure passes for an answer."""
+"""The client against a server whose times are known: it measures what happened, and no failure
+passes for an answer.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,15 @@ async def test_what_is_measured_is_what_happened() -> None:
     told = {each.came: each for each in double.told}
     assert len(outcome.records) == len(told) == 12
     off_first, off_gap = [], []
-    for record, true in zip(sorted(outcome.records, key=lambda r: r.sent_s), sorted(told), strict=True):
-        assert (record.failure, record.output_tokens, record.chunks, record.prompt_tokens) == ("", 12, 12, 16)
+    for record, true in zip(
+        sorted(outcome.records, key=lambda r: r.sent_s), sorted(told), strict=True
+    ):
+        assert (record.failure, record.output_tokens, record.chunks, record.prompt_tokens) == (
+            "",
+            12,
+            12,
+            16,
+        )
         wrote = told[true].wrote
         off_first.append(abs(ttft_ms(record) - (wrote[0] - told[true].came) * 1e3))
         mean = (wrote[-1] - wrote[0]) / 11 * 1e3
@@ -65,7 +74,9 @@ async def test_the_requests_that_were_asked_for_come_behind_the_warm_up(processe
     async with serving(paced(0.05, 0.0)) as double:
         alone = await put(asking(double), closed(3, clients=2), processes)
         assert len(alone.records) == 3
-        several = await put(asking(double), msgspec.structs.replace(closed(3, clients=2), warm_up_s=0.3), processes)
+        several = await put(
+            asking(double), msgspec.structs.replace(closed(3, clients=2), warm_up_s=0.3), processes
+        )
         rate = Arrival("constant", 20.0)
         load = Load(Work(16, 2), rate, "s", requests=3, warm_up_s=0.3)
         arriving = await put(asking(double), load, processes)
@@ -207,7 +218,11 @@ async def test_there_is_a_file_for_each_request(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("number", "failure"),
-    [(errno.EMFILE, Failure.CLIENT), (errno.EADDRNOTAVAIL, Failure.CLIENT), (errno.ECONNREFUSED, Failure.CONNECT)],
+    [
+        (errno.EMFILE, Failure.CLIENT),
+        (errno.EADDRNOTAVAIL, Failure.CLIENT),
+        (errno.ECONNREFUSED, Failure.CONNECT),
+    ],
 )
 async def test_what_the_client_has_too_few_of_is_its_own(
     number: int, failure: Failure, monkeypatch: pytest.MonkeyPatch
@@ -276,7 +291,11 @@ async def test_turns_hold_what_was_really_answered() -> None:
 
 async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
-        await (paced(0, 0)(double, told, writer) if len(double.told) == 1 else said("no end", told, writer))
+        await (
+            paced(0, 0)(double, told, writer)
+            if len(double.told) == 1
+            else said("no end", told, writer)
+        )
 
     async with serving(say) as double:
         outcome = await put(asking(double, chat=True), closed(1, turns=4, think_s=0.01))
@@ -290,7 +309,9 @@ async def test_who_is_not_answered_when_the_run_is_over_is_cut() -> None:
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
 
-    load = Load(Work(16, 2), Arrival("constant", 10.0), "s", sending_s=0.55, judged_s=0.55, drain_s=0.2)
+    load = Load(
+        Work(16, 2), Arrival("constant", 10.0), "s", sending_s=0.55, judged_s=0.55, drain_s=0.2
+    )
     async with serving(say) as double:
         outcome = await put(asking(double), load)
     assert [record.failure for record in outcome.records] == [Failure.CUT] * 5
@@ -315,7 +336,10 @@ async def test_who_may_still_meet_the_targets_is_not_cut() -> None:
 
 async def test_a_closed_loop_does_not_go_by_the_times_of_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]} for at in range(6)]
+    rows = [
+        {"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]}
+        for at in range(6)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     load = Load(Work(trace=str(path)), Arrival(), "s", clients=2, sending_s=30.0)
     async with serving(paced(0, 0)) as double:
@@ -360,7 +384,9 @@ async def test_no_process_is_left_when_the_command_is_interrupted() -> None:
     assert not [command for command in commands if b"load.sender" in command]
 
 
-@pytest.mark.parametrize(("said", "least"), [("max 100000", 0), ("150000 100000", 1), ("5000 100000", 1), ("?", 0)])
+@pytest.mark.parametrize(
+    ("said", "least"), [("max 100000", 0), ("150000 100000", 1), ("5000 100000", 1), ("?", 0)]
+)
 def test_a_containers_limit_counts_as_cores(said: str, least: int, tmp_path: Path) -> None:
     limit = tmp_path / "cpu.max"
     limit.write_text(f"{said}\n", encoding="ascii")

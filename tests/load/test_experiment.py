@@ -1,4 +1,6 @@
-"""From settings to runs, against a server that is arithmetic: windows, seeds, the search. No clock, no process."""
+"""From settings to runs, against a server that is arithmetic: windows, seeds, the search. No clock,
+no process.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
     """What was put; the server has 24 places, and 36 requests a second are the most that it can."""
     put: list[Load] = []
 
-    async def conduct(asking: Asking, load: Load, processes: int, told: Callable[[Progress], None]) -> Outcome:
+    async def conduct(
+        asking: Asking, load: Load, processes: int, told: Callable[[Progress], None]
+    ) -> Outcome:
         put.append(load)
         told(Progress(3, 2, 0, 9))
-        return Outcome(records_of(load.arrival.rate or 1.0, 24, min(load.sending_s, 20.0), load.seed), [0.1], [0.0])
+        return Outcome(
+            records_of(load.arrival.rate or 1.0, 24, min(load.sending_s, 20.0), load.seed),
+            [0.1],
+            [0.0],
+        )
 
     async def ask_server(url: str, key: str, model: str, *, chat: bool) -> Server:
         return Server("m", "1", Spelling())
@@ -39,7 +47,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
 
 async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load]) -> None:
     told: list[Told] = []
-    config = BenchConfig(lengths="512:64", find_rate=True, ttft_ms=200, tpot_ms=15, duration_s=60, gpus=2)
+    config = BenchConfig(
+        lengths="512:64", find_rate=True, ttft_ms=200, tpot_ms=15, duration_s=60, gpus=2
+    )
     bench = Experiment(config, told=told.append)
     await bench.run()
     assert bench.found is not None
@@ -48,7 +58,8 @@ async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load
     assert bench.found.breaks / bench.found.holds <= 1.05
     assert loads[0].arrival.rate == 2.0
     assert len({load.seed for load in loads}) == len(loads) == len(bench.runs)
-    # Requests go on to come for as long as an answer may take (200 ms and 64 tokens of 15 ms), and are cut soon after.
+    # Requests go on to come for as long as an answer may take (200 ms and 64 tokens of 15 ms), and
+    # are cut soon after.
     for load in loads:
         assert load.judged_s == 65
         assert load.sending_s == pytest.approx(65 + 1.16)
@@ -81,7 +92,9 @@ async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     assert loads[0].warm_up_s == 100
 
 
-async def test_a_client_that_is_too_slow_ends_the_search(loads: list[Load], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_is_too_slow_ends_the_search(
+    loads: list[Load], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def slow(asking: Asking, load: Load, *more: object) -> Outcome:
         late = [
             Record(0, 0, each.due_s, each.due_s + 1, failure="deadline")
@@ -104,7 +117,11 @@ async def test_a_client_that_is_too_slow_ends_the_search(loads: list[Load], monk
         ({"lengths": "512:64", "rate": "4"}, 5.0, 4.2),  # 1 s, and 50 ms each
         ({"lengths": "512:64", "rate": "4", "warm_up_s": 0.5}, 0.5, 4.2),
         ({"lengths": "reasoning", "concurrency": 4}, 82.42, 0.0),
-        ({"lengths": "512:64", "rate": "4", "turns": 3, "endpoint": "chat", "think_s": 0.0}, 12.6, 4.2),
+        (
+            {"lengths": "512:64", "rate": "4", "turns": 3, "endpoint": "chat", "think_s": 0.0},
+            12.6,
+            4.2,
+        ),
     ],
 )
 async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(
@@ -124,7 +141,9 @@ async def test_a_trace_that_ends_early_ends_the_window(loads: list[Load], reposi
     path = repository / "benchmarks" / "traces" / "mooncake_conversation_sample.jsonl"
     config = BenchConfig(trace=str(path), rate="20,200", warm_up_s=5)
     bench = Experiment(config)
-    with pytest.raises(KvrelayError, match=r"the 200 requests of the trace take .* 0 come after the warm-up of 5 s"):
+    with pytest.raises(
+        KvrelayError, match=r"the 200 requests of the trace take .* 0 come after the warm-up of 5 s"
+    ):
         await bench.run()
     (run,) = bench.runs
     assert 4 < run.window_s < 7
@@ -145,7 +164,9 @@ async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
         return await whole(asking, load, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(experiment, "conduct", broken)
-    bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=200, tpot_ms=15))
+    bench = Experiment(
+        BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=200, tpot_ms=15)
+    )
     await bench.run()
     assert bench.found is not None
     assert [run.rate for run in bench.runs] == [4, 8, 16]

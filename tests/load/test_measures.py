@@ -18,7 +18,9 @@ from wire.errors import ConfigError
 SLO = Slo(200.0, 15.0)
 
 
-def request(due_s: float, ttft_ms: float = 100.0, gap_ms: float = 10.0, tokens: int = 11, **more: object) -> Record:
+def request(
+    due_s: float, ttft_ms: float = 100.0, gap_ms: float = 10.0, tokens: int = 11, **more: object
+) -> Record:
     first = due_s + ttft_ms / 1e3
     gaps = [gap_ms / 1e3] * (tokens - 1)
     record = Record(
@@ -68,7 +70,9 @@ def test_tokens_of_the_first_chunk_are_not_waited_for() -> None:
 def test_the_warm_up_and_what_comes_after_do_not_count() -> None:
     records = [request(at / 2) for at in range(40)]
     records[3] = request(1.5, ttft_ms=5_000.0)
-    found = measured(records, Window(2.0, 12.0), SLO, 4, client_of(records, [0.1], [0.0], open_loop=True))
+    found = measured(
+        records, Window(2.0, 12.0), SLO, 4, client_of(records, [0.1], [0.0], open_loop=True)
+    )
     assert (found.requests, found.attainment, found.offered_per_s) == (20, 1.0, 2.0)
     assert (found.goodput_per_s, found.goodput_per_s_per_gpu) == (2.0, 0.5)
     assert found.ttft_ms.most == pytest.approx(100)
@@ -77,12 +81,22 @@ def test_the_warm_up_and_what_comes_after_do_not_count() -> None:
     # Two a second of eleven tokens each, and the late one's came within the window.
     assert found.output_tokens_per_s == pytest.approx(23.1, abs=0.4)
     assert found.output_tokens_per_s_per_gpu == pytest.approx(found.output_tokens_per_s / 4)
-    assert (found.prompt_tokens, found.output_tokens, found.cached, found.tokens_per_chunk) == (100, 11, 0.2, 1)
+    assert (found.prompt_tokens, found.output_tokens, found.cached, found.tokens_per_chunk) == (
+        100,
+        11,
+        0.2,
+        1,
+    )
 
 
 def test_failures_are_counted_by_kind_and_meet_nothing() -> None:
-    broken = [request(0.5, failure=kind, why="so") for kind in ("early end", "early end", str(Failure.CUT))]
-    found = measured([request(0), *broken], Window(0, 10), SLO, 1, client_of([], [0.1], [], open_loop=False))
+    broken = [
+        request(0.5, failure=kind, why="so")
+        for kind in ("early end", "early end", str(Failure.CUT))
+    ]
+    found = measured(
+        [request(0), *broken], Window(0, 10), SLO, 1, client_of([], [0.1], [], open_loop=False)
+    )
     assert (found.requests, found.answered, found.attainment) == (4, 1, 0.25)
     assert found.failures == {"early end": 2, "cut at the end": 1}
     assert found.examples == ["early end: so", "cut at the end: so"]
@@ -112,8 +126,15 @@ def test_percentiles() -> None:
 def result(records: list[Record], label: str = "ours") -> Result:
     """Of one run."""
     found = measured(records, Window(0, 10), SLO, 2, client_of(records, [0.1], [], open_loop=False))
-    run = Run(2.0, 0, 0.0, 10.0, found, cdfs_of(records), [row_of(record, SLO) for record in records])
-    made = Made("kvrelay bench", "2026-11-22T09:00:00+00:00", "Linux, 2 cores", {"kvrelay": "0.1.0", "server": ""})
+    run = Run(
+        2.0, 0, 0.0, 10.0, found, cdfs_of(records), [row_of(record, SLO) for record in records]
+    )
+    made = Made(
+        "kvrelay bench",
+        "2026-11-22T09:00:00+00:00",
+        "Linux, 2 cores",
+        {"kvrelay": "0.1.0", "server": ""},
+    )
     what = ("m", "http://h:1", 2, "2 x GPU", "chat", "poisson", Work(), SLO, 0.9, made)
     return Result(label, *what, [run], Found(2.0, None, 0.9))
 
@@ -125,10 +146,14 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert back.runs[0].rows[1].failure == "deadline"
     assert back.found == Found(2.0, None, 0.9)
     assert math.isnan(back.runs[0].measures.client.late.p50)
-    assert msgspec.json.encode(back) == msgspec.json.encode(result([request(0.0), request(1.0, failure="deadline")]))
+    assert msgspec.json.encode(back) == msgspec.json.encode(
+        result([request(0.0), request(1.0, failure="deadline")])
+    )
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', f'{{"version": {VERSION}, "label": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 2}', f'{{"version": {VERSION}, "label": 3}}']
+)
 def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(text, encoding="utf-8")

@@ -30,7 +30,9 @@ def theirs() -> Result:
 
 
 def test_the_search_finds_what_the_server_can(ours: Result) -> None:
-    """24 places are free again after 0.66 s: 36 requests a second, of which a queue leaves most for 200 ms."""
+    """24 places are free again after 0.66 s: 36 requests a second, of which a queue leaves most for
+    200 ms.
+    """
     most = 24 / (PREFILL_S + STEP_S * (WORK.output - 1))
     assert ours.found is not None
     assert ours.found.breaks is not None
@@ -53,7 +55,9 @@ class Reader(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Counts it."""
         self.count[tag] = self.count.get(tag, 0) + 1
-        self.outside += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action")]
+        self.outside += [
+            f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action")
+        ]
         if tag not in ("meta", "path", "circle"):
             self.open.append(tag)
 
@@ -83,7 +87,12 @@ def test_a_page_needs_nothing_else_and_follows_the_reader(ours: Result) -> None:
     assert not re.search(r"@import|url\(", text)
     assert "color-scheme: light dark" in text
     assert reader.count["svg"] == 7
-    for words in ("highest rate per GPU", "TTFT over time", "Requests that met their targets", "kvrelay bench --url"):
+    for words in (
+        "highest rate per GPU",
+        "TTFT over time",
+        "Requests that met their targets",
+        "kvrelay bench --url",
+    ):
         assert words in text
 
 
@@ -106,11 +115,15 @@ def test_several_results_are_compared(ours: Result, theirs: Result) -> None:
         ({"endpoint": "chat"}, "endpoint"),
     ],
 )
-def test_what_is_not_alike_is_told(ours: Result, theirs: Result, other: dict[str, Any], words: str) -> None:
+def test_what_is_not_alike_is_told(
+    ours: Result, theirs: Result, other: dict[str, Any], words: str
+) -> None:
     one = msgspec.structs.replace(ours, endpoint="completions")
     assert f"not of the same {words}." in page([one, msgspec.structs.replace(theirs, **other)])
     shorter = [msgspec.structs.replace(run, window_s=20.0) for run in theirs.runs]
-    assert "counted time (20 to 40 s)" in page([ours, msgspec.structs.replace(theirs, runs=shorter)])
+    assert "counted time (20 to 40 s)" in page(
+        [ours, msgspec.structs.replace(theirs, runs=shorter)]
+    )
 
 
 def test_requests_that_failed_are_left_out_of_no_plot(ours: Result) -> None:
@@ -127,7 +140,9 @@ def test_requests_that_failed_are_left_out_of_no_plot(ours: Result) -> None:
 def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
     run = ours.runs[0]
     slow = msgspec.structs.replace(run.measures.client, bottleneck="it took all of its core")
-    runs = [msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, client=slow))]
+    runs = [
+        msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, client=slow))
+    ]
     text = page([msgspec.structs.replace(ours, runs=runs)])
     assert text.index("the client was too slow") < text.index("highest rate per GPU")
 
@@ -135,18 +150,24 @@ def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
 def test_what_makes_figures_doubtful_is_told_first(ours: Result) -> None:
     run = ours.runs[0]
     assert warnings_of(ours) == []
-    cached = msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, cached=0.4))
+    cached = msgspec.structs.replace(
+        run, measures=msgspec.structs.replace(run.measures, cached=0.4)
+    )
     few = msgspec.structs.replace(run, rate=2 * run.rate)
     first, second = warnings_of(msgspec.structs.replace(ours, runs=[cached, few]))
     assert "40% of the prompts cached, which share nothing; take another --seed" in first
     assert f"{few.rate:g} were wanted, and fewer came" in second
-    traced = msgspec.structs.replace(ours, runs=[cached], work=msgspec.structs.replace(ours.work, trace="t"))
+    traced = msgspec.structs.replace(
+        ours, runs=[cached], work=msgspec.structs.replace(ours.work, trace="t")
+    )
     assert warnings_of(traced) == []
 
 
 def test_a_run_without_any_answer_is_a_page_too(ours: Result) -> None:
     run = ours.runs[0]
-    nothing = msgspec.structs.replace(run, rows=[], cdfs={"ttft": [], "tpot": [], "itl": [], "e2e": []})
+    nothing = msgspec.structs.replace(
+        run, rows=[], cdfs={"ttft": [], "tpot": [], "itl": [], "e2e": []}
+    )
     assert "nothing to show" in page([msgspec.structs.replace(ours, runs=[nothing])])
 
 
@@ -159,7 +180,12 @@ def test_a_page_that_cannot_be_written_says_so(ours: Result, tmp_path: Path) -> 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [1e-9, 1e9], [3.0], [0.001, 0.0011]])
 def test_every_range_has_axes(values: list[float], log_x: bool) -> None:
     drawn = chart(
-        "t", "x", "y", [Line("a", [(each, each) for each in values], dots=True)], [Mark("m", y=1.0)], log_x=log_x
+        "t",
+        "x",
+        "y",
+        [Line("a", [(each, each) for each in values], dots=True)],
+        [Mark("m", y=1.0)],
+        log_x=log_x,
     )
     assert "nan" not in drawn
     assert drawn.count("<circle") == len(values)

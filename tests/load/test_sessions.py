@@ -69,7 +69,12 @@ def trace(folder: Path, rows: list[tuple[int, int, list[int]]]) -> str:
     return str(path)
 
 
-ROWS = [(1_000, 1_300, [0, 1, 2]), (1_500, 1_400, [0, 1, 3]), (3_000, 1_300, [0, 1, 2]), (5_000, 512, [7])]
+ROWS = [
+    (1_000, 1_300, [0, 1, 2]),
+    (1_500, 1_400, [0, 1, 3]),
+    (3_000, 1_300, [0, 1, 2]),
+    (5_000, 512, [7]),
+]
 
 
 def prompts(seed: str = "s") -> Prompts:
@@ -113,26 +118,38 @@ def test_conversations_are_asked_as_they_were(tmp_path: Path) -> None:
         {"from": "human", "value": "two"},
         {"from": "gpt", "value": "b" * 80},
     ]
-    path.write_text(json.dumps([{"conversations": said}, {"conversations": said[:1]}]), encoding="utf-8")
+    path.write_text(
+        json.dumps([{"conversations": said}, {"conversations": said[:1]}]), encoding="utf-8"
+    )
     (asked,) = take(Work(sharegpt=str(path), turns=5), count=1)
     assert [(turn.text, turn.output) for turn in asked.turns] == [("one", 10), ("two", 20)]
 
 
 def test_a_rate_counts_the_turns_that_conversations_have(tmp_path: Path) -> None:
-    """Two have one, one has two, of the five that were allowed; half of a character is sent as a question mark."""
+    """Two have one, one has two, of the five that were allowed; half of a character is sent as a
+    question mark.
+    """
     path = tmp_path / "sharegpt.json"
     pair = [{"from": "human", "value": "caf\ud83d"}, {"from": "gpt", "value": "yes"}]
-    path.write_text(json.dumps([{"conversations": pair * times} for times in (1, 2, 1)]), encoding="utf-8")
+    path.write_text(
+        json.dumps([{"conversations": pair * times} for times in (1, 2, 1)]), encoding="utf-8"
+    )
     asked = take(Work(sharegpt=str(path), turns=5), Arrival("constant", 8.0), count=30)
     assert sum(len(each.turns) for each in asked) / asked[-1].at == pytest.approx(8.0)
     assert asked[0].turns[0].text == "caf?"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"timestamp": 1}', '[{"conversations": [{"from": "gpt"}]}]'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"timestamp": 1}', '[{"conversations": [{"from": "gpt"}]}]']
+)
 def test_files_of_another_kind_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(text, encoding="utf-8")
-    for work in (Work(trace=str(path)), Work(sharegpt=str(path)), Work(trace=str(tmp_path / "none"))):
+    for work in (
+        Work(trace=str(path)),
+        Work(sharegpt=str(path)),
+        Work(trace=str(tmp_path / "none")),
+    ):
         with pytest.raises(ConfigError, match=r"file\.json|none"):
             take(work, Arrival("trace"))
 

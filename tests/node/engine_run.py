@@ -1,6 +1,8 @@
-"""A script: an engine with several ranks runs a few requests and prints their tokens and log-probabilities.
+"""A script: an engine with several ranks runs a few requests and prints their tokens and
+log-probabilities.
 
-Takes EngineConfig as JSON on stdin and prints one JSON object. With --forever it prints "running" and goes on.
+Takes EngineConfig as JSON on stdin and prints one JSON object. With --forever it prints "running"
+and goes on.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ def main() -> None:
         engine.adapters.remove_unused(engine.scheduler.live)
         assert not engine.adapters.slots.ending
     engine.close()
-    print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))
+    print(
+        json.dumps(
+            {"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}
+        )
+    )
 
 
 if __name__ == "__main__":

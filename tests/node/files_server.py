@@ -14,7 +14,9 @@ from openai_api.connections import connections
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     with open("/dev/null", "rb"):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        )
         await send({"type": "http.response.body", "body": b"ok"})
 
 
@@ -23,6 +25,12 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     http = connections(10_000)
     config = uvicorn.Config(
-        app, port=int(sys.argv[1]), loop="uvloop", lifespan="off", log_config=None, http=http, access_log=False
+        app,
+        port=int(sys.argv[1]),
+        loop="uvloop",
+        lifespan="off",
+        log_config=None,
+        http=http,
+        access_log=False,
     )
     uvicorn.Server(config).run()

@@ -1,4 +1,6 @@
-"""Adapters between the two processes of a node: who may load them, and whose KV is taken for a request."""
+"""Adapters between the two processes of a node: who may load them, and whose KV is taken for a
+request.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from node.adapter_loads import AdapterLoads, content
 from paged_engine.adapter_slots import Loaded
 from paged_engine.request import Request
 from wire.config import EngineConfig, NodeConfig
-from wire.engine_messages import AdapterFacts, AdapterLoaded, AdapterRefused, LoadAdapter, Submit, UnloadAdapter
+from wire.engine_messages import (
+    AdapterFacts,
+    AdapterLoaded,
+    AdapterRefused,
+    LoadAdapter,
+    Submit,
+    UnloadAdapter,
+)
 from wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
 from wire.hashes import ROOT, root_of
 from wire.sampling import SamplingParams
@@ -29,7 +38,9 @@ class StubEngine:
     def __init__(self, answer: AdapterLoaded | AdapterRefused | None = None) -> None:
         self.answer, self.heard = answer, []
 
-    async def load_adapter(self, load: LoadAdapter, deadline_s: float) -> AdapterLoaded | AdapterRefused:
+    async def load_adapter(
+        self, load: LoadAdapter, deadline_s: float
+    ) -> AdapterLoaded | AdapterRefused:
         self.heard.append(load)
         assert self.answer is not None
         return self.answer
@@ -53,14 +64,22 @@ def load(engine: StubEngine, config: NodeConfig, serving: Any, raw: bytes) -> An
 def test_loading_needs_the_operators_leave():
     serving = SimpleNamespace(model_name="m", adapters={"a": FACTS})
     with pytest.raises(NotFound, match="--allow-runtime-lora"):
-        load(StubEngine(), node(enable_lora=True, max_loras=2), serving, body(lora_name="a", lora_path="/x"))
+        load(
+            StubEngine(),
+            node(enable_lora=True, max_loras=2),
+            serving,
+            body(lora_name="a", lora_path="/x"),
+        )
     with pytest.raises(NotFound, match="--allow-runtime-lora"):
         unload_adapter(node(), StubEngine(), serving, body(lora_name="a"))  # type: ignore[arg-type]
     assert serving.adapters
 
 
 def test_what_is_loaded_and_unloaded_is_known_at_once():
-    serving, config = SimpleNamespace(model_name="m", adapters={}), node(enable_lora=True, allow_runtime_lora=True)
+    serving, config = (
+        SimpleNamespace(model_name="m", adapters={}),
+        node(enable_lora=True, allow_runtime_lora=True),
+    )
     engine = StubEngine(AdapterLoaded("1", FACTS))
     load(engine, config, serving, body(lora_name="a", lora_path="/x", load_inplace=True))
     assert serving.adapters == {"a": FACTS}
@@ -130,7 +149,14 @@ def test_an_engine_without_slots_refuses_what_it_is_asked():
 
 
 def test_the_root_of_a_prefix_is_of_salt_and_adapter():
-    roots = [root_of(None), root_of("s"), root_of(None, "s"), root_of("s", "t"), root_of("st"), root_of(None, "st")]
+    roots = [
+        root_of(None),
+        root_of("s"),
+        root_of(None, "s"),
+        root_of("s", "t"),
+        root_of("st"),
+        root_of(None, "st"),
+    ]
     assert roots[0] == ROOT
     assert len(set(roots)) == len(roots)
 
@@ -142,7 +168,10 @@ def test_the_root_of_a_prefix_is_of_salt_and_adapter():
         ({"enable_lora": True, "lora_modules": ("=x",)}, "name=path"),
         ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "JSON with name and path"),
         ({"enable_lora": True, "lora_modules": ("a=x", "a=y")}, "names a twice"),
-        ({"enable_lora": True, "lora_modules": ("a=x", "b=y"), "max_loras": 1}, "2 adapters and max_loras is 1"),
+        (
+            {"enable_lora": True, "lora_modules": ("a=x", "b=y"), "max_loras": 1},
+            "2 adapters and max_loras is 1",
+        ),
         ({"max_lora_rank": 1000}, "at most 512"),
         ({"lora_modules": ("a=x",)}, "needs enable_lora"),
         ({"allow_runtime_lora": True}, "needs enable_lora"),
@@ -156,12 +185,19 @@ def test_settings_that_cannot_work(fields, words):
 
 def test_slots_by_what_is_asked_for():
     assert EngineConfig("m").adapter_slots == 0
-    assert EngineConfig("m", enable_lora=True, lora_modules=("a=x", '{"name": "b", "path": "y"}')).adapter_slots == 2
-    assert EngineConfig("m", enable_lora=True, lora_modules=('{"name": "b", "local_path": "y=z"}',)).adapters == [
-        ("b", "y=z")
-    ]
+    assert (
+        EngineConfig(
+            "m", enable_lora=True, lora_modules=("a=x", '{"name": "b", "path": "y"}')
+        ).adapter_slots
+        == 2
+    )
+    assert EngineConfig(
+        "m", enable_lora=True, lora_modules=('{"name": "b", "local_path": "y=z"}',)
+    ).adapters == [("b", "y=z")]
     assert EngineConfig("m", enable_lora=True, allow_runtime_lora=True).adapter_slots == 1
     assert (
-        EngineConfig("m", enable_lora=True, lora_modules=("a=x",), max_loras=4, allow_runtime_lora=True).adapter_slots
+        EngineConfig(
+            "m", enable_lora=True, lora_modules=("a=x",), max_loras=4, allow_runtime_lora=True
+        ).adapter_slots
         == 4
     )

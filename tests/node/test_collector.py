@@ -1,4 +1,6 @@
-"""A process that is started so imports without the garbage collector, and has it back when that is done."""
+"""A process that is started so imports without the garbage collector, and has it back when that is
+done.
+"""
 
 from __future__ import annotations
 

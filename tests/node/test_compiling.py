@@ -42,9 +42,15 @@ class Desk:
         self.woken = threading.Semaphore(0)
         self.compiling = Compiling(model, StandInEngine(), self.woken.release)
 
-    def begin(self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None) -> Request:
-        params = SamplingParams(9, seed=0, constraint=Constraint("regex", regex, field="guided_regex"))
-        request = Request.of(Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0)
+    def begin(
+        self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None
+    ) -> Request:
+        params = SamplingParams(
+            9, seed=0, constraint=Constraint("regex", regex, field="guided_regex")
+        )
+        request = Request.of(
+            Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0
+        )
         self.compiling.begin(request)
         return request
 

@@ -1,4 +1,6 @@
-"""A real node that is asked directly: other dialects and tokenization over the tiny model, by the official clients."""
+"""A real node that is asked directly: other dialects and tokenization over the tiny model, by the
+official clients.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.cluster.real_cluster import Cluster, Process, tiny_model, wait_until
 pytestmark = pytest.mark.cluster
 
 KEY = "a-key"
-TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+)
 SAMPLING = {"seed": 5, "ignore_eos": True}
 
 
@@ -30,7 +34,10 @@ def node(tmp_path_factory: pytest.TempPathFactory, traces: Path) -> Iterator[Pro
     cluster = Cluster(folder, tiny_model(folder))
     try:
         flags = ["--chat-template", str(template), "--served-model-name", "tiny", "--api-key", KEY]
-        flags += ["--profiler-config", json.dumps({"torch_profiler_dir": str(traces), "max_iterations": 8})]
+        flags += [
+            "--profiler-config",
+            json.dumps({"torch_profiler_dir": str(traces), "max_iterations": 8}),
+        ]
         cluster.nodes.append(cluster.start("serve", [*cluster.flags, *flags]))
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0]
@@ -51,16 +58,25 @@ def anthropic_client(node: Process) -> Iterator[anthropic.Anthropic]:
 
 
 def post(node: Process, path: str, body: Any) -> httpx2.Response:
-    return httpx2.post(node.url + path, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    return httpx2.post(
+        node.url + path, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+    )
 
 
 def chat_text(client: openai.OpenAI, messages: Any) -> str:
-    told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, extra_body=SAMPLING)
+    told = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, extra_body=SAMPLING
+    )
     return told.choices[0].message.content or ""
 
 
 def test_a_response_says_what_the_chat_completion_says(openai_client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "Be brief.", "max_output_tokens": 6}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "input": "hi",
+        "instructions": "Be brief.",
+        "max_output_tokens": 6,
+    }
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     text = chat_text(openai_client, messages)
     told = openai_client.responses.create(**asked, extra_body=SAMPLING)
@@ -73,15 +89,24 @@ def test_a_response_says_what_the_chat_completion_says(openai_client: openai.Ope
     assert told.usage.output_tokens == 6
     with openai_client.responses.create(**asked, extra_body=SAMPLING, stream=True) as stream:
         events = list(stream)
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == text
+    )
     assert events[-1].type == "response.incomplete"
     assert openai_client.responses.retrieve(told.id).output_text == text
 
 
 def test_a_conversation_goes_on_where_it_stood(openai_client: openai.OpenAI) -> None:
-    first = openai_client.responses.create(model="tiny", input="hi", max_output_tokens=6, extra_body=SAMPLING)
+    first = openai_client.responses.create(
+        model="tiny", input="hi", max_output_tokens=6, extra_body=SAMPLING
+    )
     second = openai_client.responses.create(
-        model="tiny", input="and?", previous_response_id=first.id, max_output_tokens=6, extra_body=SAMPLING
+        model="tiny",
+        input="and?",
+        previous_response_id=first.id,
+        max_output_tokens=6,
+        extra_body=SAMPLING,
     )
     messages = [
         {"role": "user", "content": "hi"},
@@ -91,12 +116,19 @@ def test_a_conversation_goes_on_where_it_stood(openai_client: openai.OpenAI) -> 
     assert second.output_text == chat_text(openai_client, messages)
 
 
-def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(openai_client: openai.OpenAI) -> None:
-    items: Any = [{"type": "reasoning", "summary": [], "note": "x" * (9 << 20)}, {"role": "user", "content": "hi"}]
+def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(
+    openai_client: openai.OpenAI,
+) -> None:
+    items: Any = [
+        {"type": "reasoning", "summary": [], "note": "x" * (9 << 20)},
+        {"role": "user", "content": "hi"},
+    ]
     first = openai_client.responses.create(model="tiny", input=items, max_output_tokens=2)
     asked: Any = {"model": "tiny", "previous_response_id": first.id, "max_output_tokens": 2}
     openai_client.responses.create(**asked, input="and?")
-    with pytest.raises(openai.BadRequestError, match=f"bytes .* limit is {16 << 20}; begin a new one") as why:
+    with pytest.raises(
+        openai.BadRequestError, match=f"bytes .* limit is {16 << 20}; begin a new one"
+    ) as why:
         openai_client.responses.create(**asked, input=items)
     assert why.value.param == "previous_response_id"
 
@@ -104,7 +136,11 @@ def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(openai_clie
 def test_a_message_says_what_the_chat_completion_says(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
 ) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "messages": [{"role": "user", "content": "hi"}]}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 6,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
     text = chat_text(openai_client, asked["messages"])
     told = anthropic_client.messages.create(**asked, extra_body=SAMPLING)
     assert [block.text for block in told.content if block.type == "text"] == [text]
@@ -114,30 +150,52 @@ def test_a_message_says_what_the_chat_completion_says(
         last = stream.get_final_message()
     assert last.usage.output_tokens == 6
     counted = anthropic_client.messages.count_tokens(model="tiny", messages=asked["messages"])
-    assert counted.input_tokens == last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
+    assert counted.input_tokens == last.usage.input_tokens + (
+        last.usage.cache_read_input_tokens or 0
+    )
     with pytest.raises(anthropic.NotFoundError):
         anthropic_client.messages.create(**(asked | {"model": "other"}))
 
 
-def test_max_tokens_beyond_the_context_are_as_many_as_fit(anthropic_client: anthropic.Anthropic) -> None:
+def test_max_tokens_beyond_the_context_are_as_many_as_fit(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 990}]}
     (card,) = anthropic_client.models.list().data
-    assert (card.type, card.id, card.display_name, card.lifecycle) == ("model", "tiny", "tiny", "active")
+    assert (card.type, card.id, card.display_name, card.lifecycle) == (
+        "model",
+        "tiny",
+        "tiny",
+        "active",
+    )
     prompt = anthropic_client.messages.count_tokens(**asked).input_tokens
     told = anthropic_client.messages.create(**asked, max_tokens=32_000, extra_body=SAMPLING)
-    assert (told.stop_reason, told.usage.output_tokens) == ("model_context_window_exceeded", 1024 - prompt)
+    assert (told.stop_reason, told.usage.output_tokens) == (
+        "model_context_window_exceeded",
+        1024 - prompt,
+    )
     asked["messages"][0]["content"] = "x" * 1024
     with pytest.raises(anthropic.BadRequestError, match="shorten the prompt"):
         anthropic_client.messages.create(**asked, max_tokens=32_000)
 
 
-def test_a_stream_of_a_response_that_is_cut_ends_as_the_client_expects(openai_client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 6, "extra_body": SAMPLING}
+def test_a_stream_of_a_response_that_is_cut_ends_as_the_client_expects(
+    openai_client: openai.OpenAI,
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "input": "hi",
+        "max_output_tokens": 6,
+        "extra_body": SAMPLING,
+    }
     with openai_client.responses.stream(**asked) as stream:
         *others, last = stream
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details is not None
-    assert (last.response.status, last.response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (last.response.status, last.response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
     text = "".join(event.delta for event in others if event.type == "response.output_text.delta")
     assert last.response.output_text == text != ""
     assert openai_client.responses.retrieve(last.response.id).output_text == text
@@ -164,7 +222,9 @@ def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Proc
     assert httpx2.get(f"{node.url}/load", timeout=60).json() == {"server_load": 0}
     assert httpx2.get(f"{node.url}/server_info", timeout=60).status_code == 401
     headers = {"authorization": f"Bearer {KEY}"}
-    told = httpx2.get(f"{node.url}/server_info?config_format=json", headers=headers, timeout=60).json()
+    told = httpx2.get(
+        f"{node.url}/server_info?config_format=json", headers=headers, timeout=60
+    ).json()
     assert told["vllm_config"]["served_model_name"] == "tiny"
     assert told["vllm_config"]["engine"]["device"] == "cpu"
     assert told["system_env"]["torch_version"]
@@ -175,7 +235,9 @@ def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Proc
     assert httpx2.get(f"{node.url}/version", timeout=60).json().keys() == {"version"}
 
 
-def test_a_profile_of_the_steps_is_written_while_the_node_serves(node: Process, traces: Path) -> None:
+def test_a_profile_of_the_steps_is_written_while_the_node_serves(
+    node: Process, traces: Path
+) -> None:
     prompt = {"model": "tiny", "prompt": "once", "max_tokens": 4}
     assert post(node, "/start_profile", {}).status_code == 200
     assert post(node, "/v1/completions", prompt).status_code == 200
@@ -190,7 +252,10 @@ def test_a_profile_of_the_steps_is_written_while_the_node_serves(node: Process, 
 
     # It ends by itself after so many steps.
     assert post(node, "/start_profile", {}).status_code == 200
-    assert post(node, "/v1/completions", prompt | {"max_tokens": 12, "ignore_eos": True}).status_code == 200
+    assert (
+        post(node, "/v1/completions", prompt | {"max_tokens": 12, "ignore_eos": True}).status_code
+        == 200
+    )
     wait_until(lambda: len(list(traces.glob("*.gz"))) == 2, 60, "the second trace")
 
 
@@ -198,7 +263,9 @@ def test_an_answer_that_the_client_has_begun_is_gone_on_with(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
 ) -> None:
     messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
-    told = anthropic_client.messages.create(model="tiny", max_tokens=6, messages=messages, extra_body=SAMPLING)
+    told = anthropic_client.messages.create(
+        model="tiny", max_tokens=6, messages=messages, extra_body=SAMPLING
+    )
     whole = openai_client.completions.create(
         model="tiny",
         prompt="<user>hi<assistant>Once",
@@ -217,12 +284,21 @@ def test_structured_answers_and_tools_come_through_both_dialects(
         "required": ["ok"],
         "additionalProperties": False,
     }
-    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-    told = openai_client.responses.create(model="tiny", input="hi", text=form, extra_body={"seed": 1})
+    form: Any = {
+        "format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    }
+    told = openai_client.responses.create(
+        model="tiny", input="hi", text=form, extra_body={"seed": 1}
+    )
     assert json.loads(told.output_text)["ok"] in (True, False)
     tools: Any = [{"type": "function", "name": "say", "parameters": schema, "strict": True}]
     called = openai_client.responses.create(
-        model="tiny", input="hi", tools=tools, tool_choice="required", max_output_tokens=60, extra_body={"seed": 1}
+        model="tiny",
+        input="hi",
+        tools=tools,
+        tool_choice="required",
+        max_output_tokens=60,
+        extra_body={"seed": 1},
     )
     (call,) = (item for item in called.output if item.type == "function_call")
     assert call.name == "say"
@@ -242,12 +318,18 @@ def test_structured_answers_and_tools_come_through_both_dialects(
 
 
 def test_tokens_go_to_text_and_back(node: Process) -> None:
-    told = post(node, "/tokenize", {"prompt": "hé", "add_special_tokens": False, "return_token_strs": True}).json()
+    told = post(
+        node, "/tokenize", {"prompt": "hé", "add_special_tokens": False, "return_token_strs": True}
+    ).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
     assert told["max_model_len"] == 1024
     assert post(node, "/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "hé"}
-    chat = post(node, "/tokenize", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).json()
-    assert post(node, "/detokenize", {"tokens": chat["tokens"]}).json() == {"prompt": "<user>hi<assistant>"}
+    chat = post(
+        node, "/tokenize", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    ).json()
+    assert post(node, "/detokenize", {"tokens": chat["tokens"]}).json() == {
+        "prompt": "<user>hi<assistant>"
+    }
     large = post(node, "/tokenize", {"prompt": "x" * 40_000})
     assert large.json()["count"] >= 40_000
 
@@ -266,14 +348,19 @@ def test_tokens_go_to_text_and_back(node: Process) -> None:
         ("/v1/embeddings", {"input": "x"}, 404, None),
     ],
 )
-def test_what_is_wrong_is_named(node: Process, path: str, body: Any, status: int, param: str | None) -> None:
+def test_what_is_wrong_is_named(
+    node: Process, path: str, body: Any, status: int, param: str | None
+) -> None:
     answer = post(node, path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
 def test_a_node_is_asked_for_its_key_in_either_header(node: Process) -> None:
     for headers, status in (({}, 401), ({"x-api-key": KEY}, 200), ({"x-api-key": "other"}, 401)):
-        assert httpx2.post(f"{node.url}/tokenize", json={"prompt": "x"}, headers=headers).status_code == status
+        assert (
+            httpx2.post(f"{node.url}/tokenize", json={"prompt": "x"}, headers=headers).status_code
+            == status
+        )
     assert httpx2.get(f"{node.url}/ping").status_code == 200
     assert httpx2.get(f"{node.url}/openapi.json").json()["info"]["title"] == "kvrelay node"
     refused = httpx2.post(f"{node.url}/v1/messages", json={})

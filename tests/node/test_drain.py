@@ -49,7 +49,9 @@ async def test_it_is_over_when_kv_was_fetched_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"requests": 1, "held": [0]}, {"held": [2]}])
-async def test_by_the_deadline_it_is_not_over_while_a_request_runs_or_kv_is_held(fields: dict[str, Any]) -> None:
+async def test_by_the_deadline_it_is_not_over_while_a_request_runs_or_kv_is_held(
+    fields: dict[str, Any],
+) -> None:
     assert not await drain_of(**fields).over(0.12)
 
 

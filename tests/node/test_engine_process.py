@@ -18,7 +18,9 @@ from wire.outputs import Finish
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
-TICKET = KvTransferParams(do_remote_prefill=True, remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p")
+TICKET = KvTransferParams(
+    do_remote_prefill=True, remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p"
+)
 
 
 class FakeConnector:
@@ -46,7 +48,12 @@ class _Engine(Engine):
         self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
         self.pool = SimpleNamespace(block_size=16)  # type: ignore[assignment]
         self.scheduler = Scheduler(
-            BlockPool(33), block_size=16, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=99, eos_token_ids=()
+            BlockPool(33),
+            block_size=16,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            max_model_len=99,
+            eos_token_ids=(),
         )
 
 
@@ -60,8 +67,12 @@ class Process(EngineProcess):
         self._adapters = SimpleNamespace(unlike=lambda request: None)  # type: ignore[assignment]
         self.engine = _Engine()
 
-    def submit(self, request_id: str, fetch: KvTransferParams | None = TICKET) -> list[RequestUpdate]:
-        self._submit(Submit(request_id, [7] * 20, SamplingParams(max_tokens=4, seed=1), fetch=fetch))
+    def submit(
+        self, request_id: str, fetch: KvTransferParams | None = TICKET
+    ) -> list[RequestUpdate]:
+        self._submit(
+            Submit(request_id, [7] * 20, SamplingParams(max_tokens=4, seed=1), fetch=fetch)
+        )
         updates, self._updates = self._updates, []
         return updates
 
@@ -84,8 +95,12 @@ def test_a_request_that_the_connector_does_not_watch_ends_alone(process: Process
 
 
 @pytest.mark.parametrize(("ago_s", "waited"), [(2.0, True), (-5.0, False), (None, False)])
-def test_a_request_has_waited_since_its_node_sent_it(process: Process, ago_s: float | None, *, waited: bool) -> None:
-    """An engine reads what comes between its steps, and a step may take long. Nothing comes from the future."""
+def test_a_request_has_waited_since_its_node_sent_it(
+    process: Process, ago_s: float | None, *, waited: bool
+) -> None:
+    """An engine reads what comes between its steps, and a step may take long. Nothing comes from
+    the future.
+    """
     now = time.monotonic()
     at = 0.0 if ago_s is None else now - ago_s
     process._submit(Submit("r", [7] * 20, SamplingParams(max_tokens=4, seed=1), at=at))

@@ -1,4 +1,6 @@
-"""A prefix cache tells its changes; they are lost, doubled and reordered, and after a replay all is known."""
+"""A prefix cache tells its changes; they are lost, doubled and reordered, and after a replay all is
+known.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from paged_engine.blocks import BlockPool
 from router.prefix.event_stream import MAX_AHEAD, EventStream
 from wire.engine_messages import BlockText, CacheChanges
 from wire.hashes import extend
-from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, is_snapshot, read_batch
+from wire.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    is_snapshot,
+    read_batch,
+)
 
 
 def applied(held: set[bytes], batches: list[EventBatch]) -> set[bytes]:
@@ -61,11 +70,15 @@ class Cache:
     def tell(self) -> tuple[int, bytes]:
         changes = self.pool.changes()
         assert not self.pool.changed
-        return self.log.note(CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared), 1.0)
+        return self.log.note(
+            CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared), 1.0
+        )
 
 
 steps = st.lists(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), min_size=1, max_size=4), min_size=1, max_size=12
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -155,11 +168,15 @@ def test_chains_are_told_with_their_parents() -> None:
     stored[two[1]] = one[0]
     _, payload = log.note(CacheChanges(stored, []), 1.0)
     batch = read_batch(payload)
-    assert [(e.parent_block_hash, e.block_hashes) for e in batch.events if isinstance(e, BlockStored)] == [
+    assert [
+        (e.parent_block_hash, e.block_hashes) for e in batch.events if isinstance(e, BlockStored)
+    ] == [
         (None, one),
         (one[0], two[1:]),
     ]
-    assert all(isinstance(e, BlockStored) and not e.token_ids and e.block_size == 16 for e in batch.events)
+    assert all(
+        isinstance(e, BlockStored) and not e.token_ids and e.block_size == 16 for e in batch.events
+    )
 
 
 def test_who_comes_too_late_is_told_all_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +197,20 @@ def test_who_comes_too_late_is_told_all_that_is_held(monkeypatch: pytest.MonkeyP
 def test_what_is_in_blocks_is_told_with_adapter_and_salt_and_told_again() -> None:
     log = EventLog(2, buffer_steps=1, maps=True)
     one, two = chain(1, 2), chain(2, 2)[1:]
-    texts = {one[0]: BlockText([1, 2], "lora", "salt"), one[1]: BlockText([3, 4], "lora"), two[0]: BlockText([5, 6])}
+    texts = {
+        one[0]: BlockText([1, 2], "lora", "salt"),
+        one[1]: BlockText([3, 4], "lora"),
+        two[0]: BlockText([5, 6]),
+    }
     batches = [log.note(CacheChanges({one[0]: None, one[1]: one[0], two[0]: None}, [], texts), 1.0)]
     log.note(CacheChanges({}, [two[0]]), 1.0)
     (snapshot,) = log.since(0, 1.0)
     for _, payload in (*batches, snapshot):
         events = [event for event in read_batch(payload).events if isinstance(event, BlockStored)]
-        assert [(event.block_hashes, event.token_ids, event.lora_name, event.extra_keys) for event in events] == [
+        assert [
+            (event.block_hashes, event.token_ids, event.lora_name, event.extra_keys)
+            for event in events
+        ] == [
             (one, [1, 2, 3, 4], "lora", [["lora", "salt"], ["lora"]]),
             (two, [5, 6], None, None),
         ][: len(events)]

@@ -75,8 +75,13 @@ def limit_of(pid: int) -> int:
     return int(found[1])
 
 
-def test_a_router_and_its_workers_may_have_as_many_files_as_the_system_lets_them(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m kvrelay.cli router --port 0 --workers 2 --prefill http://p:1 --decode http://d:1"
+def test_a_router_and_its_workers_may_have_as_many_files_as_the_system_lets_them(
+    tmp_path: Path,
+) -> None:
+    command = (
+        f"{sys.executable} -m kvrelay.cli router --port 0 --workers 2 --prefill http://p:1 "
+        f"--decode http://d:1"
+    )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with (tmp_path / "log").open("wb") as log, running(command.split(), log, 200) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -135,6 +140,10 @@ def test_a_server_whose_clients_take_its_files_says_so_once_and_goes_on(tmp_path
                 client.close()
             until(served, "it serves again")
         assert process.poll() is None
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "files that this process" in line]
+    lines = [
+        line
+        for line in (tmp_path / "log").read_text().splitlines()
+        if "files that this process" in line
+    ]
     assert len(lines) == 1, lines
     assert "refused connections=1 " in lines[0]

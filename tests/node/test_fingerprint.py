@@ -1,4 +1,6 @@
-"""Nodes whose keys mean different things refuse each other: what an engine process says of itself at the handshake."""
+"""Nodes whose keys mean different things refuse each other: what an engine process says of itself
+at the handshake.
+"""
 
 from __future__ import annotations
 
@@ -59,5 +61,11 @@ def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not
 def test_the_number_of_ranks_may_differ_and_nothing_else() -> None:
     one = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
     assert one.difference(replace(one, tp_size=4)) is None
-    assert one.difference(replace(one, tp_size=4, block_size=16)) == "block_size is 64 here and 16 there"
-    assert one.difference(replace(one, kv_dtype="fp8")) == "kv_dtype is 'bfloat16' here and 'fp8' there"
+    assert (
+        one.difference(replace(one, tp_size=4, block_size=16))
+        == "block_size is 64 here and 16 there"
+    )
+    assert (
+        one.difference(replace(one, kv_dtype="fp8"))
+        == "kv_dtype is 'bfloat16' here and 'fp8' there"
+    )

@@ -60,7 +60,9 @@ def kept() -> Counter[str]:
 
 
 async def asked(app: Any, path: str, body: bytes, *, goes: bool = False) -> int:
-    """Ask the application, and return the status of its answer. `goes`: the client leaves when all is sent."""
+    """Ask the application, and return the status of its answer. `goes`: the client leaves when all
+    is sent.
+    """
     told: list[int] = []
     there, answered = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
     if goes:
@@ -91,7 +93,10 @@ async def asked(app: Any, path: str, body: bytes, *, goes: bool = False) -> int:
     ("path", "fields"),
     [
         ("/v1/chat/completions", CHAT | GRAMMAR),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 40_000}], "temperature": 9}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 40_000}], "temperature": 9},
+        ),
         ("/v1/chat/completions", CHAT | {"model": "other"}),
         ("/v1/chat/completions", {"messages": "a" * 40_000}),
         ("/v1/completions", {"prompt": "hi"} | GRAMMAR),
@@ -103,7 +108,9 @@ async def asked(app: Any, path: str, body: bytes, *, goes: bool = False) -> int:
         ("/inference/v1/generate", {"token_ids": ["a" * 40_000]}),
     ],
 )
-async def test_what_is_refused_leaves_nothing_for_the_collector(app: Any, path: str, fields: dict[str, Any]) -> None:
+async def test_what_is_refused_leaves_nothing_for_the_collector(
+    app: Any, path: str, fields: dict[str, Any]
+) -> None:
     body = json.dumps({"model": "m", **fields}).encode()
     assert await asked(app, path, body) in (400, 404)
     gc.collect()
@@ -121,5 +128,10 @@ async def test_what_is_refused_leaves_nothing_for_the_collector(app: Any, path: 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
 async def test_a_client_that_has_gone_is_no_fault_of_the_node(app: Any, path: str) -> None:
-    fields: dict[str, Any] = {"tokens": [1]} if path == "/detokenize" else {"messages": CHAT["messages"] * 16_000}
-    assert await asked(app, path, json.dumps({"model": "m", **fields}).encode(), goes=True) in (200, 499)
+    fields: dict[str, Any] = (
+        {"tokens": [1]} if path == "/detokenize" else {"messages": CHAT["messages"] * 16_000}
+    )
+    assert await asked(app, path, json.dumps({"model": "m", **fields}).encode(), goes=True) in (
+        200,
+        499,
+    )

@@ -1,4 +1,6 @@
-"""A GPU that fails for good: requests end once, the process ends with one sentence, its supervisor starts another."""
+"""A GPU that fails for good: requests end once, the process ends with one sentence, its supervisor
+starts another.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ from node.last_words import sentence
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 from real_cluster import free_port, tiny_model
 
-SAID = "the GPU has failed in this process (CUDA error: {}); only a new process can use it again, so this one ends"
-WHY, REAL = SAID.format("an illegal memory access was encountered"), SAID.format("device-side assert triggered")
+SAID = (
+    "the GPU has failed in this process (CUDA error: {}); only a new process can use it again, "
+    "so this one ends"
+)
+WHY, REAL = (
+    SAID.format("an illegal memory access was encountered"),
+    SAID.format("device-side assert triggered"),
+)
 DEADLINE_S = 120.0
 
 
@@ -45,7 +53,9 @@ def test_a_sticky_error_is_known_wherever_it_was_raised(message: str) -> None:
 
 
 def test_other_errors_are_said_in_their_first_line() -> None:
-    assert sentence(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")).startswith("CUDA out of memory")
+    assert sentence(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")).startswith(
+        "CUDA out of memory"
+    )
     assert sentence(ValueError("one\ntwo")) == "one"
     assert sentence(KeyError()) == "KeyError"
 
@@ -69,11 +79,26 @@ class Watched:
 
     def __init__(self, folder: Path, repository: Path, *more: str) -> None:
         port = free_port()
-        self.url, self.trigger, self.said = f"http://127.0.0.1:{port}", folder / "fault", list[str]()
+        self.url, self.trigger, self.said = (
+            f"http://127.0.0.1:{port}",
+            folder / "fault",
+            list[str](),
+        )
         fault = Path(__file__).with_name("gpu_fault")
-        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(4 << 20), *more]
+        flags = [
+            *tiny_model(folder),
+            "--served-model-name",
+            "tiny",
+            "--kv-cache-memory-bytes",
+            str(4 << 20),
+            *more,
+        ]
         paths = [str(fault), str(repository), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "GPU_FAULT": str(self.trigger), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {
+            **os.environ,
+            "GPU_FAULT": str(self.trigger),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         self.spec = ChildSpec(
             "node",
             (sys.executable, "-m", "kvrelay.cli", "serve", "--port", str(port), *flags),
@@ -83,9 +108,19 @@ class Watched:
         )
         self.supervisor = Supervisor(healthy, self.said.append)
 
-    async def ask(self, begun: asyncio.Event, *, stream: bool, tokens: int = 900) -> tuple[int, str]:
-        """Status and whole text of an answer, a long one; `begun` once it has some bytes, if it streams."""
-        body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+    async def ask(
+        self, begun: asyncio.Event, *, stream: bool, tokens: int = 900
+    ) -> tuple[int, str]:
+        """Status and whole text of an answer, a long one; `begun` once it has some bytes, if it
+        streams.
+        """
+        body = {
+            "model": "tiny",
+            "prompt": [5] * 30,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         text = ""
         async with (
             httpx2.AsyncClient(timeout=DEADLINE_S) as http,
@@ -115,10 +150,14 @@ async def test_a_gpu_that_fails_ends_every_request_once_and_the_node_is_started_
 @pytest.mark.cluster
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", ["step real", "plane real"])
-async def test_a_kernel_that_fails_ends_every_request_once(tmp_path: Path, repository: Path, fault: str) -> None:
+async def test_a_kernel_that_fails_ends_every_request_once(
+    tmp_path: Path, repository: Path, fault: str
+) -> None:
     node = Watched(tmp_path, repository, "--device", "cuda", "--gpu-memory-utilization", "0.2")
     config = tmp_path / "tiny" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 64, "torch_dtype": "bfloat16"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"head_dim": 64, "torch_dtype": "bfloat16"})
+    )
     await gpu_fails(node, fault, REAL)
 
 

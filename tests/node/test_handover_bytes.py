@@ -1,4 +1,6 @@
-"""Two engines, two connectors, one process: the KV that arrives is the KV that was computed, byte for byte."""
+"""Two engines, two connectors, one process: the KV that arrives is the KV that was computed, byte
+for byte.
+"""
 
 import json
 import random
@@ -8,7 +10,15 @@ import time
 import pytest
 import torch
 
-from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.connector import (
+    Completion,
+    Connector,
+    Fetched,
+    FetchFailed,
+    PoolRegion,
+    Released,
+    Settled,
+)
 from kv_transfer.open import open_connector
 from paged_engine.engine import Engine
 from paged_engine.request import Request
@@ -39,7 +49,8 @@ class Side:
             block_size=16,
             threads=1,
             kv_cache_memory_bytes=16 << 20,
-            # Tokens must not depend on what is computed where, and other tests use the GPU at the same time.
+            # Tokens must not depend on what is computed where, and other tests use the GPU at the
+            # same time.
             batch_invariant=True,
             gpu_memory_utilization=0.05,
             max_num_seqs=8,
@@ -53,8 +64,12 @@ class Side:
             HANDOVER.newest, config.name, str(pool.dtype), pool.block_size, config.num_kv_heads, config.head_dim,
             config.num_layers, config.window, 1,
         )  # fmt: skip
-        region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))
-        self.connector: Connector = open_connector(name, fingerprint, region, TransferConfig(), self.news.set)
+        region = PoolRegion(
+            pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device)
+        )
+        self.connector: Connector = open_connector(
+            name, fingerprint, region, TransferConfig(), self.news.set
+        )
 
     # The engine's Handover.
 
@@ -62,7 +77,9 @@ class Side:
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
 
     def offer(self, request: Request) -> None:
-        self.ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
+        self.ticket = self.connector.offer(
+            request.request_id, request.blocks, request.prompt_tokens, ready=0
+        )
 
     def grow(self, request: Request, tokens: int) -> None:
         self.connector.grow(request.request_id, tokens // self.engine.pool.block_size)
@@ -107,7 +124,9 @@ def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransf
     return req, side.connector.offer(name, held, len(prompt))
 
 
-def decode(side: Side, name: str, prompt: list[int], first: list[int], params: KvTransferParams) -> Request:
+def decode(
+    side: Side, name: str, prompt: list[int], first: list[int], params: KvTransferParams
+) -> Request:
     req = new_request(name, prompt, max_tokens=20, generated=first, fetch=params)
     side.engine.scheduler.add(req)
     side.connector.watch(name, params)
@@ -167,7 +186,9 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     d.engine.scheduler.add(req)
     d.engine.step(d)
     deadline = time.monotonic() + 20
-    while not torch.equal(d.blocks(req.blocks[:7]), p.blocks(held.blocks[:7])):  # of 112 of the first 128 tokens
+    while not torch.equal(
+        d.blocks(req.blocks[:7]), p.blocks(held.blocks[:7])
+    ):  # of 112 of the first 128 tokens
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert held.finish is None

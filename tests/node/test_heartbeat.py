@@ -1,4 +1,6 @@
-"""A node announces itself: where its beats go while names of routers are unknown, change, or are not answered."""
+"""A node announces itself: where its beats go while names of routers are unknown, change, or are
+not answered.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ DEADLINE_S = 30.0
 @contextmanager
 def ear(host: str = "127.0.0.1") -> Iterator[socket.socket]:
     """What a router listens with."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as bound:
+    with socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
+    ) as bound:
         bound.bind((host, 0))
         bound.setblocking(False)
         yield bound
@@ -46,7 +50,12 @@ async def ended(task: asyncio.Task[None]) -> None:
 async def test_its_last_word_is_that_it_leaves() -> None:
     with ear() as router:
         task = asyncio.create_task(
-            Announcer([f"udp://127.0.0.1:{router.getsockname()[1]}"], KEY, lambda: FACTS, every_s=DEADLINE_S).run()
+            Announcer(
+                [f"udp://127.0.0.1:{router.getsockname()[1]}"],
+                KEY,
+                lambda: FACTS,
+                every_s=DEADLINE_S,
+            ).run()
         )
         first = await heard(router)
         assert first == msgspec.structs.replace(FACTS, sent_at=first.sent_at)
@@ -73,13 +82,17 @@ async def test_a_name_is_asked_for_before_each_beat_and_all_its_addresses_are_to
             return [(each.family, each.type, 17, "", each.getsockname()) for each in bound]
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
-        task = asyncio.create_task(Announcer(["udp://router.test:7100"], KEY, lambda: FACTS, every_s=0.01).run())
+        task = asyncio.create_task(
+            Announcer(["udp://router.test:7100"], KEY, lambda: FACTS, every_s=0.01).run()
+        )
         assert (await heard(here)).url == (await heard(there)).url == "http://p"
         assert asked >= 4
         await ended(task)
 
 
-async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(node.heartbeat, "LOOK_UP_S", 0.01)
     asked: list[str] = []
     with ear() as router:
@@ -101,7 +114,9 @@ async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(monke
             pass
 
 
-async def test_a_name_that_is_not_known_any_more_is_told_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_is_not_known_any_more_is_told_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = 0
     with ear() as router:
 
@@ -113,7 +128,9 @@ async def test_a_name_that_is_not_known_any_more_is_told_where_it_was(monkeypatc
             return [(router.family, router.type, 17, "", router.getsockname())]
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
-        task = asyncio.create_task(Announcer(["udp://router.test:2"], KEY, lambda: FACTS, every_s=0.01).run())
+        task = asyncio.create_task(
+            Announcer(["udp://router.test:2"], KEY, lambda: FACTS, every_s=0.01).run()
+        )
         for _ in range(3):
             await heard(router)
         await ended(task)
@@ -131,7 +148,9 @@ async def test_between_two_beats_it_has_no_port(monkeypatch: pytest.MonkeyPatch)
     with ear() as router:
         monkeypatch.setattr(node.heartbeat.socket, "socket", Noted)
         address = f"udp://127.0.0.1:{router.getsockname()[1]}"
-        task = asyncio.create_task(Announcer([address], KEY, lambda: FACTS, every_s=DEADLINE_S).run())
+        task = asyncio.create_task(
+            Announcer([address], KEY, lambda: FACTS, every_s=DEADLINE_S).run()
+        )
         await heard(router)
         assert [each.fileno() for each in opened_ones] == [-1]
         await ended(task)

@@ -47,6 +47,8 @@ def test_a_killed_node_leaves_a_folder_until_the_next_one_starts(tmp_path: Path)
             node.popen.terminate()
             wait_until(lambda node=node: node.popen.poll() is not None, 60, "it ends")  # type: ignore[misc]
         assert list(places.iterdir()) == []
-        assert {name for name in set(os.listdir("/dev/shm")) - shared_memory if "kvrelay" in name} == set()
+        assert {
+            name for name in set(os.listdir("/dev/shm")) - shared_memory if "kvrelay" in name
+        } == set()
     finally:
         cluster.stop()

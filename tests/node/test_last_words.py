@@ -8,7 +8,13 @@ from node.last_words import fate_of
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(-9, "killed, probably out of memory"), (-11, "SIGSEGV"), (0, "exit code 0"), (2, "exit code 2")]
+    ("code", "said"),
+    [
+        (-9, "killed, probably out of memory"),
+        (-11, "SIGSEGV"),
+        (0, "exit code 0"),
+        (2, "exit code 2"),
+    ],
 )
 def test_how_a_process_ended_is_told_in_words(code: int, said: str) -> None:
     assert fate_of(code) == said

@@ -1,4 +1,6 @@
-"""Legs of several choices: what they submit, and what they say before, while and after the engine runs."""
+"""Legs of several choices: what they submit, and what they say before, while and after the engine
+runs.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(str(config))
 
 
-def parts(tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any) -> tuple[Submit, AnswerWriter]:
-    request = decode_completion(json.dumps({"prompt": "x", "max_tokens": 9, "stream": True, **fields}).encode())
-    sampling = sampling_params(request, prompt_tokens=20, max_model_len=1000, vocab_size=300, default_seed=1)
+def parts(
+    tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any
+) -> tuple[Submit, AnswerWriter]:
+    request = decode_completion(
+        json.dumps({"prompt": "x", "max_tokens": 9, "stream": True, **fields}).encode()
+    )
+    sampling = sampling_params(
+        request, prompt_tokens=20, max_model_len=1000, vocab_size=300, default_seed=1
+    )
     writer = AnswerWriter(
         request,
         tokenizer,
@@ -59,7 +67,9 @@ def decode_leg(tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any) 
 
 def said(frame: Frame) -> list[tuple[str, str | None]]:
     events = [
-        json.loads(event.removeprefix("data: ")) for event in frame.payload.decode().split("\n\n") if "{" in event
+        json.loads(event.removeprefix("data: "))
+        for event in frame.payload.decode().split("\n\n")
+        if "{" in event
     ]
     return [(c["text"], c["finish_reason"]) for event in events for c in event["choices"]]
 
@@ -67,13 +77,24 @@ def said(frame: Frame) -> list[tuple[str, str | None]]:
 def test_forks_share_a_prompt_and_nothing_else(tokenizer: Tokenizer) -> None:
     submit, _ = parts(tokenizer, KvTransferParams())
     ticket = KvTransferParams(**TICKET)
-    first, second, third = with_forks(msgspec.structs.replace(submit, fetch=ticket), {0: [5], 2: [], 3: [6]})
-    assert (first.request_id, first.fetch, first.fork_of, first.generated) == ("call-1", ticket, None, [5])
+    first, second, third = with_forks(
+        msgspec.structs.replace(submit, fetch=ticket), {0: [5], 2: [], 3: [6]}
+    )
+    assert (first.request_id, first.fetch, first.fork_of, first.generated) == (
+        "call-1",
+        ticket,
+        None,
+        [5],
+    )
     assert [(s.request_id, s.fetch, s.fork_of) for s in (second, third)] == [
         ("call-1.2", None, "call-1"),
         ("call-1.3", None, "call-1"),
     ]
-    assert [(s.params.choice, s.generated) for s in (first, second, third)] == [(0, [5]), (2, []), (3, [6])]
+    assert [(s.params.choice, s.generated) for s in (first, second, third)] == [
+        (0, [5]),
+        (2, []),
+        (3, [6]),
+    ]
 
 
 def test_a_stop_string_ends_one_choice_and_the_leg_with_the_last(tokenizer: Tokenizer) -> None:
@@ -96,7 +117,9 @@ def test_a_stop_string_ends_one_choice_and_the_leg_with_the_last(tokenizer: Toke
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(tokenizer: Tokenizer, n: int) -> None:
+def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(
+    tokenizer: Tokenizer, n: int
+) -> None:
     asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9)
     submit, writer = parts(tokenizer, KvTransferParams(), n=n)
     leg = PrefillLeg(submit, asked, writer)
@@ -106,20 +129,30 @@ def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(toke
     frames = list(leg.frames(RequestUpdate("call-1", [EOS], finish=Finish.STOP, held=held), Load()))
     assert leg.done
     assert frames[0].finish is Finish.STOP
-    assert [frame.kind for frame in frames] == ([FrameKind.TOKENS, FrameKind.HANDOVER] if n == 2 else [FrameKind.END])
+    assert [frame.kind for frame in frames] == (
+        [FrameKind.TOKENS, FrameKind.HANDOVER] if n == 2 else [FrameKind.END]
+    )
     if n == 2:
         params = frames[1].params
         assert params is not None
-        assert params.so_far(2) == [ChoiceSoFar(generated=[EOS], sent_text=0, finish=Finish.STOP), ChoiceSoFar()]
+        assert params.so_far(2) == [
+            ChoiceSoFar(generated=[EOS], sent_text=0, finish=Finish.STOP),
+            ChoiceSoFar(),
+        ]
 
 
-def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_are_said(tokenizer: Tokenizer) -> None:
+def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_are_said(
+    tokenizer: Tokenizer,
+) -> None:
     transfer = KvTransferParams(
         **TICKET,
         generated=[65],
         sent_text=1,
         finish=Finish.STOP,
-        other_choices=[ChoiceSoFar(generated=[66, EOS], sent_text=0), ChoiceSoFar(generated=[67, 68], sent_text=1)],
+        other_choices=[
+            ChoiceSoFar(generated=[66, EOS], sent_text=0),
+            ChoiceSoFar(generated=[67, 68], sent_text=1),
+        ],
     )
     leg = decode_leg(tokenizer, transfer, n=4)
     assert [(s.params.choice, s.generated, s.fetch is None) for s in leg.submits] == [
@@ -135,7 +168,9 @@ def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_ar
     assert not leg.done
 
 
-def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(tokenizer: Tokenizer) -> None:
+def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(
+    tokenizer: Tokenizer,
+) -> None:
     transfer = KvTransferParams(
         **TICKET,
         generated=[65],
@@ -154,25 +189,37 @@ def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(tokenizer
 
 def test_an_answer_whose_end_alone_is_missing_gets_it(tokenizer: Tokenizer) -> None:
     transfer = KvTransferParams(
-        do_remote_prefill=True, prompt_token_ids=PROMPT, generated=[65], sent_text=1, finish=Finish.STOP
+        do_remote_prefill=True,
+        prompt_token_ids=PROMPT,
+        generated=[65],
+        sent_text=1,
+        finish=Finish.STOP,
     )
     leg = decode_leg(tokenizer, transfer)
     (frame,) = leg.opening_frames(Load())
-    assert (frame.kind, frame.payload, frame.usage) == (FrameKind.END, b"data: [DONE]\n\n", (20, 1, 0))
+    assert (frame.kind, frame.payload, frame.usage) == (
+        FrameKind.END,
+        b"data: [DONE]\n\n",
+        (20, 1, 0),
+    )
     assert leg.done
 
 
 SCORES = [TokenLogprobs(7, -1.5, (7,), (-1.5,), rank=1)] * 19
 
 
-def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(tokenizer: Tokenizer) -> None:
+def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(
+    tokenizer: Tokenizer,
+) -> None:
     asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9, pipelined=True)
     wants = {"stream": False, "prompt_logprobs": 1}
     submit, writer = parts(tokenizer, KvTransferParams(), **wants)
     leg = PrefillLeg(submit, asked, writer)
     ticket = KvTransferParams(**TICKET)
     assert list(leg.frames(RequestUpdate("call-1", [], held=ticket), Load())) == []
-    update = RequestUpdate("call-1", [65], finish=Finish.LENGTH, held=ticket, prompt_logprobs=SCORES)
+    update = RequestUpdate(
+        "call-1", [65], finish=Finish.LENGTH, held=ticket, prompt_logprobs=SCORES
+    )
     handover = list(leg.frames(update, Load()))[-1].params
     assert handover is not None
     assert handover.prompt_logprobs == SCORES
@@ -180,30 +227,50 @@ def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_befo
     assert [submit.params.prompt_logprobs for submit in decode.submits] == [None]
     (end,) = decode.frames(RequestUpdate("call-1", [66], finish=Finish.LENGTH), Load())
     (choice,) = json.loads(end.payload)["choices"]
-    assert (choice["text"], len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == ("AB", 20, None)
+    assert (choice["text"], len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == (
+        "AB",
+        20,
+        None,
+    )
     with pytest.raises(RequestError, match="kv_transfer_params lacks its prompt_logprobs"):
         decode_leg(tokenizer, msgspec.structs.replace(handover, prompt_logprobs=None), **wants)
 
 
-def test_a_decode_node_that_computes_the_prompt_scores_it_once_for_all_choices(tokenizer: Tokenizer) -> None:
-    leg = decode_leg(tokenizer, KvTransferParams(prompt_token_ids=PROMPT), echo=True, logprobs=1, n=2)
+def test_a_decode_node_that_computes_the_prompt_scores_it_once_for_all_choices(
+    tokenizer: Tokenizer,
+) -> None:
+    leg = decode_leg(
+        tokenizer, KvTransferParams(prompt_token_ids=PROMPT), echo=True, logprobs=1, n=2
+    )
     assert [submit.params.prompt_logprobs for submit in leg.submits] == [1, None]
     lists = []
     for request_id in ("call-1", "call-1.1"):
         scores = SCORES if request_id == "call-1" else None
-        (frame,) = leg.frames(RequestUpdate(request_id, [65], SCORES[:1], prompt_logprobs=scores), Load())
-        told = [json.loads(event.removeprefix("data: ")) for event in frame.payload.decode().split("\n\n")[:-1]]
+        (frame,) = leg.frames(
+            RequestUpdate(request_id, [65], SCORES[:1], prompt_logprobs=scores), Load()
+        )
+        told = [
+            json.loads(event.removeprefix("data: "))
+            for event in frame.payload.decode().split("\n\n")[:-1]
+        ]
         lists.append([chunk["choices"][0]["logprobs"]["token_logprobs"] for chunk in told])
     assert lists == [[[None] + [-1.5] * 19, [-1.5]]] * 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_kv_that_did_not_come_is_told_once_with_its_cause(tokenizer: Tokenizer, fails: bool) -> None:
+def test_kv_that_did_not_come_is_told_once_with_its_cause(
+    tokenizer: Tokenizer, fails: bool
+) -> None:
     leg = decode_leg(tokenizer, KvTransferParams(**TICKET, generated=[65], sent_text=1))
     why, name, load = "PeerLost: 10.0.0.1 is gone", leg.submits[0].request_id, Load()
     if fails:
         with pytest.raises(KvNotLoaded) as raised:
-            list(leg.frames(RequestUpdate(name, [], finish=Finish.ERROR, error="no KV", fetch_error=why), load))
+            list(
+                leg.frames(
+                    RequestUpdate(name, [], finish=Finish.ERROR, error="no KV", fetch_error=why),
+                    load,
+                )
+            )
         assert leg.error(raised.value).kv_error == "PeerLost"
         return
     (first,) = leg.frames(RequestUpdate(name, [66], fetch_error=why), load)

@@ -136,7 +136,12 @@ async def test_what_does_not_begin_is_answered_with_its_error(path: str, status:
         router.open(1, path)
         leg, kind, body = await router.hear()
         answer = msgspec.msgpack.decode(body, type=Answer)
-        assert (leg, kind, answer.status, answer.error is not None) == (1, Kind.ANSWER, status, True)
+        assert (leg, kind, answer.status, answer.error is not None) == (
+            1,
+            Kind.ANSWER,
+            status,
+            True,
+        )
         assert "a bug" not in str(answer.error)
         for malformed in (b"\xc1", b"\x94\xa1a\x80\xc4\x00" + b"\x91" * 100_000 + b"\xc0"):
             router.say(message(Kind.OPEN, 2, malformed))
@@ -189,7 +194,11 @@ async def test_the_end_of_the_stream_ends_all_legs(how: str) -> None:
         elif how == "too long":
             router.say((1 << 30).to_bytes(4, "little") + bytes(5))
         else:
-            ended = {"type": "http.disconnect"} if how == "disconnect" else {"type": "http.request", "body": b""}
+            ended = (
+                {"type": "http.disconnect"}
+                if how == "disconnect"
+                else {"type": "http.request", "body": b""}
+            )
             router.says.put_nowait(ended)
         await asyncio.wait_for(task, 5)
         assert sorted(legs.ended) == ["hang", "large"]

@@ -1,4 +1,6 @@
-"""Where a request is read: here, or by a child with limits; and that what its answer must match was compiled there."""
+"""Where a request is read: here, or by a child with limits; and that what its answer must match was
+compiled there.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,14 @@ class StandInSandbox(Sandbox):
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
     config = tmp_path_factory.mktemp("bytewise") / "config.json"
     config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": EOS}))
-    return Serving(Role.AGGREGATED, "m", TEMPLATE, Tokenizer.load(str(config)), INFO, trusts_request_templates=True)
+    return Serving(
+        Role.AGGREGATED,
+        "m",
+        TEMPLATE,
+        Tokenizer.load(str(config)),
+        INFO,
+        trusts_request_templates=True,
+    )
 
 
 def said(content: str) -> list[dict[str, str]]:
@@ -64,7 +73,11 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(arguments: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,9 @@ async def test_only_what_takes_some_milliseconds_is_rendered_and_tokenized_on_th
 
 
 async def test_one_long_body_is_read_at_a_time(serving: Serving) -> None:
-    """With what is made of it, one takes ten times its bytes: four of 9 MB made 453 MiB of a node of 83."""
+    """With what is made of it, one takes ten times its bytes: four of 9 MB made 453 MiB of a node
+    of 83.
+    """
     inside, most, gate = 0, 0, asyncio.Event()
 
     class Slow(StandInSandbox):
@@ -203,10 +218,14 @@ async def test_tokenizing_does_not_ask_whether_a_text_fits(serving: Serving) -> 
 
 async def test_no_more_tokens_become_text_than_a_context_holds(serving: Serving) -> None:
     body = json.dumps({"tokens": [97] * 1_000_001}).encode()
-    with pytest.raises(RequestError, match="1000001 token ids; the limit is this model's context") as refused:
+    with pytest.raises(
+        RequestError, match="1000001 token ids; the limit is this model's context"
+    ) as refused:
         await detokenized(serving, body)
     assert refused.value.param == "tokens"
-    assert msgspec.json.decode(await detokenized(serving, b'{"tokens": [97, 98]}')) == {"prompt": "ab"}
+    assert msgspec.json.decode(await detokenized(serving, b'{"tokens": [97, 98]}')) == {
+        "prompt": "ab"
+    }
 
 
 async def test_token_ids_are_counted_before_each_is_looked_at(serving: Serving) -> None:

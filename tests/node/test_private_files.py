@@ -1,4 +1,6 @@
-"""Folders of processes that were killed are removed at the next start, and nobody else may open logs."""
+"""Folders of processes that were killed are removed at the next start, and nobody else may open
+logs.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,11 @@ def test_what_is_no_folder_of_ours_stays(temporary: Path, tmp_path: Path) -> Non
     assert mode(temporary) == 0o700
     folder.close()
     assert (elsewhere / "file").exists()
-    assert sorted(each.name for each in temporary.iterdir()) == ["admin-8000.key", "others", "process-link"]
+    assert sorted(each.name for each in temporary.iterdir()) == [
+        "admin-8000.key",
+        "others",
+        "process-link",
+    ]
 
 
 def test_a_place_that_somebody_else_has_made_is_left_alone(
@@ -107,7 +113,9 @@ def test_a_place_that_somebody_else_has_made_is_left_alone(
     assert not list(elsewhere.iterdir())
 
 
-def test_without_any_place_it_is_said_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_place_it_is_said_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
     with pytest.raises(ConfigError, match="TMPDIR"):
         ProcessFolder()
@@ -116,7 +124,9 @@ def test_without_any_place_it_is_said_how_to_name_one(tmp_path: Path, monkeypatc
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody who starts at the same time took it for a dead one's: at first before it was opened, then after."""
+    """Somebody who starts at the same time took it for a dead one's: at first before it was opened,
+    then after.
+    """
     made, opened, lock = list[str](), list[str](), private_files._locked
     make = tempfile.mkdtemp
 
@@ -166,7 +176,9 @@ def test_a_folder_that_others_use_too_is_not_closed_to_them(tmp_path: Path) -> N
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "of_others").touch()
-    with pytest.raises(ConfigError, match=r"log_dir .*/shared may be opened by others \(mode 0777\)"):
+    with pytest.raises(
+        ConfigError, match=r"log_dir .*/shared may be opened by others \(mode 0777\)"
+    ):
         private_folder(shared)
     assert mode(shared) == 0o777
     private_folder(shared / "ours")

@@ -29,7 +29,9 @@ class FakeConnector:
 
     def offer(self, request_id: str, block_ids: list[int], num_tokens: int) -> KvTransferParams:
         self.asked.append(("offer", request_id))
-        return KvTransferParams(do_remote_prefill=True, remote_request_id=request_id, remote_block_ids=[block_ids])
+        return KvTransferParams(
+            do_remote_prefill=True, remote_request_id=request_id, remote_block_ids=[block_ids]
+        )
 
     def watch(self, request_id: str, params: KvTransferParams) -> None:
         self.asked.append(("watch", request_id))
@@ -46,7 +48,9 @@ class Node:
 
     def __init__(self) -> None:
         self.bytes = torch.zeros(BLOCKS, 2, WORDS * 2, dtype=torch.uint8)
-        pool = SimpleNamespace(bytes=self.bytes, num_blocks=BLOCKS, block_bytes=WORDS * 4, block_size=16)
+        pool = SimpleNamespace(
+            bytes=self.bytes, num_blocks=BLOCKS, block_bytes=WORDS * 4, block_size=16
+        )
         self.scheduler = Scheduler(
             BlockPool(BLOCKS),
             block_size=16,
@@ -58,7 +62,9 @@ class Node:
         self.connector, self.said = FakeConnector(), list[Any]()
         model = SimpleNamespace(num_kv_heads=2)
         engine = SimpleNamespace(scheduler=self.scheduler, pool=pool, device=CPU, model=model)
-        self.probes = Probes(cast(Engine, engine), cast(Connector, self.connector), self.said.append)
+        self.probes = Probes(
+            cast(Engine, engine), cast(Connector, self.connector), self.said.append
+        )
 
     def words(self, block: int) -> torch.Tensor:
         return self.bytes.view(BLOCKS, -1).view(torch.int32)[block]
@@ -86,14 +92,20 @@ def fetching(reader: Node, offer: ProbeOffered) -> list[int]:
     return cast(list[int], local)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
 def test_the_pattern_is_finite_in_every_dtype_of_kv(dtype: torch.dtype) -> None:
     for seed in (0, 1, 2**31 - 1, 2**63 - 1):
         assert pattern(seed, 7, 4096, CPU).view(dtype).float().isfinite().all()
 
 
 def test_no_two_blocks_or_seeds_or_positions_are_alike() -> None:
-    blocks = [pattern(seed, index * WORDS, WORDS, CPU) for seed in (0, 10**6, 2**31 - 1) for index in range(8)]
+    blocks = [
+        pattern(seed, index * WORDS, WORDS, CPU)
+        for seed in (0, 10**6, 2**31 - 1)
+        for index in range(8)
+    ]
     for i, one in enumerate(blocks):
         assert not any(torch.equal(one, other) for other in blocks[:i])
         assert not torch.equal(one, one.roll(WORDS // 2))
@@ -145,7 +157,9 @@ def test_wrong_bytes_are_not_verified(harm: str) -> None:
     assert reader.said[0].verified is False
 
 
-def test_a_probe_that_fails_keeps_its_blocks_in_quarantine_and_the_node_busy_until_settled() -> None:
+def test_a_probe_that_fails_keeps_its_blocks_in_quarantine_and_the_node_busy_until_settled() -> (
+    None
+):
     source, reader = Node(), Node()
     offer = offered(source)
     fetching(reader, offer)

@@ -50,7 +50,9 @@ def test_the_end_of_a_process_does_not_wait_long_for_its_log() -> None:
     talks = TALKATIVE.replace("sys.stdin.read(1)", "from node.last_words import leave; leave(3)")
     ours, theirs = os.pipe()
     try:
-        child = subprocess.Popen([sys.executable, "-c", talks], stderr=theirs, cwd=Path(__file__).parents[2])
+        child = subprocess.Popen(
+            [sys.executable, "-c", talks], stderr=theirs, cwd=Path(__file__).parents[2]
+        )
         assert child.wait(60) == 3
     finally:
         os.close(ours)

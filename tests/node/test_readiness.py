@@ -1,4 +1,6 @@
-"""What /health and /live of a node rest on: the engine's pulse, its KV link's, and whether the engine is there."""
+"""What /health and /live of a node rest on: the engine's pulse, its KV link's, and whether the
+engine is there.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from wire.errors import EngineDead
 from wire.outputs import Load
 
 
-def node_of(*, loaded: bool = True, silent_s: float = 0.0, kv_silent_s: float = 0.0, ended: bool = False) -> Node:
+def node_of(
+    *, loaded: bool = True, silent_s: float = 0.0, kv_silent_s: float = 0.0, ended: bool = False
+) -> Node:
     engine = SimpleNamespace(
-        ended=asyncio.Event(), silent_s=lambda: silent_s, stats=EngineStats(Load(), kv_silent_s=kv_silent_s)
+        ended=asyncio.Event(),
+        silent_s=lambda: silent_s,
+        stats=EngineStats(Load(), kv_silent_s=kv_silent_s),
     )
     if ended:
         engine.ended.set()

@@ -1,4 +1,6 @@
-"""A node's role at run time: how it changes, what it refuses meanwhile, and how its metrics are divided."""
+"""A node's role at run time: how it changes, what it refuses meanwhile, and how its metrics are
+divided.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class FakeEngine:
         return EngineStats(Load(), held_blocks=self.held)
 
 
-def role_of(role: Role = P, deadline_s: float = 30.0, **fields: Any) -> tuple[NodeRole, FakeEngine, Drain]:
+def role_of(
+    role: Role = P, deadline_s: float = 30.0, **fields: Any
+) -> tuple[NodeRole, FakeEngine, Drain]:
     engine = FakeEngine(**fields)
     client = cast(EngineClient, engine)
     drain = Drain(client)
@@ -143,13 +147,22 @@ def test_the_engine_knows_no_roles(repository: Path) -> None:
     for folder in ("paged_engine", "kv_transfer", "kernels"):
         for file in (repository / folder).glob("*.py"):
             assert "Role" not in file.read_text(), file
-    for file in ("engine_process.py", "ranks.py", "rank_asides.py", "probes.py", "adapter_loads.py", "compiling.py"):
+    for file in (
+        "engine_process.py",
+        "ranks.py",
+        "rank_asides.py",
+        "probes.py",
+        "adapter_loads.py",
+        "compiling.py",
+    ):
         assert ".role" not in (repository / "node" / file).read_text(), file
 
 
 def samples(of: Any, name: str) -> dict[str, float]:
     families = text_string_to_metric_families(of.text().decode())
-    return {s.labels["role"]: s.value for family in families for s in family.samples if s.name == name}
+    return {
+        s.labels["role"]: s.value for family in families for s in family.samples if s.name == name
+    }
 
 
 def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_newest() -> None:
@@ -174,6 +187,8 @@ def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_
     ours.flipped(P)
     stats.append(msgspec.structs.replace(stats[0], prompt_tokens=135))
     assert samples(ours, "vllm:prompt_tokens_total") == {"prefill": 105, "decode": 30}
-    assert {family.name for family in text_string_to_metric_families(ours.text().decode())} == before
+    assert {
+        family.name for family in text_string_to_metric_families(ours.text().decode())
+    } == before
     lines = [line for line in ours.text().decode().splitlines() if not line.startswith("#")]
     assert len({line.rsplit(" ", 1)[0] for line in lines}) == len(lines)

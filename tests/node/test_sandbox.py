@@ -1,4 +1,6 @@
-"""Work in child processes: what comes back, what each limit ends, and that nothing outlives its caller."""
+"""Work in child processes: what comes back, what each limit ends, and that nothing outlives its
+caller.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ async def test_prompts_are_rendered_and_tokenized(sandbox: Sandbox) -> None:
 
 
 async def test_a_wrong_request_is_refused_as_it_is_elsewhere(sandbox: Sandbox) -> None:
-    with pytest.raises(RequestError, match="no token of this model stands for more than 8") as refused:
+    with pytest.raises(
+        RequestError, match="no token of this model stands for more than 8"
+    ) as refused:
         await sandbox.token_ids(True, chat("x" * 801))
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(RequestError, match="unclosed group") as refused:
@@ -86,7 +90,8 @@ async def test_a_grammar_comes_back_as_lark_and_is_compiled_once(sandbox: Sandbo
                 "json",
                 json.dumps(
                     {
-                        "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)} | {"a20000": True},
+                        "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)}
+                        | {"a20000": True},
                         "$ref": "#/$defs/a0",
                     }
                 ),
@@ -94,11 +99,17 @@ async def test_a_grammar_comes_back_as_lark_and_is_compiled_once(sandbox: Sandbo
             id="stack",
         ),
         pytest.param(
-            Constraint("grammar", "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000))), id="lark"
+            Constraint(
+                "grammar", "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000))
+            ),
+            id="lark",
         ),
         pytest.param(Constraint("regex", "a?" * 60_000), id="memory or time"),
         pytest.param(
-            Constraint("grammar", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000))), id="gbnf"
+            Constraint(
+                "grammar", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000))
+            ),
+            id="gbnf",
         ),
     ],
 )
@@ -116,13 +127,21 @@ async def test_a_grammar_that_takes_too_much_is_a_400_and_nothing_else(
 
 @pytest.mark.parametrize("first", ["s", '"a text" s'])
 async def test_a_grammar_whose_tokens_take_too_long_is_a_400(sandbox: Sandbox, first: str) -> None:
-    """It compiles in milliseconds, and each token of an answer would take half a second of the step loop."""
+    """It compiles in milliseconds, and each token of an answer would take half a second of the step
+    loop.
+    """
     names = [f"r{i}" for i in range(390)]
     rules = [f"{name}: s X | {names[i - 1]} X" for i, name in enumerate(names)]
     text = "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *rules, "X: /[ab]/"])
-    with pytest.raises(RequestError, match=r"(max is 500|the limit is 30 ms)\W.*make it simpler") as refused:
+    with pytest.raises(
+        RequestError, match=r"(max is 500|the limit is 30 ms)\W.*make it simpler"
+    ) as refused:
         await sandbox.as_lark(Constraint("grammar", text, field="guided_grammar").check())
-    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "guided_grammar", "invalid_grammar")
+    assert (refused.value.status, refused.value.param, refused.value.code) == (
+        400,
+        "guided_grammar",
+        "invalid_grammar",
+    )
 
 
 async def test_a_long_text_is_cut_before_it_is_tokenized(sandbox: Sandbox) -> None:
@@ -165,7 +184,10 @@ async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
 
 async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
     sandbox._turn_deadline_s = 0.2
-    tasks = [asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS))) for _ in range(2)]
+    tasks = [
+        asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
+        for _ in range(2)
+    ]
     await until(lambda: len(children(sandbox)) == 2)
     with pytest.raises(Overloaded) as refused:
         await sandbox.token_ids(True, chat("ab"))
@@ -186,7 +208,9 @@ async def test_a_process_that_was_killed_is_started_again(sandbox: Sandbox) -> N
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
-async def test_requests_for_one_grammar_share_a_child(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_for_one_grammar_share_a_child(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
     done = sandbox._done
 

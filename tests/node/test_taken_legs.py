@@ -1,4 +1,6 @@
-"""What a node says when it takes a leg: its number, and that it has no time for a prompt which others can compute."""
+"""What a node says when it takes a leg: its number, and that it has no time for a prompt which
+others can compute.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Engine(EngineClient):
 @pytest.fixture
 async def node(tmp_path: Path) -> Node:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
-    serving = Serving(Role.AGGREGATED, "m", None, Tokenizer.load(str(tmp_path / "config.json")), INFO)
+    serving = Serving(
+        Role.AGGREGATED, "m", None, Tokenizer.load(str(tmp_path / "config.json")), INFO
+    )
     config = NodeConfig(EngineConfig("m"))
     return Node(config, Engine(config), 0, serving=serving)
 
@@ -65,13 +69,17 @@ def engine_of(node: Node) -> Engine:
     return node.engine
 
 
-async def take(node: Node, prompt: str | list[str] = "hi", n: int = 1, **transfer: Any) -> tuple[Load, Any]:
+async def take(
+    node: Node, prompt: str | list[str] = "hi", n: int = 1, **transfer: Any
+) -> tuple[Load, Any]:
     fields = {"model": "m", "prompt": prompt, "n": n, "max_tokens": 9, "temperature": 1}
     body = json.dumps(fields | ({"kv_transfer_params": transfer} if transfer else {})).encode()
     return await _streamed(node, "/v1/completions", {}, body)
 
 
-async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_engine_has_by_then(node: Node) -> None:
+async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_engine_has_by_then(
+    node: Node,
+) -> None:
     engine = engine_of(node)
     kept = []
     for prompt, n, number in (("hi", 1, 1), ("hi", 3, 4), (["one", "two"], 2, 8), ("hi", 1, 9)):
@@ -79,7 +87,9 @@ async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_e
         kept.append(frames)
         assert (load.leg, load.legs, len(engine.submits)) == (1 + number, 0, number)
     engine.load = Load(legs=9)
-    load, frames = await take(node, **TICKET)  # it needs nothing of the engine but that its claim is given up
+    load, frames = await take(
+        node, **TICKET
+    )  # it needs nothing of the engine but that its claim is given up
     assert (load.leg, load.legs, type(engine.sent[-1])) == (11, 9, Abort)
     assert [frame.kind for frame in [each async for each in frames]] == [FrameKind.END]
 
@@ -115,14 +125,22 @@ async def test_load_is_in_the_first_frame_with_tokens_and_in_the_last_one(node: 
     assert told[-1].kind is FrameKind.END
 
 
-async def test_a_spill_beyond_the_limit_is_refused_before_the_engine_hears_of_it(node: Node) -> None:
+async def test_a_spill_beyond_the_limit_is_refused_before_the_engine_hears_of_it(
+    node: Node,
+) -> None:
     engine = engine_of(node)
     prompt = "x" * 59
     await take(node, prompt, spill=True)
     tokens = len(engine.submits[0].prompt_token_ids)
-    with pytest.raises(Overloaded, match=r"has 4\d ms for prompts that a prefill node can compute") as refused:
+    with pytest.raises(
+        Overloaded, match=r"has 4\d ms for prompts that a prefill node can compute"
+    ) as refused:
         await take(node, prompt, spill=True)
-    assert (refused.value.status, refused.value.code, len(engine.submits)) == (429, "spill_refused", 1)
+    assert (refused.value.status, refused.value.code, len(engine.submits)) == (
+        429,
+        "spill_refused",
+        1,
+    )
     assert engine.queue_depth() == 1
     await take(node, prompt)  # nobody else could compute this one
     await take(node, prompt, spill=True, cached_tokens=tokens - 30)

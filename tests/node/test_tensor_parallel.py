@@ -1,4 +1,6 @@
-"""An engine whose model is shared by several rank processes gives the tokens and logits of one alone."""
+"""An engine whose model is shared by several rank processes gives the tokens and logits of one
+alone.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,10 @@ def alone(tiny, repository) -> dict[str, Any]:
 def with_adapters(tiny, repository, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     """An engine's config with two adapters, and what it gives without ranks."""
     folder = tmp_path_factory.mktemp("adapters")
-    lora = [f"{name}={make_adapter(folder / name, tiny, seed=seed)}" for seed, name in enumerate(("one", "two"))]
+    lora = [
+        f"{name}={make_adapter(folder / name, tiny, seed=seed)}"
+        for seed, name in enumerate(("one", "two"))
+    ]
     config = {"model": str(tiny), "enable_lora": True, "lora_modules": lora}
     return config, result(start([sys.executable, str(SCRIPT)], config, repository))
 
@@ -101,7 +106,9 @@ def test_ranks_share_adapters(ranks, with_adapters, alone, repository):
     config, given = with_adapters
     assert given["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
     assert given["tokens"][2] != alone["tokens"][2]
-    shared = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel_size": ranks}, repository))
+    shared = result(
+        start([sys.executable, str(SCRIPT)], config | {"tensor_parallel_size": ranks}, repository)
+    )
     assert equal(shared, given)
 
 
@@ -111,7 +118,10 @@ def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
     given = own | {"lora_modules": [f"x={path}", f"y={path}"]}
     late = own | {"allow_runtime_lora": True, "tensor_parallel_size": 2}
     command = [sys.executable, str(SCRIPT)]
-    alone, shared = start(command, given, repository), start([*command, "--load", str(path)], late, repository)
+    alone, shared = (
+        start(command, given, repository),
+        start([*command, "--load", str(path)], late, repository),
+    )
     assert equal(result(shared), result(alone))
 
 
@@ -128,7 +138,13 @@ def test_ranks_that_find_other_adapters_end_and_say_so(tiny, repository, tmp_pat
         "tensor_parallel_size_local": 1,
     }
     first = start([sys.executable, str(SCRIPT)], config, repository, folder=tmp_path / "one")
-    rank = [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config | {"lora_modules": config["lora_modules"][0]})]
+    rank = [
+        sys.executable,
+        "-m",
+        "kvrelay.cli",
+        "rank",
+        *flags(config | {"lora_modules": config["lora_modules"][0]}),
+    ]
     second = start(rank, {}, repository, folder=tmp_path / "two")
     for child in (first, second):
         _, err = child.communicate(timeout=120)
@@ -153,7 +169,10 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
     }
     first = start([sys.executable, str(SCRIPT)], config | {"block_size": 32}, repository)
     second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config)], {}, repository)
-    for child, words in ((first, "the ranks differ"), (second, "block_size is 0 here and 32 on rank 0")):
+    for child, words in (
+        (first, "the ranks differ"),
+        (second, "block_size is 0 here and 32 on rank 0"),
+    ):
         _, err = child.communicate(timeout=60)
         assert child.returncode != 0
         assert words in err
@@ -162,14 +181,28 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
-        ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
-        ({"tensor_parallel_address": "192.0.2.7:5000"}, "'192.0.2.7:5000' is not of this host, where rank 0 runs"),
-        ({"tensor_parallel_address": "127.0.0.1:{taken}"}, "port {taken} is taken; choose another one"),
+        (
+            {"tensor_parallel_size": 3},
+            "4 query heads cannot be shared by 3 ranks; choose a divisor of 4",
+        ),
+        (
+            {"max_model_len": 1000},
+            "max_model_len 1000 is above the model's own limit of 512; lower it",
+        ),
+        (
+            {"tensor_parallel_address": "192.0.2.7:5000"},
+            "'192.0.2.7:5000' is not of this host, where rank 0 runs",
+        ),
+        (
+            {"tensor_parallel_address": "127.0.0.1:{taken}"},
+            "port {taken} is taken; choose another one",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, tiny, monkeypatch):
-    monkeypatch.setattr(rank_processes, "_start", lambda place: pytest.fail(f"rank {place.rank} is started"))
+    monkeypatch.setattr(
+        rank_processes, "_start", lambda place: pytest.fail(f"rank {place.rank} is started")
+    )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -178,7 +211,9 @@ def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, t
             name: value.replace("{taken}", taken) if isinstance(value, str) else value
             for name, value in settings.items()
         }
-        config = EngineConfig(**{"model": str(tiny), "device": "cpu", "tensor_parallel_size": 2} | settings)
+        config = EngineConfig(
+            **{"model": str(tiny), "device": "cpu", "tensor_parallel_size": 2} | settings
+        )
         with pytest.raises(ConfigError, match=re.escape(words.replace("{taken}", taken))):
             rank_processes.join_as_rank_0(config)
 
@@ -186,16 +221,27 @@ def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, t
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["serve", "--port=0", "--tensor-parallel-address=192.0.2.7:5000"], "'192.0.2.7:5000' is not of this host"),
+        (
+            ["serve", "--port=0", "--tensor-parallel-address=192.0.2.7:5000"],
+            "'192.0.2.7:5000' is not of this host",
+        ),
         (
             ["rank", "--tensor-parallel-address=no-such-host.invalid:5000"],
             "'no-such-host.invalid:5000' cannot be reached",
         ),
-        (["rank", "--tensor-parallel-address=127.0.0.1:5000", "--max-model-len=1000"], "the model's own limit of 512"),
+        (
+            ["rank", "--tensor-parallel-address=127.0.0.1:5000", "--max-model-len=1000"],
+            "the model's own limit of 512",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, tiny, repository):
-    more = [f"--model={tiny}", "--cpu", "--tensor-parallel-size=2", "--tensor-parallel-size-local=1"]
+    more = [
+        f"--model={tiny}",
+        "--cpu",
+        "--tensor-parallel-size=2",
+        "--tensor-parallel-size-local=1",
+    ]
     child = start([sys.executable, "-m", "kvrelay.cli", *command, *more], {}, repository)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 2
@@ -203,7 +249,12 @@ def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, ti
     assert words in line
 
 
-ON_GPU = {"device": "cuda", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+ON_GPU = {
+    "device": "cuda",
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+}
 ON_GPU |= {"gpu_memory_utilization": 0.1}
 COLD = 400.0  # seconds: every rank compiles every kernel
 
@@ -212,7 +263,14 @@ COLD = 400.0  # seconds: every rank compiles every kernel
 def tiny_for_gpus(tmp_path_factory) -> Path:
     """Eight query heads share two KV heads of 64."""
     folder = tmp_path_factory.mktemp("tiny-gpu")
-    make_tiny("Qwen2ForCausalLM", folder, head_dim=64, hidden_size=512, num_attention_heads=8, vocab_size=255)
+    make_tiny(
+        "Qwen2ForCausalLM",
+        folder,
+        head_dim=64,
+        hidden_size=512,
+        num_attention_heads=8,
+        vocab_size=255,
+    )
     return folder
 
 
@@ -241,7 +299,9 @@ def test_ranks_on_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repos
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     config = {"model": str(tiny_for_gpus), "tensor_parallel_size": ranks} | ON_GPU
-    assert near(result(start([sys.executable, str(SCRIPT)], config, repository), COLD), alone_on_gpu)
+    assert near(
+        result(start([sys.executable, str(SCRIPT)], config, repository), COLD), alone_on_gpu
+    )
 
 
 @pytest.mark.gpu
@@ -250,21 +310,31 @@ def test_ranks_on_gpus_share_adapters(tiny_for_gpus, alone_on_gpu, repository, t
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    lora = [f"{name}={make_adapter(tmp_path / name, tiny_for_gpus, seed=at)}" for at, name in enumerate(("one", "two"))]
+    lora = [
+        f"{name}={make_adapter(tmp_path / name, tiny_for_gpus, seed=at)}"
+        for at, name in enumerate(("one", "two"))
+    ]
     config = {"model": str(tiny_for_gpus), "enable_lora": True, "lora_modules": lora} | ON_GPU
     command = [sys.executable, str(SCRIPT)]
     with_adapters = result(start(command, config, repository), COLD)
     # Of r2, whose prompt's 60 tokens are scored: its adapter is there, and the same on both.
-    assert with_adapters["logprobs"]["r2"][:50] != pytest.approx(alone_on_gpu["logprobs"]["r2"][:50], abs=0.1)
+    assert with_adapters["logprobs"]["r2"][:50] != pytest.approx(
+        alone_on_gpu["logprobs"]["r2"][:50], abs=0.1
+    )
     shared = result(start(command, config | {"tensor_parallel_size": 2}, repository), COLD)
     assert near(shared, with_adapters)
-    assert shared["logprobs"]["r2"][:50] == pytest.approx(with_adapters["logprobs"]["r2"][:50], abs=0.1)
+    assert shared["logprobs"]["r2"][:50] == pytest.approx(
+        with_adapters["logprobs"]["r2"][:50], abs=0.1
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repository):
-    """NCCL refuses two ranks on one GPU of a host, so that each rank says that it is a host of its own.
+def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
+    ranks, tiny_for_gpus, alone_on_gpu, repository
+):
+    """NCCL refuses two ranks on one GPU of a host, so that each rank says that it is a host of its
+    own.
 
     They then meet over sockets, as hosts do, and any number of ranks can be tried with one GPU.
     """
@@ -283,10 +353,18 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, al
         "tensor_parallel_size": ranks,
         "tensor_parallel_size_local": 1,
     } | ON_GPU
-    config |= {"tensor_parallel_size_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}"}
+    config |= {
+        "tensor_parallel_size_local": 1,
+        "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}",
+    }
     first = start([sys.executable, str(SCRIPT)], config, repository, host(0))
     others = [
-        start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)], {}, repository, host(rank))
+        start(
+            [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)],
+            {},
+            repository,
+            host(rank),
+        )
         for rank in range(1, ranks)
     ]
     assert near(result(first, COLD), alone_on_gpu)
@@ -311,11 +389,17 @@ def flags(config: dict[str, Any], first_rank: int = 1) -> list[str]:
     values = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1} | config
     values |= {"tensor_parallel_size_local": 1, "first_rank": first_rank}
     words = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    return [word for flag, value in words.items() for word in ((flag,) if value is True else (flag, str(value)))]
+    return [
+        word
+        for flag, value in words.items()
+        for word in ((flag,) if value is True else (flag, str(value)))
+    ]
 
 
 def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
-    """Two network namespaces joined by a cable: nothing but the address of rank 0 leads from one to the other."""
+    """Two network namespaces joined by a cable: nothing but the address of rank 0 leads from one to
+    the other.
+    """
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("making network namespaces needs root and the ip command")
     name = f"kvr{os.getpid()}"
@@ -334,19 +418,27 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
             f"-n {name}b link set {name}1 up",
         ):
             subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-        config = {"model": str(tiny), "tensor_parallel_size": 2, "tensor_parallel_address": "10.77.0.1:29517"}
+        config = {
+            "model": str(tiny),
+            "tensor_parallel_size": 2,
+            "tensor_parallel_address": "10.77.0.1:29517",
+        }
 
         def inside(which: str, *command: str) -> list[str]:
             return ["ip", "netns", "exec", f"{name}{which}", sys.executable, *command]
 
-        first = start(inside("a", str(SCRIPT)), config | {"tensor_parallel_size_local": 1}, repository)
+        first = start(
+            inside("a", str(SCRIPT)), config | {"tensor_parallel_size_local": 1}, repository
+        )
         second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config)), {}, repository)
         assert equal(result(first), alone)
         second.communicate(timeout=20)
         assert second.returncode == 0
     finally:
         for which in "ab":
-            subprocess.run(["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True
+            )
 
 
 class Pool:

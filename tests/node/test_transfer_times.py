@@ -13,7 +13,9 @@ from node import transfer_times as measured
 from node.transfer_pair import Part, Took
 from wire.errors import TransferError
 
-OF = cast(measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_size=16))
+OF = cast(
+    measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_size=16)
+)
 
 
 class FakePair:
@@ -48,7 +50,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     about: dict[str, Any] = {"broken": {}, "pairs": 0, "starts": True}
 
     @contextlib.contextmanager
-    def open_pair(devices: Sequence[str], pool_bytes: int, unit_bytes: int, until: float) -> Iterator[FakePair]:
+    def open_pair(
+        devices: Sequence[str], pool_bytes: int, unit_bytes: int, until: float
+    ) -> Iterator[FakePair]:
         about["pairs"] += 1
         if not about["starts"]:
             raise TransferError("no memory")
@@ -77,7 +81,10 @@ def test_one_that_breaks_takes_no_other_with_it(opened: dict[str, Any]) -> None:
 def test_one_that_breaks_in_its_middle_has_no_times(opened: dict[str, Any]) -> None:
     told: list[str] = []
     opened["broken"] = {"nixl": "long ones"}
-    assert list(measured.transfer_times(OF, [1, 4, 16], "auto", 60.0, told.append)) == ["direct", "nccl"]
+    assert list(measured.transfer_times(OF, [1, 4, 16], "auto", 60.0, told.append)) == [
+        "direct",
+        "nccl",
+    ]
     assert told == ["nixl: it broke"]
 
 
@@ -89,17 +96,26 @@ def test_processes_that_do_not_start_end_the_matter(opened: dict[str, Any]) -> N
 
 
 def test_what_has_no_room_is_left_out(opened: dict[str, Any]) -> None:
-    assert measured.transfer_times(OF, [1, 4, 30], "nixl", 60.0, print) == {"nixl": {1: 1.0, 4: 4.0}}
+    assert measured.transfer_times(OF, [1, 4, 30], "nixl", 60.0, print) == {
+        "nixl": {1: 1.0, 4: 4.0}
+    }
 
 
 def test_without_time_the_first_connector_has_its_two_ends(opened: dict[str, Any]) -> None:
     told: list[str] = []
-    assert measured.transfer_times(OF, [1, 2, 4], "auto", 0.0, told.append) == {"direct": {1: 1.0, 4: 4.0}}
+    assert measured.transfer_times(OF, [1, 2, 4], "auto", 0.0, told.append) == {
+        "direct": {1: 1.0, 4: 4.0}
+    }
     assert told == ["nixl: no time was left for it", "nccl: no time was left for it"]
 
 
 def test_nccl_needs_a_gpu_for_each_end(opened: dict[str, Any]) -> None:
     told: list[str] = []
-    one_gpu = cast(measured.BlocksMoved, SimpleNamespace(devices=("cuda:0", "cuda:0"), block_bytes=1024))
-    assert set(measured.transfer_times(one_gpu, [1], "auto", 60.0, told.append)) == {"direct", "nixl"}
+    one_gpu = cast(
+        measured.BlocksMoved, SimpleNamespace(devices=("cuda:0", "cuda:0"), block_bytes=1024)
+    )
+    assert set(measured.transfer_times(one_gpu, [1], "auto", 60.0, told.append)) == {
+        "direct",
+        "nixl",
+    }
     assert "a GPU each" in told[0]

@@ -1,4 +1,6 @@
-"""Hand-written answers to chat completions, as nodes send them, and events read back from a dialect's bytes."""
+"""Hand-written answers to chat completions, as nodes send them, and events read back from a
+dialect's bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **choi
         "object": "chat.completion.chunk",
         "created": 1,
         "model": "tiny",
-        "choices": [{"index": 0, "delta": delta or {}, "logprobs": None, "finish_reason": finish, **choice}],
+        "choices": [
+            {"index": 0, "delta": delta or {}, "logprobs": None, "finish_reason": finish, **choice}
+        ],
     }
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
@@ -34,13 +38,24 @@ DONE = b"data: [DONE]\n\n"
 ROLE = chunk({"role": "assistant", "content": ""})
 
 
-def call(index: int, arguments: str, call_id: str | None = None, name: str | None = None) -> dict[str, Any]:
+def call(
+    index: int, arguments: str, call_id: str | None = None, name: str | None = None
+) -> dict[str, Any]:
     """A delta of a tool call: id and name in its first one."""
     function = {"arguments": arguments} | ({"name": name} if name else {})
-    return {"index": index, "function": function} | ({"id": call_id, "type": "function"} if call_id else {})
+    return {"index": index, "function": function} | (
+        {"id": call_id, "type": "function"} if call_id else {}
+    )
 
 
-TEXT = ROLE + chunk({"content": "Hel"}) + chunk({"content": "lo"}) + chunk({}, "stop") + usage_chunk() + DONE
+TEXT = (
+    ROLE
+    + chunk({"content": "Hel"})
+    + chunk({"content": "lo"})
+    + chunk({}, "stop")
+    + usage_chunk()
+    + DONE
+)
 TOOLS = (
     ROLE
     + chunk({"reasoning": "Let me ", "reasoning_content": "Let me "})
@@ -58,8 +73,15 @@ TOOLS = (
 
 def whole(message: dict[str, Any], finish: str = "stop", **choice: Any) -> bytes:
     """A whole answer."""
-    every = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, **choice}
-    return json.dumps({"id": "chatcmpl-1", "object": "chat.completion", "choices": [every], "usage": USAGE}).encode()
+    every = {
+        "index": 0,
+        "message": {"role": "assistant", **message},
+        "finish_reason": finish,
+        **choice,
+    }
+    return json.dumps(
+        {"id": "chatcmpl-1", "object": "chat.completion", "choices": [every], "usage": USAGE}
+    ).encode()
 
 
 WHOLE_TOOLS = whole(
@@ -67,8 +89,16 @@ WHOLE_TOOLS = whole(
         "content": "Looking.",
         "reasoning_content": "Let me see",
         "tool_calls": [
-            {"id": "call_a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-            {"id": "call_b", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+            {
+                "id": "call_a",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+            },
+            {
+                "id": "call_b",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+            },
         ],
     },
     "tool_calls",
@@ -76,7 +106,9 @@ WHOLE_TOOLS = whole(
 
 
 def events_of(stream: bytes) -> list[dict[str, Any]]:
-    """The values of a stream whose events all have a name equal to their type; comments are skipped."""
+    """The values of a stream whose events all have a name equal to their type; comments are
+    skipped.
+    """
     events = []
     for block in stream.decode().split("\n\n"):
         if not block or block.startswith(":"):

@@ -13,7 +13,9 @@ from openai_api.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Ids below 256 are bytes, 2 ends an answer, 256..299 are words; no merges, so every é or 😀 spans tokens."""
+    """Ids below 256 are bytes, 2 ends an answer, 256..299 are words; no merges, so every é or 😀
+    spans tokens.
+    """
     config = tmp_path_factory.mktemp("bytewise") / "config.json"
     config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
     return Tokenizer.load(str(config))

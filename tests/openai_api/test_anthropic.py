@@ -1,4 +1,6 @@
-"""The Anthropic API's messages: the chat completion that a request means, and the answer in that API's events."""
+"""The Anthropic API's messages: the chat completion that a request means, and the answer in that
+API's events.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from openai_api.dialect import KEEP_ALIVE, Dialect
 from openai_api.response_store import ResponseStore
 from openai_api.responses_call import speak_responses
 from openai_api.sse import error_event
-from tests.openai_api.chat_chunks import DONE, ROLE, TEXT, TOOLS, USAGE, WHOLE_TOOLS, chunk, events_of, whole
+from tests.openai_api.chat_chunks import (
+    DONE,
+    ROLE,
+    TEXT,
+    TOOLS,
+    USAGE,
+    WHOLE_TOOLS,
+    chunk,
+    events_of,
+    whole,
+)
 from wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
 
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -56,11 +68,17 @@ def test_a_request_has_its_fields_under_their_chat_names() -> None:
         "user": "me",
         "chat_template_kwargs": {"enable_thinking": False},
         "tools": [
-            {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": schema}}
+            {
+                "type": "function",
+                "function": {"name": "weather", "description": "Of a city.", "parameters": schema},
+            }
         ],
         "tool_choice": "required",
         "parallel_tool_calls": False,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": schema},
+        },
         "reasoning_effort": "low",
     }
 
@@ -68,7 +86,10 @@ def test_a_request_has_its_fields_under_their_chat_names() -> None:
 def test_blocks_become_turns_with_their_calls_and_results() -> None:
     chat, _ = spoken(
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": "Rome?"}, {"type": "text", "text": "Oslo?"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Rome?"}, {"type": "text", "text": "Oslo?"}],
+            },
             {
                 "role": "assistant",
                 "content": [
@@ -83,7 +104,11 @@ def test_blocks_become_turns_with_their_calls_and_results() -> None:
                 "role": "user",
                 "content": [
                     {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
-                    {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "wet"}]},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "b",
+                        "content": [{"type": "text", "text": "wet"}],
+                    },
                     {"type": "text", "text": "And?"},
                 ],
             },
@@ -126,8 +151,14 @@ def test_what_is_counted_is_the_prompt_alone() -> None:
         ({"tools": [{}] * 1025}, "tools"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}], "tool_choice": {"type": "some"}}, "tool_choice"),
@@ -145,7 +176,9 @@ def test_what_is_not_served_is_refused_with_its_field(fields: dict[str, Any], pa
 
 def usage_first(stream: bytes) -> bytes:
     """The stream with usage in its first chunk too, as continuous_usage_stats has it."""
-    return stream.replace(b'"choices": [', b'"usage": %b, "choices": [' % json.dumps(USAGE).encode(), 1)
+    return stream.replace(
+        b'"choices": [', b'"usage": %b, "choices": [' % json.dumps(USAGE).encode(), 1
+    )
 
 
 def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
@@ -172,7 +205,11 @@ def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hel"}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
         {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": usage},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": usage,
+        },
         {"type": "message_stop"},
     ]
 
@@ -191,7 +228,11 @@ def test_thinking_text_and_calls_are_blocks_of_their_own_one_after_the_other() -
         if event["type"] == "content_block_start":
             opened += 1
         assert event["index"] == opened
-    pieces = [event["delta"]["partial_json"] for event in events if event.get("delta", {}).get("partial_json")]
+    pieces = [
+        event["delta"]["partial_json"]
+        for event in events
+        if event.get("delta", {}).get("partial_json")
+    ]
     assert pieces == ['{"city": ', '"Rome"}', '{"city": "Oslo"}']
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
@@ -227,7 +268,9 @@ def test_the_reason_of_the_end_is_told(
 
 def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments() -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": '{"city": "Ro'}}
-    told = json.loads(spoken(max_tokens=4)[1].whole(whole({"content": None, "tool_calls": [call]}, "length")))
+    told = json.loads(
+        spoken(max_tokens=4)[1].whole(whole({"content": None, "tool_calls": [call]}, "length"))
+    )
     assert told["content"][0]["input"] == {"incomplete_json": '{"city": "Ro'}
     assert told["stop_reason"] == "max_tokens"
 
@@ -242,7 +285,9 @@ def test_a_stream_cut_anywhere_gives_the_same_events(stream: bytes) -> None:
 
 def test_an_answer_that_breaks_ends_with_an_error_event_and_nothing_follows() -> None:
     dialect = spoken(stream=True)[1]
-    events = events_of(dialect.events(ROLE + chunk({"content": "Hel"}) + error_event(Overloaded("full"))))
+    events = events_of(
+        dialect.events(ROLE + chunk({"content": "Hel"}) + error_event(Overloaded("full")))
+    )
     assert events[-1] == {"type": "error", "error": {"type": "rate_limit_error", "message": "full"}}
     assert dialect.events(TEXT) == b""
     with pytest.raises(NodeFailed):

@@ -34,13 +34,23 @@ def completion(**fields: Any) -> CompletionRequest:
     return decode_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def params(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **limits: Any) -> SamplingParams:
+def params(
+    request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **limits: Any
+) -> SamplingParams:
     wanted = {"max_model_len": 100, "vocab_size": 300, "default_seed": 7, **limits}
     return sampling_params(request, prompt_tokens=prompt_tokens, **wanted)
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"messages": [], "prompt": ""} x', b"\xff", b'{"model": "\xff", "messages": []}', b"{'a':1}"]
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [], "prompt": ""} x',
+        b"\xff",
+        b'{"model": "\xff", "messages": []}',
+        b"{'a':1}",
+    ],
 )
 def test_broken_json_is_refused(body: bytes) -> None:
     for decode in (decode_chat, decode_completion):
@@ -50,7 +60,9 @@ def test_broken_json_is_refused(body: bytes) -> None:
         assert refused.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize("field", ["unknown", "messages", "logits_processors", "chat_template_kwargs"])
+@pytest.mark.parametrize(
+    "field", ["unknown", "messages", "logits_processors", "chat_template_kwargs"]
+)
 def test_deep_nesting_is_refused_and_not_a_crash(field: str) -> None:
     body = f'{{"messages": [], "{field}": {"[" * 100_000}{"]" * 100_000}}}'.encode()
     with pytest.raises(RequestError):
@@ -68,7 +80,10 @@ def test_deep_nesting_is_refused_and_not_a_crash(field: str) -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": 1}]}, "messages[0].role"),
         ({"messages": [{"role": ""}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -101,7 +116,11 @@ def test_a_missing_field_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("n", "words"),
-    [(0, "n must be at least 1"), (-1, "at least 1"), (129, "129 choices, and the limit of one request is 128")],
+    [
+        (0, "n must be at least 1"),
+        (-1, "at least 1"),
+        (129, "129 choices, and the limit of one request is 128"),
+    ],
 )
 def test_n_has_bounds(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
@@ -129,9 +148,18 @@ def test_what_is_not_built_is_refused_and_never_ignored(field: str, value: Any) 
 
 
 def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
-    fields = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "response_format": {"type": "text"}}
+    fields = {
+        "best_of": 1,
+        "echo": False,
+        "suffix": "",
+        "tools": [],
+        "response_format": {"type": "text"},
+    }
     assert (
-        completion(**fields, tool_choice="none", use_beam_search=False, store=True, metadata={"a": [1]}).prompt == "hi"
+        completion(
+            **fields, tool_choice="none", use_beam_search=False, store=True, metadata={"a": [1]}
+        ).prompt
+        == "hi"
     )
 
 
@@ -141,7 +169,8 @@ def test_null_is_the_default_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "read"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], []), ("", "")]
+    ("prompt", "read"),
+    [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], []), ("", "")],
 )
 def test_one_prompt_in_any_of_its_forms(prompt: Any, read: Any) -> None:
     assert prompts_of(completion(prompt=prompt)) == [read]
@@ -152,7 +181,9 @@ def test_several_prompts_are_texts_or_token_ids() -> None:
     assert prompts_of(completion(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
     assert prompts_of(completion(prompt=["a", [2, 3]])) == ["a", [2, 3]]
     completion(prompt=["a"] * 64, n=2)
-    with pytest.raises(RequestError, match="65 prompts with 2 choices each are 130 choices") as refused:
+    with pytest.raises(
+        RequestError, match="65 prompts with 2 choices each are 130 choices"
+    ) as refused:
         completion(prompt=["a"] * 65, n=2)
     assert refused.value.param == "prompt"
 
@@ -171,12 +202,21 @@ def test_defaults_are_the_apis() -> None:
 
 
 OWN = SamplingDefaults(
-    temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=30, limit=40
+    temperature=0.6,
+    top_p=0.9,
+    top_k=20,
+    min_p=0.05,
+    repetition_penalty=1.05,
+    max_tokens=30,
+    limit=40,
 )
 
 
 def test_what_is_left_out_is_the_models_own() -> None:
-    own = {name: getattr(OWN, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    own = {
+        name: getattr(OWN, name)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
     assert params(chat(), defaults=OWN) == SamplingParams(max_tokens=30, seed=7, **own)
     assert params(completion(), defaults=OWN) == SamplingParams(max_tokens=16, seed=7, **own)
     given = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
@@ -201,7 +241,13 @@ def test_every_sampling_field_arrives() -> None:
         "repetition_penalty": 1.1, "seed": -1, "min_tokens": 2, "ignore_eos": True,
     }  # fmt: skip
     got = params(
-        chat(**fields, max_tokens=9, max_completion_tokens=8, stop_token_ids=[5, 6, 5], logit_bias={"3": -1.5})
+        chat(
+            **fields,
+            max_tokens=9,
+            max_completion_tokens=8,
+            stop_token_ids=[5, 6, 5],
+            logit_bias={"3": -1.5},
+        )
     )
     assert {name: getattr(got, name) for name in fields} == fields
     assert got.max_tokens == 8
@@ -215,7 +261,9 @@ def test_top_k_of_all_tokens(top_k: int, meant: int) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "meant"), [(0, 0.0), (1e-9, 0.0), (0.01, 0.01)])
-def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float, meant: float) -> None:
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(
+    temperature: float, meant: float
+) -> None:
     assert params(chat(temperature=temperature)).temperature == meant
 
 
@@ -248,7 +296,9 @@ def test_logprobs_of_both_apis() -> None:
 
 
 def test_the_context_limit_names_prompt_limit_and_remedy() -> None:
-    with pytest.raises(RequestError, match=r"prompt has 10 tokens and max_tokens is 91.*is 100.*at most 90") as refused:
+    with pytest.raises(
+        RequestError, match=r"prompt has 10 tokens and max_tokens is 91.*is 100.*at most 90"
+    ) as refused:
         params(completion(max_tokens=91))
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
     assert params(completion(max_tokens=90)).max_tokens == 90
@@ -279,7 +329,12 @@ def test_a_limit_that_shall_fit_is_lowered_to_the_room_on_both_legs() -> None:
         assert token_limit(make(max_tokens=5, fit_max_tokens=True), 10, 100) == 5
         assert token_limit(make(fit_max_tokens=True), 10, 100) == 90
         handover = {"do_remote_decode": True, "client_max_tokens": 91}
-        assert token_limit(make(max_tokens=1, fit_max_tokens=True, kv_transfer_params=handover), 10, 100) == 90
+        assert (
+            token_limit(
+                make(max_tokens=1, fit_max_tokens=True, kv_transfer_params=handover), 10, 100
+            )
+            == 90
+        )
         with pytest.raises(RequestError, match="prompt has 100 tokens"):
             token_limit(make(max_tokens=5, fit_max_tokens=True), 100, 100)
 
@@ -308,7 +363,9 @@ def test_best_of_is_at_least_n_and_more_than_n_is_not_streamed() -> None:
     ("wanted", "fields", "kept"),
     [(None, {}, 50), (10, {}, 10), (80, {}, 50), (-1, {}, 50), (-1, {"max_tokens": 60}, 40)],
 )
-def test_of_a_long_prompt_the_last_tokens_are_kept(wanted: int | None, fields: dict[str, Any], kept: int) -> None:
+def test_of_a_long_prompt_the_last_tokens_are_kept(
+    wanted: int | None, fields: dict[str, Any], kept: int
+) -> None:
     assert kept_tokens(completion(truncate_prompt_tokens=wanted, **fields), 50, 100) == kept
 
 
@@ -317,7 +374,11 @@ def test_as_many_tokens_as_fit_is_what_the_answer_leaves() -> None:
     assert kept_tokens(chat(truncate_prompt_tokens=-1), 500, 100) == 99
     leg = KvTransferParams(do_remote_decode=True, client_max_tokens=30)
     assert (
-        kept_tokens(msgspec.structs.replace(completion(truncate_prompt_tokens=-1), kv_transfer_params=leg), 500, 100)
+        kept_tokens(
+            msgspec.structs.replace(completion(truncate_prompt_tokens=-1), kv_transfer_params=leg),
+            500,
+            100,
+        )
         == 70
     )
 
@@ -362,9 +423,16 @@ def test_log_probabilities_of_the_prompt_are_asked_for_in_two_ways() -> None:
     assert asked(completion(echo=True, logprobs=1, stream=True)) == 1
     assert asked(completion(echo=True, logprobs=1, prompt_logprobs=4)) == 4
     assert (
-        asked(completion(echo=True)) is asked(completion(logprobs=1)) is asked(chat(echo=True, logprobs=True)) is None
+        asked(completion(echo=True))
+        is asked(completion(logprobs=1))
+        is asked(chat(echo=True, logprobs=True))
+        is None
     )
-    for fields in ({"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 0, "stream": True}):
+    for fields in (
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": 0, "stream": True},
+    ):
         for make in (chat, completion):
             with pytest.raises(RequestError) as refused:
                 make(**fields)

@@ -1,4 +1,6 @@
-"""The end of a JSON value, found as it comes: the same verdict as the library's, wherever it is cut."""
+"""The end of a JSON value, found as it comes: the same verdict as the library's, wherever it is
+cut.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ def fed(text: str, step: int) -> tuple[bool, bool, int]:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": [1, -0.5, 2e+7]}', "[]", "[ ]", "{ }", '"x\\"\\u00e9\\n"', "[true,false,null]", '[[[]],{"":""}]', "12 "],
+    [
+        '{"a": [1, -0.5, 2e+7]}',
+        "[]",
+        "[ ]",
+        "{ }",
+        '"x\\"\\u00e9\\n"',
+        "[true,false,null]",
+        '[[[]],{"":""}]',
+        "12 ",
+    ],
 )
 def test_values_end_where_they_end(text: str) -> None:
     length = len(text.rstrip())
@@ -62,7 +73,9 @@ def test_it_accepts_what_the_library_accepts(text: str, step: int) -> None:
     assert accepted == (done and not failed and not text[taken:].strip())
 
 
-@pytest.mark.parametrize("text", ['{"arguments": {}, "name": "f"}', '{"name": "f", "arguments": {}}'])
+@pytest.mark.parametrize(
+    "text", ['{"arguments": {}, "name": "f"}', '{"name": "f", "arguments": {}}']
+)
 @pytest.mark.parametrize("step", [1, 5, 100])
 def test_name_and_arguments_may_come_in_any_order(text: str, step: int) -> None:
     reader = CallReader(may_lack_arguments=False)

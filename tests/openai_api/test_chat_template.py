@@ -16,7 +16,8 @@ from openai_api.tokenizer import Tokenizer
 from wire.errors import ConfigError, RequestError
 
 CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<bot>{% endif %}"
 )
 
 
@@ -33,7 +34,11 @@ def test_messages_are_rendered_with_and_without_the_generation_prompt() -> None:
 
 def test_text_parts_are_joined_and_null_is_empty() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "assistant"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+    ]
     assert rendered(CHATML, messages) == "<user>a\nb<assistant><assistant><bot>"
 
 
@@ -46,11 +51,17 @@ def test_tool_fields_reach_the_template_only_where_they_are_set() -> None:
     ]
     given_back = [in_order(message) for message in given]
     given_back[0]["tool_calls"] = [{**call, "function": {"name": "f", "arguments": {}}}]
-    assert rendered(template, given) == "".join(json.dumps(m, ensure_ascii=False) for m in given_back)
+    assert rendered(template, given) == "".join(
+        json.dumps(m, ensure_ascii=False) for m in given_back
+    )
 
 
 def in_order(message: dict[str, Any]) -> dict[str, Any]:
-    return {n: message[n] for n in ("role", "content", "name", "tool_calls", "tool_call_id") if n in message}
+    return {
+        n: message[n]
+        for n in ("role", "content", "name", "tool_calls", "tool_call_id")
+        if n in message
+    }
 
 
 WEATHER = {
@@ -58,7 +69,11 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 TOOL_CHAT: list[dict[str, Any]] = [
@@ -67,7 +82,11 @@ TOOL_CHAT: list[dict[str, Any]] = [
         "role": "assistant",
         "content": None,
         "tool_calls": [
-            {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Orléans"}'}}
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Orléans"}'},
+            }
         ],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"sky": "blue"}'},
@@ -125,7 +144,8 @@ MISTRAL = """{%- if tools is not none %}{{ "[AVAILABLE_TOOLS] [" }}{% for tool i
     [
         (
             QWEN,
-            '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Orléans"}}\n</tool_call>',
+            '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+            '"Orléans"}}\n</tool_call>',
         ),
         (QWEN, '<|im_start|>user\n<tool_response>\n{"sky": "blue"}\n</tool_response><|im_end|>'),
         (QWEN, f"<tools>\n{json.dumps(WEATHER)}\n</tools>"),
@@ -134,19 +154,32 @@ MISTRAL = """{%- if tools is not none %}{{ "[AVAILABLE_TOOLS] [" }}{% for tool i
         (LLAMA, json.dumps(WEATHER, indent=4)),
         (
             MISTRAL,
-            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Orléans"}, "id": "abcdefghi"}]</s>'
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Orléans"}, "id": '
+            '"abcdefghi"}]</s>'
             '[TOOL_RESULTS] {"content": {"sky": "blue"}, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
         ),
-        (MISTRAL, '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", "description": "Weather of'),
+        (
+            MISTRAL,
+            '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", '
+            '"description": "Weather of',
+        ),
     ],
 )
-def test_tools_calls_and_results_are_rendered_as_models_expect_them(template: str, wanted: str) -> None:
+def test_tools_calls_and_results_are_rendered_as_models_expect_them(
+    template: str, wanted: str
+) -> None:
     assert wanted in rendered(template, TOOL_CHAT, tools=[WEATHER])
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
-    [('{"a": 1.50, "b": "\\u00e9"}', {"a": 1.5, "b": "é"}), ("", {}), (None, {}), ("{oops", "{oops"), ("[1]", "[1]")],
+    [
+        ('{"a": 1.50, "b": "\\u00e9"}', {"a": 1.5, "b": "é"}),
+        ("", {}),
+        (None, {}),
+        ("{oops", "{oops"),
+        ("[1]", "[1]"),
+    ],
 )
 def test_arguments_become_objects_where_they_are_ones(arguments: Any, wanted: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
@@ -154,7 +187,9 @@ def test_arguments_become_objects_where_they_are_ones(arguments: Any, wanted: An
     assert json.loads(rendered(template, [{"role": "assistant", "tool_calls": [call]}])) == wanted
 
 
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+)
 
 
 def hermes(name: str, arguments: Any) -> str:
@@ -195,15 +230,23 @@ def test_a_template_that_renders_tools_is_left_alone() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_past_reasoning_reaches_the_template_by_every_name_that_templates_know(name: str) -> None:
-    template = "{% for m in messages %}[{{ m.reasoning }},{{ m.reasoning_content }},{{ m.thinking }}]{% endfor %}"
-    said = [{"role": "assistant", "content": None, name: "hm"}, {"role": "assistant", "content": "x", name: "so"}]
+    template = (
+        "{% for m in messages %}[{{ m.reasoning }},{{ m.reasoning_content }},{{ m.thinking "
+        "}}]{% endfor %}"
+    )
+    said = [
+        {"role": "assistant", "content": None, name: "hm"},
+        {"role": "assistant", "content": "x", name: "so"},
+    ]
     assert rendered(template, [*said, {"role": "user"}]) == "[hm,hm,hm][so,so,][,,]"
 
 
 def test_what_templates_expect_is_there() -> None:
     template = (
-        "{{ bos_token }}{{ eos_token }}{{ kind }}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}"
-        "{{ i }}{% endfor %}{{ strftime_now('%Y')|length }}{{ {'b': 'é<'} | tojson }}{{ tools is none }}"
+        "{{ bos_token }}{{ eos_token }}{{ kind }}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break "
+        "%}{% endif %}"
+        "{{ i }}{% endfor %}{{ strftime_now('%Y')|length }}{{ {'b': 'é<'} | tojson }}{{ tools is "
+        "none }}"
     )
     assert rendered(template, [{"role": "user"}], kind="x") == '<s></s>x14{"b": "é<"}True'
 
@@ -244,7 +287,10 @@ def test_no_messages_are_refused() -> None:
 
 
 def test_the_end_of_the_last_message_is_found_in_linear_time() -> None:
-    messages = [{"role": "user", "content": "a" * 400_000}, {"role": "assistant", "content": "ab" + "a" * 200_000}]
+    messages = [
+        {"role": "user", "content": "a" * 400_000},
+        {"role": "assistant", "content": "ab" + "a" * 200_000},
+    ]
     began = time.process_time()
     with pytest.raises(RequestError, match="continue_final_message"):
         rendered("{{ messages[0].content }}", messages, continue_final_message=True)
@@ -261,27 +307,42 @@ def test_a_slow_template_is_told_when_a_node_starts(caplog: pytest.LogCaptureFix
     check_template(QWEN)
     assert caplog.messages == []
     check_template(
-        "{% for m in messages %}{% for i in range(99999) %}{% if i == m %}x{% endif %}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% for i in range(99999) %}{% if i == m %}x{% endif %}{% endfor "
+        "%}{% endfor %}"
     )
     assert "all streams wait for it" in caplog.messages[0]
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("generation", [True, False])
-def test_smollm2_is_rendered_as_transformers_does(smollm2: Tokenizer, tmp_path: Path, generation: bool) -> None:
+def test_smollm2_is_rendered_as_transformers_does(
+    smollm2: Tokenizer, tmp_path: Path, generation: bool
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     smollm2._backend.save(str(tmp_path / "tokenizer.json"))
     theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token=smollm2.bos_token, eos_token=smollm2.eos_token
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        bos_token=smollm2.bos_token,
+        eos_token=smollm2.eos_token,
     )
     for messages in (
         [{"role": "user", "content": "What is 2+2?"}],
-        [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " <|im_end|> é "}],
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        [
+            {"role": "system", "content": "Be brief.\n"},
+            {"role": "user", "content": " <|im_end|> é "},
+        ],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
     ):
         wanted = theirs.apply_chat_template(
-            messages, chat_template=smollm2.chat_template, tokenize=False, add_generation_prompt=generation
+            messages,
+            chat_template=smollm2.chat_template,
+            tokenize=False,
+            add_generation_prompt=generation,
         )
         got = rendered(smollm2.chat_template, messages, add_generation_prompt=generation)
         assert got == wanted
@@ -291,13 +352,22 @@ def test_smollm2_is_rendered_as_transformers_does(smollm2: Tokenizer, tmp_path: 
     ("template", "said", "prompt"),
     [
         (CHATML, "Once upon ", "<user>x<assistant>Once upon "),
-        ("{% for m in messages %}[{{ m.content | trim }}]</s>{% endfor %}", " Once upon ", "[x]</s>[Once upon"),
+        (
+            "{% for m in messages %}[{{ m.content | trim }}]</s>{% endfor %}",
+            " Once upon ",
+            "[x]</s>[Once upon",
+        ),
         (CHATML + "</end>", "x", "<user>x<assistant>x"),
     ],
 )
-def test_a_message_that_goes_on_ends_where_its_text_does(template: str, said: str, prompt: str) -> None:
+def test_a_message_that_goes_on_ends_where_its_text_does(
+    template: str, said: str, prompt: str
+) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
-    assert rendered(template, messages, add_generation_prompt=False, continue_final_message=True) == prompt
+    assert (
+        rendered(template, messages, add_generation_prompt=False, continue_final_message=True)
+        == prompt
+    )
 
 
 @pytest.mark.parametrize(("template", "said"), [(CHATML, ""), ("nothing", "text")])

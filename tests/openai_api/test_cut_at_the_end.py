@@ -1,4 +1,6 @@
-"""A server that ends cuts off what it could not answer in time: it says so by status, and logs no traceback."""
+"""A server that ends cuts off what it could not answer in time: it says so by status, and logs no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,23 @@ HEAD = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
 async def never_done(scope: Any, receive: Any, send: Any) -> None:
     """/begun gets a head and a part of a body; neither gets an end."""
     if scope["path"] == "/begun":
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]}
+        )
         await send({"type": "http.response.body", "body": b"a part", "more_body": True})
     await asyncio.Event().wait()
 
 
-async def test_what_is_cut_at_the_end_is_told_so_and_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_cut_at_the_end_is_told_so_and_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = uvicorn.Config(
-        never_done, port=0, lifespan="off", log_config=None, http=connections(10), timeout_graceful_shutdown=1
+        never_done,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        http=connections(10),
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     with caplog.at_level(logging.INFO), server.capture_signals():

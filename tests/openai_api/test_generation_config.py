@@ -13,7 +13,14 @@ from wire.config import EngineConfig
 from wire.errors import ConfigError
 from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
-QWEN = {"do_sample": True, "eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None}
+QWEN = {
+    "do_sample": True,
+    "eos_token_id": [1, 2],
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": None,
+}
 
 
 def folder(path: Path, content: object) -> str:
@@ -22,9 +29,12 @@ def folder(path: Path, content: object) -> str:
     return str(path)
 
 
-def defaults(model: str, source: str = "auto", override: dict[str, Any] | None = None, name: str = "") -> Any:
+def defaults(
+    model: str, source: str = "auto", override: dict[str, Any] | None = None, name: str = ""
+) -> Any:
     return sampling_defaults(
-        EngineConfig(model, generation_config=source, override_generation_config=override), name=name
+        EngineConfig(model, generation_config=source, override_generation_config=override),
+        name=name,
     )
 
 
@@ -50,10 +60,15 @@ def test_the_embedded_model_has_what_its_card_recommends(tmp_path: Path) -> None
 
 
 def test_a_folder_replaces_the_models_and_an_override_goes_before_both(tmp_path: Path) -> None:
-    model, other = folder(tmp_path / "m", QWEN), folder(tmp_path / "o", {"top_k": -1, "max_new_tokens": 7})
+    model, other = (
+        folder(tmp_path / "m", QWEN),
+        folder(tmp_path / "o", {"top_k": -1, "max_new_tokens": 7}),
+    )
     assert defaults(model, other) == SamplingDefaults(max_tokens=7, limit=7)
     assert defaults(model, other, {"max_new_tokens": 3}) == SamplingDefaults(max_tokens=3, limit=3)
-    assert defaults(model, "auto", {"top_p": 0.5}) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.5)
+    assert defaults(model, "auto", {"top_p": 0.5}) == SamplingDefaults(
+        temperature=0.6, top_k=20, top_p=0.5
+    )
     assert defaults(model, "vllm", {"max_new_tokens": 3}) == SamplingDefaults(max_tokens=3, limit=3)
 
 
@@ -66,7 +81,9 @@ def test_a_folder_replaces_the_models_and_an_override_goes_before_both(tmp_path:
         ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place_and_the_remedy(content: Any, said: str, tmp_path: Path) -> None:
+def test_a_wrong_value_is_named_with_its_place_and_the_remedy(
+    content: Any, said: str, tmp_path: Path
+) -> None:
     model = folder(tmp_path / "m", content)
     with pytest.raises(ConfigError) as refused:
         defaults(model)
@@ -78,7 +95,9 @@ def test_a_wrong_value_is_named_with_its_place_and_the_remedy(content: Any, said
 
 
 def test_a_folder_without_the_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"auto, vllm or a folder with a generation_config.json, got 'none'"):
+    with pytest.raises(
+        ConfigError, match=r"auto, vllm or a folder with a generation_config.json, got 'none'"
+    ):
         defaults(str(tmp_path), "none")
     with pytest.raises(ConfigError, match=r"sets 'eos_token_id'; it can set temperature, top_p"):
         EngineConfig("m", override_generation_config={"eos_token_id": 3})

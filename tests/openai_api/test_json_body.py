@@ -1,4 +1,6 @@
-"""The shape of JSON bodies: how deep, how many objects, lists and texts; and that looking at it costs little."""
+"""The shape of JSON bodies: how deep, how many objects, lists and texts; and that looking at it
+costs little.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, check_leg, check_shape
+from openai_api.json_body import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_STRINGS,
+    MAX_VALUES,
+    check_leg,
+    check_shape,
+)
 from wire.errors import BodyTooLarge, RequestError
 
 values = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(st.characters(codec="utf-8"), max_size=20)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text('[{"\\', max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text('[{"\\', max_size=5), inner, max_size=3),
     ),
     max_leaves=10,
 )
@@ -31,7 +41,9 @@ def depth_of(value: Any) -> int:
 
 @settings(max_examples=30)
 @given(values, st.integers(MAX_DEPTH - 12, MAX_DEPTH + 3), st.integers(0, 300))
-def test_a_body_is_refused_exactly_if_it_nests_too_deeply(inner: Any, around: int, beside: int) -> None:
+def test_a_body_is_refused_exactly_if_it_nests_too_deeply(
+    inner: Any, around: int, beside: int
+) -> None:
     value: Any = [inner, "]" * beside, [[] for _ in range(beside)]]
     for _ in range(around):
         value = {"a": value}
@@ -56,7 +68,9 @@ def test_a_body_is_refused_exactly_if_it_nests_too_deeply(inner: Any, around: in
 def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
     started = time.process_time()
     check_shape(body)
-    assert time.process_time() - started < 1  # it would be minutes if anything were scanned again and again
+    assert (
+        time.process_time() - started < 1
+    )  # it would be minutes if anything were scanned again and again
 
 
 @pytest.mark.parametrize(

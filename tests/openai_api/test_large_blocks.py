@@ -26,5 +26,7 @@ print((resident() - before) >> 20)
 
 @pytest.mark.parametrize(("how", "left_mib"), [("given back", range(8)), ("kept", range(30, 80))])
 def test_the_memory_of_a_freed_body_goes_back_to_the_system(how: str, left_mib: range) -> None:
-    told = subprocess.run([sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True
+    )
     assert int(told.stdout) in left_mib

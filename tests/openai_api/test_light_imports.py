@@ -13,7 +13,12 @@ def loaded_by(statement: str, repository: Path) -> set[str]:
     code = f"{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     env = {**os.environ, "PYTHONPATH": str(repository)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-P", "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return set(done.stdout.split())
 
@@ -24,6 +29,8 @@ def test_types_body_and_sse_load_no_tokenizer_and_no_template_code(repository: P
 
 
 def test_the_whole_package_loads_neither_transformers_nor_torch_nor_numpy(repository: Path) -> None:
-    loaded = loaded_by("import openai_api.writer, openai_api.chat_template, openai_api.tokenizer", repository)
+    loaded = loaded_by(
+        "import openai_api.writer, openai_api.chat_template, openai_api.tokenizer", repository
+    )
     assert "tokenizers" in loaded
     assert not loaded & {"transformers", "torch", "numpy", "gguf"}

@@ -28,7 +28,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_ca
 
 
 def form(
-    tokenizer: Tokenizer, prompt: str = "x", parser: str = "hermes", reasoning: str = "", **fields: Any
+    tokenizer: Tokenizer,
+    prompt: str = "x",
+    parser: str = "hermes",
+    reasoning: str = "",
+    **fields: Any,
 ) -> MessageForm:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     return message_form(
@@ -45,20 +49,30 @@ def added_up(deltas: list[Delta]) -> dict[str, Any]:
     content, reasoning = "", ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        assert sum(each is not None for each in (delta.content, delta.reasoning, delta.tool_calls)) == 1
+        assert (
+            sum(each is not None for each in (delta.content, delta.reasoning, delta.tool_calls))
+            == 1
+        )
         assert delta.reasoning == delta.reasoning_content
         content += delta.content or ""
         reasoning += delta.reasoning or ""
         for call in delta.tool_calls or ():
             if call.index == len(calls):
-                calls.append({"id": call.id, "type": call.type, "function": {"name": call.function.name}})
+                calls.append(
+                    {"id": call.id, "type": call.type, "function": {"name": call.function.name}}
+                )
                 assert call.function.arguments == ""
                 calls[-1]["function"]["arguments"] = ""
             else:
                 assert (call.id, call.type, call.function.name) == (None, None, None)
                 calls[call.index]["function"]["arguments"] += call.function.arguments or ""
-    message = {"role": "assistant", "content": content if content or not (reasoning or calls) else None}
-    both = {"reasoning": reasoning or None} | ({"reasoning_content": reasoning} if reasoning else {})
+    message = {
+        "role": "assistant",
+        "content": content if content or not (reasoning or calls) else None,
+    }
+    both = {"reasoning": reasoning or None} | (
+        {"reasoning_content": reasoning} if reasoning else {}
+    )
     return message | both | ({"tool_calls": calls} if calls else {})
 
 
@@ -75,7 +89,10 @@ def stream(form: MessageForm, choice: int = 0) -> MessageParser:
 
 
 def names(message: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    return [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", [])
+    ]
 
 
 def test_a_chat_without_tools_and_reasoning_is_plain(bytewise: Tokenizer) -> None:
@@ -94,14 +111,22 @@ def test_auto_calls_and_its_finish_reason(bytewise: Tokenizer) -> None:
     assert one.finish_reason("stop") == "tool_calls"
     assert one.finish_reason("length") == "length"
     none = stream(form(bytewise, tools=[WEATHER]))
-    assert told(none, ["No need."]) == {"role": "assistant", "content": "No need.", "reasoning": None}
+    assert told(none, ["No need."]) == {
+        "role": "assistant",
+        "content": "No need.",
+        "reasoning": None,
+    }
     assert none.finish_reason("stop") == "stop"
 
 
 def test_a_message_of_calls_alone_has_no_content(bytewise: Tokenizer) -> None:
     message = told(stream(form(bytewise, tools=[WEATHER])), [CALL])
     assert message["content"] is None
-    assert told(stream(form(bytewise, tools=[WEATHER])), []) == {"role": "assistant", "content": "", "reasoning": None}
+    assert told(stream(form(bytewise, tools=[WEATHER])), []) == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": None,
+    }
 
 
 def test_required_and_named_calls(bytewise: Tokenizer) -> None:
@@ -118,7 +143,9 @@ def test_required_and_named_calls(bytewise: Tokenizer) -> None:
 
 
 def test_without_parallel_calls_the_first_one_counts(bytewise: Tokenizer) -> None:
-    message = told(stream(form(bytewise, tools=[WEATHER], parallel_tool_calls=False)), [f"{CALL}\n{CALL}"])
+    message = told(
+        stream(form(bytewise, tools=[WEATHER], parallel_tool_calls=False)), [f"{CALL}\n{CALL}"]
+    )
     assert names(message) == [("weather", '{"city": "é"}')]
 
 
@@ -149,7 +176,12 @@ def test_tools_are_looked_for_in_the_content_only(bytewise: Tokenizer) -> None:
 def test_the_prompt_may_have_opened_the_reasoning(bytewise: Tokenizer) -> None:
     inside = form(bytewise, "assistant\n<think>\n", reasoning="qwen3")
     message = told(stream(inside), ["a", "b</think>c"])
-    assert message == {"role": "assistant", "content": "c", "reasoning": "ab", "reasoning_content": "ab"}
+    assert message == {
+        "role": "assistant",
+        "content": "c",
+        "reasoning": "ab",
+        "reasoning_content": "ab",
+    }
     wanted = {"role": "assistant", "content": None, "reasoning": "a", "reasoning_content": "a"}
     assert told(stream(inside), ["a"]) == wanted
     assert form(bytewise, "<think></think>\n\n", reasoning="qwen3").opening is Opening.BEHIND
@@ -157,7 +189,11 @@ def test_the_prompt_may_have_opened_the_reasoning(bytewise: Tokenizer) -> None:
 
 def test_reasoning_that_is_not_wanted_is_left_out(bytewise: Tokenizer) -> None:
     quiet = form(bytewise, "<think>", reasoning="qwen3", include_reasoning=False)
-    assert told(stream(quiet), ["a</think>b"]) == {"role": "assistant", "content": "b", "reasoning": None}
+    assert told(stream(quiet), ["a</think>b"]) == {
+        "role": "assistant",
+        "content": "b",
+        "reasoning": None,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +201,15 @@ def with_markers() -> Tokenizer:
     """Bytes, and all markers as tokens of their own: special ones, but for `</tool_call>`."""
     backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(BYTE_CHARS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    markers = ["<think>", "</think>", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|end|>"]
+    markers = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|end|>",
+    ]
     backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in markers])
     backend.add_tokens([AddedToken("</tool_call>", normalized=False)])
     return Tokenizer(TokenizerParts(backend, Pieces.BYTE_LEVEL, (2,)))
@@ -174,7 +218,9 @@ def with_markers() -> Tokenizer:
 def test_markers_that_are_special_tokens_are_rendered_and_hidden(with_markers: Tokenizer) -> None:
     auto = form(with_markers, "<think>", reasoning="qwen3", tools=[WEATHER])
     assert set(auto.hidden.values()) == {"<think>", "</think>", "<tool_call>"}
-    assert stream(auto).rendered == {with_markers.special_id(marker) for marker in auto.hidden.values()}
+    assert stream(auto).rendered == {
+        with_markers.special_id(marker) for marker in auto.hidden.values()
+    }
     # Wherever one stands, the client never sees it.
     message = told(stream(auto), list(f"a<tool_call>b</think>c<think>d<tool_call>e{CALL}f</think>"))
     assert (message["reasoning_content"], message["content"]) == ("ab", "cdef")
@@ -204,7 +250,9 @@ _SHREDS += ["é", "x", "[TOOL_CALLS]", '[{"name": "f", "parameters": {}}]', "now
     shreds=st.lists(st.sampled_from(_SHREDS), max_size=10),
     cut=st.integers(0, 200),
     parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json"]),
-    fields=st.sampled_from([{}, {"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": "none"}]),
+    fields=st.sampled_from(
+        [{}, {"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": "none"}]
+    ),
     prompt=st.sampled_from(["x", "<think>\n", "</think>"]),
     reasoning=st.sampled_from(["", "qwen3"]),
 )
@@ -230,4 +278,8 @@ def test_deltas_add_up_to_the_message_and_a_replay_goes_on_anywhere(
 
 
 def test_ordinary_tokens_are_no_special_ones(with_markers: Tokenizer) -> None:
-    assert [with_markers.special_id(text) for text in ("</tool_call>", "a", "nothing")] == [None, None, None]
+    assert [with_markers.special_id(text) for text in ("</tool_call>", "a", "nothing")] == [
+        None,
+        None,
+        None,
+    ]

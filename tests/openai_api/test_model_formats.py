@@ -1,4 +1,6 @@
-"""The table of formats: what each family writes is read back however it is cut, and the right row is chosen."""
+"""The table of formats: what each family writes is read back however it is cut, and the right row
+is chosen.
+"""
 # ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def message(
-    tokenizer: Tokenizer, tool: str, reasoning: str, pieces: list[str], prompt: str = "x", **fields: Any
+    tokenizer: Tokenizer,
+    tool: str,
+    reasoning: str,
+    pieces: list[str],
+    prompt: str = "x",
+    **fields: Any,
 ) -> ReplyMessage:
     """What a client is told of an answer that comes in these pieces."""
     body = {"messages": [{"role": "user", "content": "?"}], "tools": [WEATHER, NOW], **fields}
@@ -64,7 +71,9 @@ def message(
     return parser.message()
 
 
-def told(tokenizer: Tokenizer, tool: str, reasoning: str, text: str, **fields: Any) -> tuple[Any, Any, list[Any]]:
+def told(
+    tokenizer: Tokenizer, tool: str, reasoning: str, text: str, **fields: Any
+) -> tuple[Any, Any, list[Any]]:
     """(reasoning, content, [(name, arguments)]), the same in whatever pieces the text comes."""
     whole = message(tokenizer, tool, reasoning, [text], **fields)
     for width in (1, 2, 5):
@@ -93,11 +102,14 @@ HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json
             "Let me look.",
             [PARIS, ("now", {})],
         ),
-        # Values of several lines, with quotes; JSON where the schema wants it, null and Python's words.
+        # Values of several lines, with quotes; JSON where the schema wants it, null and Python's
+        # words.
         (
             "qwen3_coder",
-            '<tool_call>\n<function=get_weather>\n<parameter=city>\na "b"\n\n<c> \n</parameter>\n<parameter=units>'
-            "\nnull\n</parameter>\n<parameter=tags>\n['x', True]\n</parameter>\n</function>\n</tool_call>",
+            '<tool_call>\n<function=get_weather>\n<parameter=city>\na "b"\n\n<c> '
+            "\n</parameter>\n<parameter=units>"
+            "\nnull\n</parameter>\n<parameter=tags>\n['x', "
+            "True]\n</parameter>\n</function>\n</tool_call>",
             None,
             [("get_weather", {"city": 'a "b"\n\n<c> ', "units": None, "tags": ["x", True]})],
         ),
@@ -110,18 +122,25 @@ HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json
             None,
             [PARIS],
         ),
-        ("glm47", "<tool_call>now</tool_call><tool_call>now\n</tool_call>!", "!", [("now", {}), ("now", {})]),
+        (
+            "glm47",
+            "<tool_call>now</tool_call><tool_call>now\n</tool_call>!",
+            "!",
+            [("now", {}), ("now", {})],
+        ),
         (
             "deepseek_v3",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-            '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
+            '{"city": "Paris", "days": '
+            "3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
             "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             None,
             [PARIS, ("now", {})],
         ),
         (
             "deepseek_v31",
-            'Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris", "days": 3}'
+            'Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris", '
+            '"days": 3}'
             "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             "Well.",
             [PARIS, ("now", {})],
@@ -143,12 +162,23 @@ HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json
         ("pythonic", "[get_weather(city='Paris', days=3), now()]", None, [PARIS, ("now", {})]),
         (
             "pythonic",
-            "<|python_start|>[get_weather(city='it\\'s)', units=null, tags=[{'a': -1.5}, True])]<|python_end|>",
+            "<|python_start|>[get_weather(city='it\\'s)', units=null, tags=[{'a': -1.5}, "
+            "True])]<|python_end|>",
             None,
             [("get_weather", {"city": "it's)", "units": None, "tags": [{"a": -1.5}, True]})],
         ),
-        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', None, [PARIS]),
-        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', None, [("now", {})]),
+        (
+            "llama3_json",
+            '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+            None,
+            [PARIS],
+        ),
+        (
+            "hermes",
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+            None,
+            [("now", {})],
+        ),
         ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}', None, [PARIS]),
         # What is no call stays content.
         ("pythonic", "[1] says: f(x)", "[1] says: f(x)", []),
@@ -176,7 +206,12 @@ def test_what_models_of_a_family_write(
         ("deepseek_r1", "x", "<think>a", ("a", None)),
         ("glm45", "x", "\n<think>a</think>\nb", ("a", "b")),
         ("kimi_k2", "x", "◁ a</think>b", ("◁ a", "b")),
-        ("granite", "x", "Here is my thought process: a: b\n\nHere is my response: c", ("a: b", "c")),
+        (
+            "granite",
+            "x",
+            "Here is my thought process: a: b\n\nHere is my response: c",
+            ("a: b", "c"),
+        ),
         ("granite", "x", "Here's my thought process: a Here's my response:c", ("a", "c")),
         ("granite", "x", "Here is my answer", (None, "Here is my answer")),
         ("mistral", "x", "[THINK]a[/THINK]b", ("a", "b")),
@@ -197,7 +232,11 @@ def test_what_models_of_a_family_write(
     ],
 )
 def test_how_models_of_a_family_reason(
-    bytewise: Tokenizer, reasoning: str, prompt: str, text: str, wanted: tuple[str | None, str | None]
+    bytewise: Tokenizer,
+    reasoning: str,
+    prompt: str,
+    text: str,
+    wanted: tuple[str | None, str | None],
 ) -> None:
     assert told(bytewise, "hermes", reasoning, text, prompt=prompt)[:2] == wanted
 
@@ -208,19 +247,27 @@ def test_how_models_of_a_family_reason(
         (
             "openai",
             "openai_gptoss",
-            f'<|channel|>analysis<|message|>a<|end|><|start|>assistant{HARMONY_CALL}{{"city": "Paris", "days": 3}}'
+            f'<|channel|>analysis<|message|>a<|end|><|start|>assistant{HARMONY_CALL}{{"city": '
+            f'"Paris", "days": 3}}'
             "<|call|>",
             ("a", None, [PARIS]),
         ),
-        # The recipient may stand before the channel, words to the user before a call, and a call at the very beginning.
+        # The recipient may stand before the channel, words to the user before a call, and a call at
+        # the very beginning.
         (
             "openai",
             "openai_gptoss",
-            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary "
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant "
+            "to=functions.now<|channel|>commentary "
             "json<|message|>{}",
             (None, "I look.", [("now", {})]),
         ),
-        ("openai", "openai_gptoss", " to=functions.now<|channel|>commentary<|message|>{}", (None, None, [("now", {})])),
+        (
+            "openai",
+            "openai_gptoss",
+            " to=functions.now<|channel|>commentary<|message|>{}",
+            (None, None, [("now", {})]),
+        ),
         # Without its reasoning parser
         ("openai", "", f"{HARMONY_CALL}{{}}<|call|>", (None, None, [("get_weather", {})])),
         # A section of calls ends Kimi's thoughts.
@@ -248,7 +295,10 @@ def test_reasoning_and_calls_of_one_answer(
 _TEXTS = st.text("ab é\n\"'\\{}:", max_size=8)
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | _TEXTS,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab é", max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text("ab é", max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -257,7 +307,9 @@ _VALUES = st.recursive(
 @given(
     name=st.sampled_from(list(TOOL_FORMATS)),
     calls=st.lists(
-        st.dictionaries(st.from_regex("[a-z]{1,4}_", fullmatch=True), _VALUES, max_size=3), min_size=1, max_size=2
+        st.dictionaries(st.from_regex("[a-z]{1,4}_", fullmatch=True), _VALUES, max_size=3),
+        min_size=1,
+        max_size=2,
     ),
     said=st.booleans(),
 )
@@ -265,13 +317,27 @@ def test_every_family_reads_what_it_writes(
     name: str, calls: list[dict[str, Any]], said: bool, bytewise: Tokenizer
 ) -> None:
     row = TOOL_FORMATS[name]
-    # The name says the type: one argument cannot be a text in one call and something else in another.
+    # The name says the type: one argument cannot be a text in one call and something else in
+    # another.
     calls = [{key + type(value).__name__: value for key, value in call.items()} for call in calls]
-    kinds = {key: {"type": "string"} if isinstance(call[key], str) else {} for call in calls for key in call}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": kinds}}}
+    kinds = {
+        key: {"type": "string"} if isinstance(call[key], str) else {}
+        for call in calls
+        for key in call
+    }
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": kinds}},
+    }
     before = "Well.\n" if said and not row.marks.bare else ""
     text = before + "\n".join(row.write("f", call) for call in calls)
-    found = told(bytewise, name, "openai_gptoss" if name == "openai" and not before else "", text, tools=[tool])
+    found = told(
+        bytewise,
+        name,
+        "openai_gptoss" if name == "openai" and not before else "",
+        text,
+        tools=[tool],
+    )
     assert found[2] == [("f", call) for call in calls]
     assert (found[1] or "").strip() == before.strip()
 
@@ -289,7 +355,11 @@ def test_a_cut_off_call_keeps_what_was_told(bytewise: Tokenizer) -> None:
 def test_long_texts_are_told_as_they_come(bytewise: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "?"}], "tools": [WEATHER]}
     form = message_form(
-        decode_chat(json.dumps(body).encode()), bytewise, [1], tool_format=TOOL_FORMATS["qwen3_coder"], reasoning=None
+        decode_chat(json.dumps(body).encode()),
+        bytewise,
+        [1],
+        tool_format=TOOL_FORMATS["qwen3_coder"],
+        reasoning=None,
     )
     parser = form.parser("x", 0)
     parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\nPa")
@@ -299,25 +369,46 @@ def test_long_texts_are_told_as_they_come(bytewise: Tokenizer) -> None:
 
 
 def test_ids_are_those_that_the_model_counts(bytewise: Tokenizer) -> None:
-    call = {"id": "functions.now:0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    call = {
+        "id": "functions.now:0",
+        "type": "function",
+        "function": {"name": "now", "arguments": "{}"},
+    }
     past = [
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "content": "noon", "tool_call_id": call["id"]},
     ]
     messages = [{"role": "user", "content": "?"}, *past]
-    found = message(bytewise, "kimi_k2", "", [TOOL_FORMATS["kimi_k2"].write("now", {})], messages=messages)
+    found = message(
+        bytewise, "kimi_k2", "", [TOOL_FORMATS["kimi_k2"].write("now", {})], messages=messages
+    )
     assert isinstance(found.tool_calls, list)
     assert found.tool_calls[0].id == "functions.now:1"
 
 
 # In the manner of the models' own templates.
 TEMPLATES = {
-    ("hermes", "qwen3"): '<tools>... return <tool_call>\n{"name": ...}\n</tool_call> {{ "<think>" }}',
-    ("qwen3_coder", None): "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
-    ("glm45", "glm45"): "[gMASK]<sop> <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think></think>",
-    ("deepseek_v3", "deepseek_r1"): "'<｜tool▁sep｜>' + name + '\\n```json' {{'<｜Assistant｜><think>\\n'}}",
+    (
+        "hermes",
+        "qwen3",
+    ): '<tools>... return <tool_call>\n{"name": ...}\n</tool_call> {{ "<think>" }}',
+    (
+        "qwen3_coder",
+        None,
+    ): "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
+    (
+        "glm45",
+        "glm45",
+    ): "[gMASK]<sop> <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think></think>",
+    (
+        "deepseek_v3",
+        "deepseek_r1",
+    ): "'<｜tool▁sep｜>' + name + '\\n```json' {{'<｜Assistant｜><think>\\n'}}",
     ("deepseek_v31", "deepseek_v3"): "name + '<｜tool▁sep｜>' {{'<｜Assistant｜>'}}{{'</think>'}}",
-    ("kimi_k2", "kimi_k2"): "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|> <think></think>",
+    (
+        "kimi_k2",
+        "kimi_k2",
+    ): "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|> <think></think>",
     ("kimi_k2", None): "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
     ("openai", "openai_gptoss"): "<|start|>assistant<|channel|>analysis<|message|>",
     ("mistral", "mistral"): "[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]",
@@ -325,20 +416,34 @@ TEMPLATES = {
     (
         "llama3_json",
         None,
-    ): 'Environment: ipython, {"name": function name, "parameters": dictionary of argument name and ',
+    ): 'Environment: ipython, {"name": function name, "parameters": dictionary of argument name '
+    "and ",
     ("pythonic", None): "[func_name1(params_name1=params_value1...), func_name2(params)]",
 }
 
 
 @pytest.mark.parametrize(("rows", "template"), TEMPLATES.items())
 def test_a_chat_template_tells_its_formats(rows: tuple[str, str | None], template: str) -> None:
-    tool, reasoning = tool_format("auto", template, "llama"), reasoning_format("auto", template, "llama")
+    tool, reasoning = (
+        tool_format("auto", template, "llama"),
+        reasoning_format("auto", template, "llama"),
+    )
     assert (tool and tool[0], reasoning and reasoning[0]) == rows
 
 
 def test_the_models_type_tells_where_the_template_does_not_and_what_is_set_wins() -> None:
-    found = [tool_format("auto", None, kind) for kind in ("gpt_oss", "glm4_moe", "deepseek_v3", "mistral", "phi3", "")]
-    assert [row and row[0] for row in found] == ["openai", "glm45", "deepseek_v31", "mistral", "hermes", "hermes"]
+    found = [
+        tool_format("auto", None, kind)
+        for kind in ("gpt_oss", "glm4_moe", "deepseek_v3", "mistral", "phi3", "")
+    ]
+    assert [row and row[0] for row in found] == [
+        "openai",
+        "glm45",
+        "deepseek_v31",
+        "mistral",
+        "hermes",
+        "hermes",
+    ]
     assert reasoning_format("auto", "{{ messages }}", "llama") is None
     assert (reasoning_format("auto", None, "gpt_oss") or ("",))[0] == "openai_gptoss"
     for template in TEMPLATES.values():
@@ -364,10 +469,16 @@ REASONING_FORMATS["my_thoughts"] = ReasoningFormat(marks=ReasoningMarks(("<hm>",
 """
 
 
-def test_a_plugin_adds_rows(tmp_path: Path, bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_adds_rows(
+    tmp_path: Path, bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("openai_api.model_formats.TOOL_FORMATS", tools := dict(TOOL_FORMATS))
-    monkeypatch.setattr("openai_api.model_formats.REASONING_FORMATS", thoughts := dict(REASONING_FORMATS))
-    with pytest.raises(ConfigError, match=r"--tool-call-parser 'mine' is not one of .*--tool-parser-plugin FILE"):
+    monkeypatch.setattr(
+        "openai_api.model_formats.REASONING_FORMATS", thoughts := dict(REASONING_FORMATS)
+    )
+    with pytest.raises(
+        ConfigError, match=r"--tool-call-parser 'mine' is not one of .*--tool-parser-plugin FILE"
+    ):
         tool_format("mine", None, "")
     (file := tmp_path / "mine.py").write_text(PLUGIN)
     load_plugin(str(file))
@@ -381,7 +492,11 @@ def test_a_plugin_adds_rows(tmp_path: Path, bytewise: Tokenizer, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("1 / 0", "ZeroDivisionError: division by zero"), ("import not_there_", "ModuleNotFoundError"), (None, "No such")],
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import not_there_", "ModuleNotFoundError"),
+        (None, "No such"),
+    ],
 )
 def test_a_plugin_that_fails_is_named(tmp_path: Path, content: str | None, said: str) -> None:
     file = tmp_path / "mine.py"

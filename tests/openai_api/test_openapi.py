@@ -1,4 +1,6 @@
-"""The OpenAPI document names the routes that are served, and its schemas agree with what is accepted."""
+"""The OpenAPI document names the routes that are served, and its schemas agree with what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ NOT_FOR_CLIENTS = (
 
 def node_app() -> FastAPI:
     config = NodeConfig(EngineConfig("nowhere"))
-    return create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack())
+    return create_node(
+        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
+    )
 
 
 @pytest.mark.parametrize("app", [create_router(RouterConfig()), node_app()], ids=["router", "node"])
@@ -44,10 +48,14 @@ def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
         for method in route.methods
     }
     paths = document("x", "1")["paths"]
-    assert {(method, re.sub(r"\{\w+\}", "{}", path)) for path in paths for method in paths[path]} == served
+    assert {
+        (method, re.sub(r"\{\w+\}", "{}", path)) for path in paths for method in paths[path]
+    } == served
 
 
-def test_the_page_and_the_document_are_served_without_a_key_and_load_nothing_from_elsewhere() -> None:
+def test_the_page_and_the_document_are_served_without_a_key_and_load_nothing_from_elsewhere() -> (
+    None
+):
     client = TestClient(create_router(RouterConfig(api_key="key")))
     told = client.get("/openapi.json").json()
     assert told["openapi"].startswith("3.1")
@@ -79,13 +87,30 @@ def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:
 @pytest.mark.parametrize(
     ("schema", "name", "body", "decode"),
     [
-        ("ChatRequest", "temperature", b'{"model": "m", "messages": [], "temperature": "x"}', decode_chat),
-        ("ResponsesRequest", "max_output_tokens", b'{"input": "x", "max_output_tokens": 0}', decode_responses),
+        (
+            "ChatRequest",
+            "temperature",
+            b'{"model": "m", "messages": [], "temperature": "x"}',
+            decode_chat,
+        ),
+        (
+            "ResponsesRequest",
+            "max_output_tokens",
+            b'{"input": "x", "max_output_tokens": 0}',
+            decode_responses,
+        ),
         ("ResponsesRequest", "background", b'{"input": "x", "background": true}', decode_responses),
-        ("MessagesRequest", "max_tokens", b'{"model": "m", "messages": [], "max_tokens": 0}', decode_messages),
+        (
+            "MessagesRequest",
+            "max_tokens",
+            b'{"model": "m", "messages": [], "max_tokens": 0}',
+            decode_messages,
+        ),
     ],
 )
-def test_limits_that_the_document_states_are_checked(schema: str, name: str, body: bytes, decode: Any) -> None:
+def test_limits_that_the_document_states_are_checked(
+    schema: str, name: str, body: bytes, decode: Any
+) -> None:
     properties = document("x", "1")["components"]["schemas"][schema]["properties"]
     assert set(properties[name]) - {"anyOf", "default"}
     with pytest.raises(RequestError) as why:

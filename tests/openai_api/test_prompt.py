@@ -13,7 +13,8 @@ from openai_api.tokenizer import Tokenizer
 from wire.errors import RequestError
 
 TEMPLATE = (
-    "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% for m in messages %}{{ "
+    "m.content }};{% endfor %}"
 )
 
 
@@ -51,7 +52,10 @@ def test_a_template_of_a_request_is_taken_only_where_it_is_trusted(bytewise: Tok
 
 def test_only_the_last_tokens_of_a_prompt_are_kept(bytewise: Tokenizer) -> None:
     assert text(bytewise, completion(prompt="abcdef", truncate_prompt_tokens=2)) == "ef"
-    assert prompts(bytewise).token_ids(completion(prompt=[1, 2, 3], truncate_prompt_tokens=2)) == [2, 3]
+    assert prompts(bytewise).token_ids(completion(prompt=[1, 2, 3], truncate_prompt_tokens=2)) == [
+        2,
+        3,
+    ]
     assert text(bytewise, chat(("user", "abcdef"), truncate_prompt_tokens=3)) == "ef;"
 
 
@@ -69,7 +73,9 @@ def test_of_a_text_that_is_cut_an_end_is_tokenized_and_its_tokens_are_those_of_t
     smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     whole, seen, encode = smollm2.encode(text, True), list[int](), smollm2.encode
-    monkeypatch.setattr(smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special))
+    monkeypatch.setattr(
+        smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special)
+    )
     made = Prompts(smollm2, 8192, chat_template=TEMPLATE, trusts_request_templates=False)
     for kept in (1, 2, 100, 1000):
         seen.clear()
@@ -92,26 +98,39 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bytewise.longest_token_bytes == len("<|end2|>")
-    assert len(prompts(bytewise).token_ids(completion(prompt="x" * 800))) == 800  # the limit on tokens is another's
+    assert (
+        len(prompts(bytewise).token_ids(completion(prompt="x" * 800))) == 800
+    )  # the limit on tokens is another's
     monkeypatch.setattr(bytewise, "encode", lambda *_: pytest.fail("it was tokenized"))
-    for request, param in ((completion(prompt="é" * 401), "prompt"), (chat(("user", "x" * 800)), "messages")):
-        with pytest.raises(RequestError, match="no token of this model stands for more than 8") as refused:
+    for request, param in (
+        (completion(prompt="é" * 401), "prompt"),
+        (chat(("user", "x" * 800)), "messages"),
+    ):
+        with pytest.raises(
+            RequestError, match="no token of this model stands for more than 8"
+        ) as refused:
             prompts(bytewise).token_ids(request)
         assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 @pytest.mark.model
-def test_a_text_of_too_many_tokens_is_tokenized_in_part(smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_too_many_tokens_is_tokenized_in_part(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     encode = smollm2.encode
-    monkeypatch.setattr(smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special))
+    monkeypatch.setattr(
+        smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special)
+    )
     many = Prompts(smollm2, 40_000, chat_template=TEMPLATE, trusts_request_templates=False)
     with pytest.raises(RequestError, match="the context of this model is 40000 tokens") as refused:
         many.token_ids(completion(prompt="a b " * 500_000))
     assert refused.value.code == "context_length_exceeded"
     assert sum(seen) == 256 << 10
     seen.clear()
-    words = "internationalization " * 20_000  # fits: it is tokenized once as a whole, whatever was counted before
+    words = (
+        "internationalization " * 20_000
+    )  # fits: it is tokenized once as a whole, whatever was counted before
     assert many.token_ids(completion(prompt=words)) == encode(words, True)
     assert many.token_ids(completion(prompt="a b " * 500_000, truncate_prompt_tokens=2))
 
@@ -124,7 +143,11 @@ def test_tokens_of_a_text_that_does_not_fit_can_be_counted(bytewise: Tokenizer) 
 
 
 def test_every_prompt_of_a_request_is_tokenized(bytewise: Tokenizer) -> None:
-    assert prompts(bytewise).all_token_ids(completion(prompt=["a", [5, 6], "bc"])) == [[97], [5, 6], [98, 99]]
+    assert prompts(bytewise).all_token_ids(completion(prompt=["a", [5, 6], "bc"])) == [
+        [97],
+        [5, 6],
+        [98, 99],
+    ]
     assert prompts(bytewise).all_token_ids(chat(("user", "x"))) == [[120, 59]]
 
 
@@ -148,7 +171,9 @@ def test_what_a_completion_repeats(bytewise: Tokenizer) -> None:
         ({"continue_final_message": True}, ("assistant", "")),
     ],
 )
-def test_what_a_chat_begins_with(bytewise: Tokenizer, fields: dict[str, Any], begins: tuple[str, str]) -> None:
+def test_what_a_chat_begins_with(
+    bytewise: Tokenizer, fields: dict[str, Any], begins: tuple[str, str]
+) -> None:
     beginning = prompts(bytewise).beginning(chat(("user", "x"), ("assistant", "so"), **fields), [1])
     assert (beginning.role, beginning.echo) == begins
 
@@ -164,4 +189,6 @@ def test_without_a_generation_prompt_the_answer_is_of_the_last_role(bytewise: To
 def test_token_ids_of_the_prompt_are_given_back_to_who_asks(bytewise: Tokenizer) -> None:
     made = prompts(bytewise)
     assert made.beginning(completion(prompt="a"), [97]).prompt_token_ids is None
-    assert made.beginning(completion(prompt="a", return_token_ids=True), [97]).prompt_token_ids == [97]
+    assert made.beginning(completion(prompt="a", return_token_ids=True), [97]).prompt_token_ids == [
+        97
+    ]

@@ -67,16 +67,23 @@ def test_reasoning_is_told_as_it_comes() -> None:
 )
 def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -> None:
     assert THINK.opening(end) is wanted
-    assert ReasoningMarks(assumed=True).opening(end) is (Opening.INSIDE if wanted is Opening.FREE else wanted)
+    assert ReasoningMarks(assumed=True).opening(end) is (
+        Opening.INSIDE if wanted is Opening.FREE else wanted
+    )
 
 
 @settings(max_examples=400)
 @given(
     begins=st.sampled_from(Opening),
-    shreds=st.lists(st.sampled_from(["<think>", "</think>", "<", "/think", ">", " ", "\n", "a", "é"]), max_size=10),
+    shreds=st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "/think", ">", " ", "\n", "a", "é"]),
+        max_size=10,
+    ),
     cut=st.integers(0, 30),
 )
-def test_where_the_text_is_cut_makes_no_difference(begins: Opening, shreds: list[str], cut: int) -> None:
+def test_where_the_text_is_cut_makes_no_difference(
+    begins: Opening, shreds: list[str], cut: int
+) -> None:
     text = "".join(shreds)
     whole = split(begins, [text])
     assert split(begins, list(text)) == whole
@@ -88,7 +95,9 @@ def test_where_the_text_is_cut_makes_no_difference(begins: Opening, shreds: list
 
 def bare(text: str) -> str:
     """Without white space and markers."""
-    return "".join(text.split()).replace("<think>", "\0").replace("</think>", "\0").replace("\0", "")
+    return (
+        "".join(text.split()).replace("<think>", "\0").replace("</think>", "\0").replace("\0", "")
+    )
 
 
 def test_many_pieces_are_joined_once() -> None:
@@ -96,8 +105,15 @@ def test_many_pieces_are_joined_once() -> None:
         def __add__(self, other: str) -> str:
             raise AssertionError("a text was copied for one more piece")
 
-    pieces: list[Part] = [Reasoning(Once("a"))] * 3 + [Content(Once("b"))] * 3 + [Arguments(0, Once("c"))] * 3
-    pieces += [Arguments(1, Once("d")), CallBegun(2, "i", "f"), CallBegun(3, "j", "g"), Content(Once("e"))]
+    pieces: list[Part] = (
+        [Reasoning(Once("a"))] * 3 + [Content(Once("b"))] * 3 + [Arguments(0, Once("c"))] * 3
+    )
+    pieces += [
+        Arguments(1, Once("d")),
+        CallBegun(2, "i", "f"),
+        CallBegun(3, "j", "g"),
+        Content(Once("e")),
+    ]
     assert joined(pieces) == [
         Reasoning("aaa"),
         Content("bbb"),

@@ -1,4 +1,6 @@
-"""A request's head, at the router and at a node: which Host headers are taken, and how a key may be written."""
+"""A request's head, at the router and at a node: which Host headers are taken, and how a key may be
+written.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def router_app() -> tuple[FastAPI, type[Guarded]]:
 
 def node_app() -> tuple[FastAPI, type[Guarded]]:
     config = NodeConfig(EngineConfig("nowhere"), api_key="Key")
-    return create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()), Guarded
+    return create_node(
+        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
+    ), Guarded
 
 
 both = pytest.mark.parametrize("made", [router_app, node_app], ids=["router", "node"])
@@ -39,7 +43,9 @@ both = pytest.mark.parametrize("made", [router_app, node_app], ids=["router", "n
 async def serving(made: Callable[[], tuple[FastAPI, type[Guarded]]]) -> AsyncIterator[int]:
     """The app on a port, until the end of the block."""
     app, of = made()
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, http=connections(10, of=of))
+    config = uvicorn.Config(
+        app, port=0, lifespan="off", log_config=None, http=connections(10, of=of)
+    )
     server = uvicorn.Server(config)
     with server.capture_signals():
         task = asyncio.create_task(server._serve())
@@ -66,8 +72,28 @@ async def said(port: int, head: bytes) -> tuple[int, bytes]:
     return int(told.split(b" ", 2)[1]), body
 
 
-GOOD = [b"x", b"", b"127.0.0.1:8000", b"[::1]", b"[fe80::1%25eth0]:8000", b"kvrelay_router-0.my-ns.svc:80", b"x:"]
-BAD = [b"a b", b"a, b", b"x:y", b"::1", b"[::1", b"[]", b"a/b", b"a@b", b"\xc3\xa9", b"a:1:2", b"http://a"]
+GOOD = [
+    b"x",
+    b"",
+    b"127.0.0.1:8000",
+    b"[::1]",
+    b"[fe80::1%25eth0]:8000",
+    b"kvrelay_router-0.my-ns.svc:80",
+    b"x:",
+]
+BAD = [
+    b"a b",
+    b"a, b",
+    b"x:y",
+    b"::1",
+    b"[::1",
+    b"[]",
+    b"a/b",
+    b"a@b",
+    b"\xc3\xa9",
+    b"a:1:2",
+    b"http://a",
+]
 
 
 @both
@@ -81,7 +107,13 @@ async def test_a_request_has_one_valid_host_before_any_route_is_looked_for(
             status, _ = await said(port, method + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + close)
             assert status == {b"GET /version": 200, b"GET /nowhere": 404}.get(method, 401), host
         wrong = [b"host: " + host + b"\r\n" for host in BAD]
-        for hosts in (*wrong, b"", b"host: x\r\nhost: x\r\n", b"host: x\r\nHOST: y\r\n", b"host: x\r\nhost:\r\n"):
+        for hosts in (
+            *wrong,
+            b"",
+            b"host: x\r\nhost: x\r\n",
+            b"host: x\r\nHOST: y\r\n",
+            b"host: x\r\nhost:\r\n",
+        ):
             status, body = await said(port, method + b" HTTP/1.1\r\n" + hosts + close)
             assert status == 400, hosts
             error = json.loads(body)["error"]
@@ -94,7 +126,13 @@ async def test_trailers_are_no_headers_and_have_a_limit() -> None:
     chunked = b"host: x\r\ntransfer-encoding: chunked\r\n"
     key = b"authorization: bearer Key\r\n"
     async with serving(router_app) as port:
-        keyless = b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n" + chunked + b"\r\n0\r\n" + key + b"\r\n"
+        keyless = (
+            b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n"
+            + chunked
+            + b"\r\n0\r\n"
+            + key
+            + b"\r\n"
+        )
         assert (await said(port, keyless))[0] == 401
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + chunked + key + b"\r\n0\r\nx: ")
@@ -110,7 +148,9 @@ async def test_trailers_are_no_headers_and_have_a_limit() -> None:
 
 async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> None:
     async def endless(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]}
+        )
         await send({"type": "http.response.body", "body": b"a part", "more_body": True})
         await receive()
         await receive()
@@ -145,13 +185,20 @@ def test_the_scheme_of_a_key_may_have_any_case(header: str, key: str) -> None:
 
 
 @both
-async def test_a_key_is_taken_by_a_lower_case_bearer(made: Callable[[], tuple[FastAPI, type[Guarded]]]) -> None:
-    wants_key = [b"/v1/models"] + ([b"/admin/nodes", b"/console/state"] if made is router_app else [])
+async def test_a_key_is_taken_by_a_lower_case_bearer(
+    made: Callable[[], tuple[FastAPI, type[Guarded]]],
+) -> None:
+    wants_key = [b"/v1/models"] + (
+        [b"/admin/nodes", b"/console/state"] if made is router_app else []
+    )
     async with serving(made) as port:
         for path in wants_key:
             statuses = [
-                (await said(port, b"GET %b HTTP/1.1\r\nhost: x\r\nauthorization: %b\r\nconnection: close\r\n\r\n"
+                (await said(port, b"GET %b HTTP/1.1\r\nhost: x\r\nauthorization: " b"%b\r\nconnection: close\r\n\r\n"
                             % (path, given)))[0]
                 for given in (b"bearer Key", b"BEARER  Key", b"bearer key", b"bearer", b"basic Key")
             ]  # fmt: skip
-            assert [status == 401 for status in statuses] == [False, False, True, True, True], (path, statuses)
+            assert [status == 401 for status in statuses] == [False, False, True, True, True], (
+                path,
+                statuses,
+            )

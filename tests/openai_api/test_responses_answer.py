@@ -69,9 +69,19 @@ def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
     assert {event["item_id"] for event in events if "item_id" in event} == {"msg_10"}
     response = events[-1]["response"]
     part = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
-    message = {"id": "msg_10", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
+    message = {
+        "id": "msg_10",
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [part],
+    }
     assert response["output"] == [message]
-    assert (response["id"], response["status"], response["created_at"]) == ("resp_1", "completed", 7)
+    assert (response["id"], response["status"], response["created_at"]) == (
+        "resp_1",
+        "completed",
+        7,
+    )
     assert response["metadata"] == {"a": "b"}
     assert response["usage"] == {
         "input_tokens": 9,
@@ -89,7 +99,12 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds == [
         *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *(
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.delta",
+        ),
         *("reasoning_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
@@ -99,7 +114,12 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
         "completed",
     ]
     output = events[-1]["response"]["output"]
-    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
     assert output[0]["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
     assert [(item["call_id"], item["name"], item["arguments"]) for item in output[2:]] == [
         ("call_a", "weather", '{"city": "Rome"}'),
@@ -157,7 +177,9 @@ def test_log_probabilities_go_with_their_text() -> None:
     one = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
     dialect = speak(include=["message.output_text.logprobs"])
     events = events_of(
-        dialect.events(chunk({"content": "Hel"}, logprobs={"content": [one]}) + chunk({}, "stop") + DONE)
+        dialect.events(
+            chunk({"content": "Hel"}, logprobs={"content": [one]}) + chunk({}, "stop") + DONE
+        )
     )
     (delta,) = (event for event in events if event["type"] == "response.output_text.delta")
     assert delta["logprobs"] == [one]
@@ -166,7 +188,10 @@ def test_log_probabilities_go_with_their_text() -> None:
 
 def test_a_long_wait_begins_the_response_and_then_keeps_it_alive() -> None:
     dialect = speak()
-    assert [event["type"] for event in events_of(dialect.keep_alive())] == ["response.created", "response.in_progress"]
+    assert [event["type"] for event in events_of(dialect.keep_alive())] == [
+        "response.created",
+        "response.in_progress",
+    ]
     assert dialect.keep_alive() == KEEP_ALIVE
     assert events_of(dialect.events(TEXT))[0]["type"] == "response.output_item.added"
 
@@ -180,7 +205,8 @@ def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
     store = Kept()
     speak(store, "resp_1", instructions="Be brief.").whole(WHOLE_TOOLS)
     outputs = [
-        {"type": "function_call_output", "call_id": call_id, "output": "wet"} for call_id in ("call_a", "call_b")
+        {"type": "function_call_output", "call_id": call_id, "output": "wet"}
+        for call_id in ("call_a", "call_b")
     ]
     asked = {"model": "tiny", "previous_response_id": "resp_1", "input": outputs}
     body, dialect = speak_responses(json.dumps(asked).encode(), store, "resp_2", 8)
@@ -191,7 +217,10 @@ def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
     dialect.events(TEXT)
     third = {"model": "tiny", "previous_response_id": "resp_2", "input": "Thanks"}
     body, _ = speak_responses(json.dumps(third).encode(), store, "resp_3", 9)
-    assert [message["role"] for message in json.loads(body)["messages"]][-2:] == ["assistant", "user"]
+    assert [message["role"] for message in json.loads(body)["messages"]][-2:] == [
+        "assistant",
+        "user",
+    ]
     assert len(json.loads(body)["messages"]) == 6
     assert json.loads(store.get("resp_2").body)["previous_response_id"] == "resp_1"
 
@@ -209,7 +238,10 @@ def test_input_items_come_in_pages() -> None:
     first = stored_items(stored, 2, "asc", None)
     assert ([item["id"] for item in first["data"]], first["has_more"]) == (["in_0", "in_1"], True)
     rest = stored_items(stored, 9, "asc", first["last_id"])
-    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (["in_2", "in_3", "in_4"], False)
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (
+        ["in_2", "in_3", "in_4"],
+        False,
+    )
     assert stored_items(stored, 1, "desc", None)["first_id"] == "in_4"
 
 
@@ -274,7 +306,12 @@ def test_an_owner_that_keeps_most_loses_its_own_first() -> None:
         put("eve", name, 30)
     assert (kept("ann"), kept("bob"), kept("eve")) == (["a"], ["a"], ["c", "d"])  # in number
     put("eve", "e", 60)
-    assert (kept("ann"), kept("bob"), kept("eve"), store.held()[1]) == (["a"], ["a"], ["e"], 90)  # in bytes
+    assert (kept("ann"), kept("bob"), kept("eve"), store.held()[1]) == (
+        ["a"],
+        ["a"],
+        ["e"],
+        90,
+    )  # in bytes
     put("eve", "f", 95)  # no room beside the others'
     assert (kept("ann"), kept("bob"), kept("eve"), store.held()[1]) == (["a"], ["a"], [], 30)
     # Who keeps less takes from who keeps most, and all of it where there is nobody else.
@@ -317,7 +354,9 @@ def test_several_processes_share_a_file_and_one_that_breaks_loses_no_answer(
         two.get("me", "r")
 
 
-def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_a_call_is_not_compared_with_all_other_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def compared(*_: object) -> bool:
         raise AssertionError("an item was compared")
 

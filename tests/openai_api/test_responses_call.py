@@ -30,7 +30,9 @@ class Client:
         self.store = ResponseStore()
         self.turns = 0
 
-    async def ask(self, items: Any, max_bytes: int = MAX_BYTES, answer: bytes = ANSWER, **fields: Any) -> Any:
+    async def ask(
+        self, items: Any, max_bytes: int = MAX_BYTES, answer: bytes = ANSWER, **fields: Any
+    ) -> Any:
         """The chat completion that was asked for. Raises RequestError."""
         asked = {"model": "m", "input": items, **fields}
         if self.turns:
@@ -58,7 +60,9 @@ class Unreadable:
     decode = staticmethod(never)
 
 
-async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = Client()
     half = [EMPTY] * (MAX_MESSAGES // 2 - 1) + [{"role": "user", "content": "hi"}]
     await client.ask(half)
@@ -69,20 +73,31 @@ async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(mon
     with pytest.raises(RequestError) as why:
         await client.ask("hi")
     assert (why.value.status, why.value.param) == (400, "previous_response_id")
-    assert all(word in why.value.message for word in (str(MAX_MESSAGES + 1), str(MAX_MESSAGES), "summary"))
+    assert all(
+        word in why.value.message for word in (str(MAX_MESSAGES + 1), str(MAX_MESSAGES), "summary")
+    )
 
 
-async def test_a_conversation_of_too_many_bytes_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_of_too_many_bytes_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = Client()
-    await client.ask([EMPTY | {"note": "x" * 900}, {"role": "user", "content": "hi"}], max_bytes=2000)
+    await client.ask(
+        [EMPTY | {"note": "x" * 900}, {"role": "user", "content": "hi"}], max_bytes=2000
+    )
     monkeypatch.setattr(responses_call, "_items", Unreadable())
     monkeypatch.setattr(responses_call, "speak_responses", never)
     earlier = (await client.last()).turn_bytes
     with pytest.raises(RequestError) as why:
         await client.ask("y" * 1000, max_bytes=2000)
     assert (why.value.status, why.value.param) == (400, "previous_response_id")
-    asked = len(msgspec.json.encode({"model": "m", "input": "y" * 1000, "previous_response_id": "resp_1"}))
-    assert all(word in why.value.message for word in (f"{earlier + asked} bytes", "limit is 2000", "summary"))
+    asked = len(
+        msgspec.json.encode({"model": "m", "input": "y" * 1000, "previous_response_id": "resp_1"})
+    )
+    assert all(
+        word in why.value.message
+        for word in (f"{earlier + asked} bytes", "limit is 2000", "summary")
+    )
 
 
 async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_put_together(
@@ -93,21 +108,31 @@ async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_p
     await client.ask([{"role": "user", "content": parts}])
     with monkeypatch.context() as patch:
         patch.setattr(responses_call, "_items", Unreadable())
-        with pytest.raises(RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"):
+        with pytest.raises(
+            RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"
+        ):
             await client.ask([{"role": "user", "content": parts[:200]}])
     # A call is one object here, and two in a chat completion.
     client = Client()
-    calls = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}] * (MAX_MESSAGES - 100)
+    calls = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}] * (
+        MAX_MESSAGES - 100
+    )
     await client.ask(calls)
     schema = {"enum": [{}] * (MAX_CONTAINERS - 20000)}
-    with pytest.raises(RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"):
+    with pytest.raises(
+        RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"
+    ):
         await client.ask("hi", tools=[{"type": "function", "name": "f", "parameters": schema}])
 
 
 async def test_a_chat_completion_is_no_longer_than_a_body_may_be() -> None:
     client = Client()
     await client.ask("hi")
-    asked: dict[str, Any] = {"items": "and?", "tools": [{"type": "function", "name": "f"}] * 1000, "store": False}
+    asked: dict[str, Any] = {
+        "items": "and?",
+        "tools": [{"type": "function", "name": "f"}] * 1000,
+        "store": False,
+    }
     said = len(msgspec.json.encode(await client.ask(**asked)))
     client.turns = 1
     with pytest.raises(RequestError, match=f"conversation has {said} bytes .*limit is {said - 1}"):
@@ -151,7 +176,11 @@ async def test_log_probabilities_take_no_room_of_a_conversation() -> None:
         "role": "assistant",
         "content": [{"type": "output_text", "text": "ok"}],
     }
-    assert [message["role"] for message in (await client.ask("and?"))["messages"]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in (await client.ask("and?"))["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ]
 
 
 async def test_what_a_response_answers_is_kept_as_it_came() -> None:

@@ -18,12 +18,16 @@ from wire.errors import RequestError
 def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
     asked = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    value: dict[str, Any] = json.loads(speak_responses(asked, Recalled(ResponseStore(), ""), "resp_1", 7)[0])
+    value: dict[str, Any] = json.loads(
+        speak_responses(asked, Recalled(ResponseStore(), ""), "resp_1", 7)[0]
+    )
     return value
 
 
 def test_a_text_with_instructions_is_a_system_and_a_user_message() -> None:
-    assert chat_of(instructions="Be brief.", temperature=0, max_output_tokens=5, top_p=0.5, user="me") == {
+    assert chat_of(
+        instructions="Be brief.", temperature=0, max_output_tokens=5, top_p=0.5, user="me"
+    ) == {
         "model": "tiny",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
         "max_completion_tokens": 5,
@@ -38,13 +42,29 @@ def test_items_become_turns_with_their_calls_and_reasoning() -> None:
         instructions="One.",
         input=[
             {"role": "developer", "content": "Two."},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rome?"}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "Looking.", "annotations": []}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "Rome?"}],
+            },
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hm"}],
+            },
+            {
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Looking.", "annotations": []}],
+            },
             {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
             {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "[]"},
             {"type": "function_call_output", "call_id": "a", "output": "sunny"},
-            {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "wet"}]},
+            {
+                "type": "function_call_output",
+                "call_id": "b",
+                "output": [{"type": "input_text", "text": "wet"}],
+            },
         ],
     )["messages"]
     calls = [
@@ -67,7 +87,9 @@ def test_tools_formats_and_streams_have_their_chat_fields() -> None:
         tools=[weather, {"type": "function", "name": "time"}],
         tool_choice={"type": "function", "name": "weather"},
         parallel_tool_calls=False,
-        text={"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}},
+        text={
+            "format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+        },
         stream=True,
         include=["message.output_text.logprobs"],
         top_logprobs=2,
@@ -88,12 +110,18 @@ def test_tools_formats_and_streams_have_their_chat_fields() -> None:
     assert (chat["stream"], chat["stream_options"]) == (True, {"include_usage": True})
     assert (chat["logprobs"], chat["top_logprobs"], chat["reasoning_effort"]) == (True, 2, "low")
     assert (chat["seed"], chat["ignore_eos"]) == (3, True)
-    assert chat_of(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
+    assert chat_of(text={"format": {"type": "json_object"}})["response_format"] == {
+        "type": "json_object"
+    }
 
 
 def test_allowed_tools_are_the_only_ones_that_the_model_sees() -> None:
     tools = [{"type": "function", "name": name} for name in ("a", "b")]
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "b"}],
+    }
     chat = chat_of(tools=tools, tool_choice=choice)
     assert chat["tools"] == [{"type": "function", "function": {"name": "b"}}]
     assert chat["tool_choice"] == "required"
@@ -113,7 +141,9 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
     tools = [{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS)]
     names = [{"name": f"t{i}"} for i in range(60_000, 0, -1)]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": names}
-    request = decode_responses(json.dumps({"input": "hi", "tools": tools, "tool_choice": choice}).encode())
+    request = decode_responses(
+        json.dumps({"input": "hi", "tools": tools, "tool_choice": choice}).encode()
+    )
     took = []
     for _ in range(3):
         began = time.process_time()
@@ -124,7 +154,9 @@ def test_allowed_tools_are_not_looked_for_one_by_one() -> None:
 
 def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
     with pytest.raises(RequestError, match="1025 tools; the limit is 1024"):
-        chat_of(input="hi", tools=[{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS + 1)])
+        chat_of(
+            input="hi", tools=[{"type": "function", "name": f"t{i}"} for i in range(MAX_TOOLS + 1)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,22 +171,36 @@ def test_more_tools_than_a_chat_completion_may_have_are_refused() -> None:
         ({"input": [{}] * 16385}, "input", "16385 items; the limit is 16384; send fewer"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "function"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": 1, "mode": "auto"}}, "tool_choice", "function"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": 1, "mode": "auto"}},
+            "tool_choice",
+            "function",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": ""}, "input", "empty"),
         ({"input": []}, "input", "empty"),
         ({"input": [{}]}, "input[0]", "type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "text only"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content",
+            "text only",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "missing"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]},
+            "input[0].arguments",
+            "missing",
+        ),
         ({"input": [{"role": "user", "content": "x", "id": 3}]}, "input[0].id", "text"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
         ({"temperature": "hot"}, "temperature", "wrong type"),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
     ],
 )
-def test_what_is_not_served_is_refused_with_its_field(fields: dict[str, Any], param: str, word: str) -> None:
+def test_what_is_not_served_is_refused_with_its_field(
+    fields: dict[str, Any], param: str, word: str
+) -> None:
     with pytest.raises(RequestError) as why:
         chat_of(**fields)
     assert why.value.param is not None

@@ -19,7 +19,9 @@ def scored(ids: list[int]) -> ScoredPrompt:
     return ScoredPrompt(ids, entries)
 
 
-def test_each_token_is_told_with_the_likeliest_by_id_and_of_the_first_nothing(bytewise: Tokenizer) -> None:
+def test_each_token_is_told_with_the_likeliest_by_id_and_of_the_first_nothing(
+    bytewise: Tokenizer,
+) -> None:
     given = scored([72, 105, 65])
     assert given.listed(bytewise, 0) == [
         None,
@@ -62,5 +64,7 @@ def test_what_the_tokenizer_adds_has_no_place_in_the_text(smollm2: Tokenizer) ->
 
 
 def test_another_number_of_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match="of 1 tokens of the prompt were handed over, and it has 3"):
+    with pytest.raises(
+        RequestError, match="of 1 tokens of the prompt were handed over, and it has 3"
+    ):
         ScoredPrompt([1, 2, 3], [TokenLogprobs(2, -1.0)])

@@ -47,7 +47,10 @@ def test_the_last_object_of_an_answer_gets_a_member_and_nothing_else_changes(str
     assert begun + tail == end
     assert msgspec.json.decode(kvrelay + b"}") == {"queue_ms": 0.25, "total_ms": 12.346}
     if not stream:
-        assert msgspec.json.decode(timed) == {**last, "kvrelay": {"queue_ms": 0.25, "total_ms": 12.346}}
+        assert msgspec.json.decode(timed) == {
+            **last,
+            "kvrelay": {"queue_ms": 0.25, "total_ms": 12.346},
+        }
 
 
 def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:

@@ -1,4 +1,6 @@
-"""Streams are read the same wherever the network cuts them: by the official client, and by the router."""
+"""Streams are read the same wherever the network cuts them: by the official client, and by the
+router.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,22 @@ TEXT = 'é"😀\n\n'
 
 
 def stream(tokenizer: Tokenizer) -> list[bytes]:
-    """The payloads of a chat's stream with two choices, log-probabilities, usage and a keep-alive comment."""
-    fields = {"stream": True, "stream_options": {"include_usage": True}, "n": 2, "logprobs": True, "top_logprobs": 1}
-    request = decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
-    params = sampling_params(request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1)
+    """The payloads of a chat's stream with two choices, log-probabilities, usage and a keep-alive
+    comment.
+    """
+    fields = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    request = decode_chat(
+        json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+    )
+    params = sampling_params(
+        request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
+    )
     writer = AnswerWriter(
         request,
         tokenizer,
@@ -61,10 +75,14 @@ def read(body: bytes, at: int) -> list[dict[str, Any]]:
     """The chunks that the official client makes of a stream that is cut at `at`."""
 
     def answer(_: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, stream=Cut(body, at))
+        return httpx2.Response(
+            200, headers={"content-type": "text/event-stream"}, stream=Cut(body, at)
+        )
 
     http = httpx2.Client(transport=httpx2.MockTransport(answer))
-    with OpenAI(base_url="http://127.0.0.1/v1", api_key="-", max_retries=0, http_client=http) as client:
+    with OpenAI(
+        base_url="http://127.0.0.1/v1", api_key="-", max_retries=0, http_client=http
+    ) as client:
         chunks = client.chat.completions.create(model="m", messages=[], stream=True, n=2)
         return [chunk.model_dump() for chunk in chunks]
 
@@ -77,7 +95,8 @@ def test_the_official_client_reads_the_same_wherever_a_stream_is_cut(bytewise: T
         assert "".join(c["delta"]["content"] or "" for c in mine) == TEXT
         assert sum(c["finish_reason"] == "length" for c in mine) == 1
     assert whole[-1]["usage"]["completion_tokens"] == 2 * len(TEXT.encode())
-    # Every position of the first events and of the end, and each 13th between: all events have the same shape.
+    # Every position of the first events and of the end, and each 13th between: all events have the
+    # same shape.
     for at in {*range(500), *range(500, len(body) - 500, 13), *range(len(body) - 500, len(body))}:
         assert read(body, at) == whole, at
 
@@ -90,11 +109,15 @@ def test_the_official_client_sees_an_error_wherever_it_is_cut(bytewise: Tokenize
 
 
 def test_the_router_reads_the_same_frames_wherever_they_are_cut(bytewise: Tokenizer) -> None:
-    frames = [Frame(FrameKind.TOKENS, payload, [i], i) for i, payload in enumerate(stream(bytewise)[:20])]
+    frames = [
+        Frame(FrameKind.TOKENS, payload, [i], i) for i, payload in enumerate(stream(bytewise)[:20])
+    ]
     body = b"".join(pack(frame) for frame in frames)
     for at in range(len(body)):
         reader = FrameReader()
         assert [*reader.feed(body[:at]), *reader.feed(body[at:])] == frames
         assert reader.pending == 0
     bytewise_reader = FrameReader()
-    assert [frame for i in range(len(body)) for frame in bytewise_reader.feed(body[i : i + 1])] == frames
+    assert [
+        frame for i in range(len(body)) for frame in bytewise_reader.feed(body[i : i + 1])
+    ] == frames

@@ -21,7 +21,11 @@ TAGS = {"structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}], "trigge
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return decode_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode())
+    return decode_chat(
+        json.dumps(
+            {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        ).encode()
+    )
 
 
 def asked(**fields: Any) -> Constraint | None:
@@ -33,7 +37,12 @@ def asked(**fields: Any) -> Constraint | None:
     [
         {},
         {"response_format": {"type": "text"}},
-        {"response_format": None, "structured_outputs": None, "guided_json": None, "guided_choice": []},
+        {
+            "response_format": None,
+            "structured_outputs": None,
+            "guided_json": None,
+            "guided_choice": [],
+        },
         {"structured_outputs": {}, "guided_decoding_backend": "outlines"},
         {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": False}},
     ],
@@ -44,7 +53,12 @@ def test_most_requests_ask_for_nothing(fields: dict[str, Any]) -> None:
 
 def test_json_schemas_keep_the_order_of_their_properties() -> None:
     formats: list[dict[str, Any]] = [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+            }
+        },
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},
@@ -108,29 +122,53 @@ def test_white_space_goes_with_json() -> None:
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "at once"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "at once"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "needs json_schema",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema",
             "needs",
         ),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "triggers"),
-        ({"response_format": {"type": "structural_tag", **TAGS, "triggers": ["<g"]}}, "response_format", "'<g'"),
-        ({"response_format": {"type": "structural_tag", **TAGS, "triggers": []}}, "response_format", "none of"),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": ["<g"]}},
+            "response_format",
+            "'<g'",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": []}},
+            "response_format",
+            "none of",
+        ),
         (
             {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
             "response_format",
             "no str",
         ),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "about JSON"),
-        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "about JSON"),
+        (
+            {"guided_regex": "a", "guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern",
+            "about JSON",
+        ),
         ({"guided_regex": ""}, "guided_regex", "not empty"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "'xml' is not supported"),
-        ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs.disable_fallback", "not supported"),
+        (
+            {"structured_outputs": {"disable_fallback": True}},
+            "structured_outputs.disable_fallback",
+            "not supported",
+        ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not empty"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "strings"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "JSON schema"),
-        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "valid JSON"),
+        (
+            {"structured_outputs": {"structural_tag": "{"}},
+            "structured_outputs.structural_tag",
+            "valid JSON",
+        ),
         (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
             "structured_outputs.regex",
@@ -140,10 +178,22 @@ def test_white_space_goes_with_json() -> None:
         ({"guided_grammar": "#" * 32_769}, "guided_grammar", "the limit is 32768"),
         ({"guided_choice": ["a" * 65_536]}, "guided_choice", "the limit is 65536"),
         ({"guided_json": {"const": "a" * 65_536}}, "guided_json", "the limit is 65536"),
-        ({"guided_json": {}, "guided_whitespace_pattern": " " * 129}, "guided_json", "whitespace.* limit is 128"),
-        ({"guided_regex": "(" * 65 + ")" * 65}, "guided_regex", "65 levels of brackets; the limit is 64"),
+        (
+            {"guided_json": {}, "guided_whitespace_pattern": " " * 129},
+            "guided_json",
+            "whitespace.* limit is 128",
+        ),
+        (
+            {"guided_regex": "(" * 65 + ")" * 65},
+            "guided_regex",
+            "65 levels of brackets; the limit is 64",
+        ),
         ({"guided_json": "[" * 65 + "]" * 65}, "guided_json", "65 levels of brackets"),
-        ({"guided_json": {"anyOf": [{"$ref": "#"}] * 401}}, "guided_json", "401 rules or references; the limit is 400"),
+        (
+            {"guided_json": {"anyOf": [{"$ref": "#"}] * 401}},
+            "guided_json",
+            "401 rules or references; the limit is 400",
+        ),
         ({"guided_grammar": "a: b\n" * 401}, "guided_grammar", "401 rules or references"),
         ({"guided_grammar": 'a ::= ":" b\n' * 401}, "guided_grammar", "401 rules or references"),
         (
@@ -212,7 +262,9 @@ def test_nothing_hides_levels_of_brackets(kind: Any, text: str) -> None:
         Constraint(kind, text).check()
 
 
-@pytest.mark.parametrize("unit", ['"', "\\", "[", '"\\"', "[\\]", "\n", " ", "/", "/\\/", "<", "(?", "/a", "x/"])
+@pytest.mark.parametrize(
+    "unit", ['"', "\\", "[", '"\\"', "[\\]", "\n", " ", "/", "/\\/", "<", "(?", "/a", "x/"]
+)
 def test_limits_are_checked_in_linear_time(unit: str) -> None:
     """A quadratic pattern would take seconds of CPU time for these."""
     began = time.process_time()
@@ -265,7 +317,12 @@ def test_bad_words_are_meant_at_the_beginning_and_behind_a_space(bytewise: Token
         return bytewise.encode(word, False)
 
     assert bad_word_ids(None, encode) == bad_word_ids([], encode) == ()
-    assert bad_word_ids(["ab", " ab", "é"], encode) == ((97, 98), (32, 97, 98), (0xC3, 0xA9), (32, 0xC3, 0xA9))
+    assert bad_word_ids(["ab", " ab", "é"], encode) == (
+        (97, 98),
+        (32, 97, 98),
+        (0xC3, 0xA9),
+        (32, 0xC3, 0xA9),
+    )
     for word in ("", "  ", "x" * 300):
         with pytest.raises(RequestError, match="bad word") as refused:
             bad_word_ids([word], encode)

@@ -84,7 +84,10 @@ def test_no_stop_string_is_found_within_min_tokens(bytewise: Tokenizer) -> None:
 
 
 @settings(max_examples=200)
-@given(text=st.text("abé😀", max_size=30), stop=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+@given(
+    text=st.text("abé😀", max_size=30),
+    stop=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+)
 def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
     bytewise: Tokenizer, text: str, stop: list[str]
 ) -> None:
@@ -98,12 +101,18 @@ def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
 
 @settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 299), max_size=40), cut=st.integers(0, 40))
-def test_replaying_the_ids_makes_the_same_state(bytewise: Tokenizer, ids: list[int], cut: int) -> None:
+def test_replaying_the_ids_makes_the_same_state(
+    bytewise: Tokenizer, ids: list[int], cut: int
+) -> None:
     stop = ("ab", "\x80", "t270")
     first, second = TextStream(bytewise, stop), TextStream(bytewise, stop)
     pieces(first, ids[:cut])
     pieces(second, ids[:cut])
-    assert (first.sent, first.decoded, first.stop_hit) == (second.sent, second.decoded, second.stop_hit)
+    assert (first.sent, first.decoded, first.stop_hit) == (
+        second.sent,
+        second.decoded,
+        second.stop_hit,
+    )
     assert pieces(first, ids[cut:]) == pieces(second, ids[cut:])
     assert first.finish() == second.finish()
 

@@ -31,12 +31,24 @@ def body_of(**fields: Any) -> dict[str, Any]:
 
 def chunk(**choice: Any) -> bytes:
     head = {"id": "cmpl-r1", "object": "text_completion", "created": 1, "model": "tiny"}
-    return b"data: %b\n\n" % json.dumps(head | {"choices": [{"index": 0, "text": "", **choice}]}).encode()
+    return (
+        b"data: %b\n\n"
+        % json.dumps(head | {"choices": [{"index": 0, "text": "", **choice}]}).encode()
+    )
 
 
 def test_a_request_means_a_completion_with_its_tokens_as_the_prompt() -> None:
-    sampling = {"max_tokens": 4, "logprobs": 1, "stop_token_ids": [9], "detokenize": False, "prompt": "x", "echo": True}
-    told = decode_completion(json.dumps(body_of(sampling_params=sampling, stream=True, request_id="r1")).encode())
+    sampling = {
+        "max_tokens": 4,
+        "logprobs": 1,
+        "stop_token_ids": [9],
+        "detokenize": False,
+        "prompt": "x",
+        "echo": True,
+    }
+    told = decode_completion(
+        json.dumps(body_of(sampling_params=sampling, stream=True, request_id="r1")).encode()
+    )
     assert (told.prompt, told.max_tokens, told.logprobs, told.stop_token_ids) == ([5, 6], 4, 1, [9])
     assert (told.stream, told.request_id, told.echo) == (True, "r1", None)
     assert told.return_token_ids
@@ -67,15 +79,33 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("missing", ["token_ids", "sampling_params"])
 def test_what_is_missing_is_named(missing: str) -> None:
     with pytest.raises(RequestError, match=f"{missing} is missing"):
-        speak_generate(json.dumps({name: ASKED[name] for name in ASKED if name != missing}).encode())
+        speak_generate(
+            json.dumps({name: ASKED[name] for name in ASKED if name != missing}).encode()
+        )
 
 
 def test_a_whole_answer_has_tokens_and_no_text() -> None:
     choices = [
-        {"index": 0, "text": "a", "logprobs": SCORED, "finish_reason": "stop", "stop_reason": 9, "token_ids": [7]},
-        {"index": 1, "text": "bc", "logprobs": None, "finish_reason": "length", "token_ids": [8, 9]},
+        {
+            "index": 0,
+            "text": "a",
+            "logprobs": SCORED,
+            "finish_reason": "stop",
+            "stop_reason": 9,
+            "token_ids": [7],
+        },
+        {
+            "index": 1,
+            "text": "bc",
+            "logprobs": None,
+            "finish_reason": "length",
+            "token_ids": [8, 9],
+        },
     ]
-    choices[0]["prompt_logprobs"] = [None, {"6": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
+    choices[0]["prompt_logprobs"] = [
+        None,
+        {"6": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}},
+    ]
     answer = {"id": "cmpl-r1", "model": "tiny", "choices": choices, "usage": USAGE}
     dialect = speak_generate(json.dumps(ASKED).encode())[1]
     told = json.loads(dialect.whole(json.dumps(answer).encode()))
@@ -84,7 +114,12 @@ def test_a_whole_answer_has_tokens_and_no_text() -> None:
     assert told == {
         "request_id": "r1",
         "choices": [
-            {"index": 0, "logprobs": {"content": [scored]}, "finish_reason": "stop", "token_ids": [7]},
+            {
+                "index": 0,
+                "logprobs": {"content": [scored]},
+                "finish_reason": "stop",
+                "token_ids": [7],
+            },
             {"index": 1, "logprobs": None, "finish_reason": "length", "token_ids": [8, 9]},
         ],
         "usage": USAGE,
@@ -104,7 +139,9 @@ def test_a_stream_cut_anywhere_gives_the_same_events_each_with_its_tokens() -> N
     once = speak_generate(body)[1].events(stream)
     for at in range(len(stream)):
         dialect = speak_generate(body)[1]
-        assert dialect.events(stream[:at]) + dialect.events(stream[at:]) + dialect.events(b"") == once
+        assert (
+            dialect.events(stream[:at]) + dialect.events(stream[at:]) + dialect.events(b"") == once
+        )
     *events, done, rest = once.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     told = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -119,7 +156,10 @@ def test_errors_name_the_field_of_this_api() -> None:
     dialect = speak_generate(json.dumps(ASKED).encode())[1]
     error = ErrorBody("too long", "invalid_request_error", "prompt", "context_length_exceeded")
     assert json.loads(dialect.error(400, error))["error"]["param"] == "token_ids"
-    stream = b'data: {"error":{"message":"it broke","type":"node_failed","param":null,"code":null}}\n\n' + DONE
+    stream = (
+        b'data: {"error":{"message":"it broke","type":"node_failed","param":null,"code":null}}\n\n'
+        + DONE
+    )
     assert b"it broke" in dialect.events(stream)
     for body in (b"{", b'{"choices":[]}'):
         with pytest.raises(NodeFailed):

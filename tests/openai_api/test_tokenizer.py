@@ -1,4 +1,6 @@
-"""Tokenizers of every kind of model: the embedded GGUF, other GGUF kinds, folders, and models without one."""
+"""Tokenizers of every kind of model: the embedded GGUF, other GGUF kinds, folders, and models
+without one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def theirs(embedded_gguf: Path) -> Any:
 
 @pytest.mark.model
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_embedded_model_is_tokenized_as_by_transformers(smollm2: Tokenizer, theirs: Any, text: str) -> None:
+def test_the_embedded_model_is_tokenized_as_by_transformers(
+    smollm2: Tokenizer, theirs: Any, text: str
+) -> None:
     ids = smollm2.encode(text, True)
     assert ids == theirs(text)["input_ids"]
     assert smollm2.decode(ids, skip_special_tokens=False) == text == theirs.decode(ids)
@@ -51,8 +55,12 @@ def test_the_embedded_model_is_tokenized_as_by_transformers(smollm2: Tokenizer, 
 
 
 @pytest.mark.model
-def test_digits_of_all_scripts_are_single_as_the_model_was_trained(smollm2: Tokenizer, theirs: Any) -> None:
-    """Here transformers' GGUF conversion, which ignores the file's pre-tokenizer, is wrong: ' ²' is one token to it."""
+def test_digits_of_all_scripts_are_single_as_the_model_was_trained(
+    smollm2: Tokenizer, theirs: Any
+) -> None:
+    """Here transformers' GGUF conversion, which ignores the file's pre-tokenizer, is wrong: ' ²' is
+    one token to it.
+    """
     assert smollm2.encode(" ²", False) == [*smollm2.encode(" ", False), *smollm2.encode("²", False)]
     assert theirs(" ²")["input_ids"] != smollm2.encode(" ²", False)
     assert smollm2.decode(smollm2.encode("a ²³ ½ ٣", False)) == "a ²³ ½ ٣"
@@ -128,7 +136,9 @@ def test_the_named_pre_tokenizer_is_used(tmp_path: Path, pre: str, digits: list[
 def test_bos_and_eos_are_added_as_the_file_says(tmp_path: Path) -> None:
     assert byte_level_gguf(tmp_path / "a.gguf", "gpt-2").encode("a", True) == [97]
     assert byte_level_gguf(tmp_path / "b.gguf", "llama-bpe").encode("a", True) == [261, 97]
-    assert byte_level_gguf(tmp_path / "c.gguf", "llama-bpe", add_bos_token=False).encode("a", True) == [97]
+    assert byte_level_gguf(tmp_path / "c.gguf", "llama-bpe", add_bos_token=False).encode(
+        "a", True
+    ) == [97]
     both = byte_level_gguf(tmp_path / "d.gguf", "gpt-2", add_bos_token=True, add_eos_token=True)
     assert both.encode("a", True) == [261, 97, 262]
     assert both.encode("a", False) == [97]
@@ -137,11 +147,19 @@ def test_bos_and_eos_are_added_as_the_file_says(tmp_path: Path) -> None:
 def sentencepiece_gguf(path: Path, **fields: Any) -> Tokenizer:
     pieces = [("▁", -3.0), ("l", -3.1), ("o", -3.2), ("w", -3.3), ("e", -3.4), ("r", -3.5)]
     pieces += [("lo", -1.0), ("er", -1.2), ("▁lo", -0.5), ("ow", -0.9)]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(text for text, _ in pieces)]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(text for text, _ in pieces),
+    ]
     scores = [0.0] * 259 + [score for _, score in pieces]
     types = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
-    return Tokenizer.load(write_gguf(path, "llama", tokens, token_scores=scores, token_types=types, **ids, **fields))
+    return Tokenizer.load(
+        write_gguf(path, "llama", tokens, token_scores=scores, token_types=types, **ids, **fields)
+    )
 
 
 def test_a_sentencepiece_gguf_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
@@ -161,9 +179,14 @@ def test_a_sentencepiece_gguf_merges_by_score_and_falls_back_to_bytes(tmp_path: 
 
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
-    [("gpt2", {"tokenizer_pre": "tekken"}, "'tekken' is not supported"), ("bert", {}, "'bert' is not supported")],
+    [
+        ("gpt2", {"tokenizer_pre": "tekken"}, "'tekken' is not supported"),
+        ("bert", {}, "'bert' is not supported"),
+    ],
 )
-def test_an_unknown_kind_of_gguf_is_refused(tmp_path: Path, model: str, fields: dict[str, Any], words: str) -> None:
+def test_an_unknown_kind_of_gguf_is_refused(
+    tmp_path: Path, model: str, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         Tokenizer.load(write_gguf(tmp_path / "m.gguf", model, ["a"], **fields))
 
@@ -171,7 +194,13 @@ def test_an_unknown_kind_of_gguf_is_refused(tmp_path: Path, model: str, fields: 
 def test_a_broken_gguf_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     whole = Path(write_gguf(tmp_path / "whole.gguf", "gpt2", ["a", "b"] * 50)).read_bytes()
-    for content in (b"", b"nonsense", whole[:20], whole[: len(whole) // 2], b"GGUF\x00\x00\x00\x03" + whole[8:]):
+    for content in (
+        b"",
+        b"nonsense",
+        whole[:20],
+        whole[: len(whole) // 2],
+        b"GGUF\x00\x00\x00\x03" + whole[8:],
+    ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"m\.gguf"):
             Tokenizer.load(str(file))
@@ -192,11 +221,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_read_with_all_that_lies_beside_its_tokenizer(folder: Path) -> None:
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "<|end2|>", "chat_template": "in config"}
+    config = {
+        "bos_token": {"content": "<s>"},
+        "eos_token": "<|end2|>",
+        "chat_template": "in config",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
     tokenizer = Tokenizer.load(str(folder))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "<|end2|>", "in config")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == (
+        "<s>",
+        "<|end2|>",
+        "in config",
+    )
     assert tokenizer.decode(tokenizer.encode("longer than four é", False)) == "longer than four é"
     assert tokenizer.eos_token_ids == (2,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
@@ -207,7 +244,10 @@ def test_a_folder_is_read_with_all_that_lies_beside_its_tokenizer(folder: Path) 
 
 
 def test_of_several_templates_one_is_the_default_and_one_for_tools(folder: Path) -> None:
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain"},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     tokenizer = Tokenizer.load(str(folder))
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "tools")

@@ -1,4 +1,6 @@
-"""What a request asks of tools: checked at the door, and as a JSON schema where the answer is constrained."""
+"""What a request asks of tools: checked at the door, and as a JSON schema where the answer is
+constrained.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from wire.errors import RequestError
 
 
 def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:
-    function = {"name": name, **more} if parameters is None else {"name": name, **more, "parameters": parameters}
+    function = (
+        {"name": name, **more}
+        if parameters is None
+        else {"name": name, **more, "parameters": parameters}
+    )
     return {"type": "function", "function": function}
 
 
@@ -55,8 +61,16 @@ def test_choices(fields: dict[str, Any], choice: Choice, name: str) -> None:
         ({"tool_choice": NAMED}, "tool_choice", "needs tools"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", '{"type": "function"}'),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function"}},
+            "tool_choice",
+            '{"type": "function"}',
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice",
+            "allowed_tools",
+        ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
@@ -135,7 +149,10 @@ def test_required_constrains_to_a_list_of_calls() -> None:
 
 
 def test_references_within_a_tools_schema_still_hold() -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "top": {"$ref": "#"}}}
+    node = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/node"}, "top": {"$ref": "#"}},
+    }
     parameters = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",
@@ -145,9 +162,14 @@ def test_references_within_a_tools_schema_still_hold() -> None:
     schema: Any = asked(tools=[tool("a"), tool("f", parameters)], tool_choice="required").schema()
     moved = schema["items"]["anyOf"][1]["properties"]["parameters"]
     assert moved["properties"]["far"] == {"$ref": "https://example.org/x"}
-    assert moved["properties"]["root"] == {"$ref": "#/items/anyOf/1/properties/parameters/$defs/node"}
+    assert moved["properties"]["root"] == {
+        "$ref": "#/items/anyOf/1/properties/parameters/$defs/node"
+    }
     assert "$schema" not in moved
-    for reference, meant in ((moved["properties"]["root"], "node"), (moved["$defs"]["node"]["properties"]["top"], "")):
+    for reference, meant in (
+        (moved["properties"]["root"], "node"),
+        (moved["$defs"]["node"]["properties"]["top"], ""),
+    ):
         found: Any = schema
         for step in reference["$ref"].removeprefix("#/").split("/"):
             found = found[int(step)] if isinstance(found, list) else found[step]

@@ -24,7 +24,9 @@ def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
     return joined([*parts, *parser.finish()])
 
 
-def message(name: str, text: str, hidden: tuple[str, ...] = ()) -> tuple[str, list[tuple[str, str]]]:
+def message(
+    name: str, text: str, hidden: tuple[str, ...] = ()
+) -> tuple[str, list[tuple[str, str]]]:
     """(content, [(name, arguments)]), by characters; the calls must be numbered and in order."""
     parts = parse(TOOL_FORMATS[name].reader(IDS, hidden, ()), list(text))
     content, calls = "", []
@@ -41,7 +43,9 @@ def message(name: str, text: str, hidden: tuple[str, ...] = ()) -> tuple[str, li
     return content, calls
 
 
-HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": "<tool_call>{\\n\\u00e9"}'
+HARD = (
+    '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": "<tool_call>{\\n\\u00e9"}'
+)
 """Arguments with what could confuse: quotes, brackets and markers in strings, nesting, escapes."""
 
 
@@ -64,7 +68,12 @@ HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": 
             [("f", HARD), ("g", "{}")],
         ),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
-        ("hermes", 'a<tool_call>{"name":"f","arguments":{ } }</tool_call> b', "a b", [("f", "{ }")]),
+        (
+            "hermes",
+            'a<tool_call>{"name":"f","arguments":{ } }</tool_call> b',
+            "a b",
+            [("f", "{ }")],
+        ),
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":1', "", [("f", '{"a":1')]),
         ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool', "", [("f", "{}")]),
         # A closing marker that is missing, one that is of no call, a brace too many
@@ -74,28 +83,55 @@ HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": 
             "",
             [("f", "{}"), ("g", "{}")],
         ),
-        ("hermes", '<tool_call>{"name":"f","arguments":{"a":{}}}}</tool_call>', "}", [("f", '{"a":{}}')]),
-        ("hermes", '<tool_call>{"type": 1, "name": "f", "id": [{"name": 2}], "parameters": {}}', "", [("f", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"name":"f","arguments":{"a":{}}}}</tool_call>',
+            "}",
+            [("f", '{"a":{}}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"type": 1, "name": "f", "id": [{"name": 2}], "parameters": {}}',
+            "",
+            [("f", "{}")],
+        ),
         # Llama 3
         ("llama3_json", '{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
         ("llama3_json", f'<|python_tag|>{{"name": "f", "parameters": {HARD}}}', "", [("f", HARD)]),
         (
             "llama3_json",
-            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": [1]}};{"name":"h","parameters":{}}',
+            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": '
+            '[1]}};{"name":"h","parameters":{}}',
             "",
             [("f", "{}"), ("g", '{"a": [1]}'), ("h", "{}")],
         ),
-        ("llama3_json", 'Sure. <|python_tag|>{"type":"function","name":"f","parameters":{}}', "Sure.", [("f", "{}")]),
+        (
+            "llama3_json",
+            'Sure. <|python_tag|>{"type":"function","name":"f","parameters":{}}',
+            "Sure.",
+            [("f", "{}")],
+        ),
         # Mistral, before version 11 and since
         (
             "mistral",
-            f'[TOOL_CALLS] [{{"name": "f", "arguments": {HARD}}}, {{"name": "g", "arguments": {{}}}}]',
+            f'[TOOL_CALLS] [{{"name": "f", "arguments": {HARD}}}, {{"name": "g", "arguments": '
+            f"{{}}}}]",
             "",
             [("f", HARD), ("g", "{}")],
         ),
-        ("mistral", f"Wait[TOOL_CALLS]f{HARD}[TOOL_CALLS]g{{}}", "Wait", [("f", HARD), ("g", "{}")]),
+        (
+            "mistral",
+            f"Wait[TOOL_CALLS]f{HARD}[TOOL_CALLS]g{{}}",
+            "Wait",
+            [("f", HARD), ("g", "{}")],
+        ),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
-        ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]x1y2z3abc[ARGS]{}", "", [("f", "{}"), ("g", "{}")]),
+        (
+            "mistral",
+            "[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]x1y2z3abc[ARGS]{}",
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
         # Plain JSON
         ("json", f'{{"name": "f", "arguments": {HARD}}}', "", [("f", HARD)]),
@@ -107,7 +143,9 @@ HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": 
         ),
     ],
 )
-def test_calls_are_found(parser: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_are_found(
+    parser: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     assert message(parser, text) == (content, calls)
 
 
@@ -149,7 +187,12 @@ def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str
 @pytest.mark.parametrize(
     ("parser", "text", "content", "arguments"),
     [
-        ("hermes", '<tool_call>{"name":"f","arguments":{"a": nope}}</tool_call>!', "ope}}!", '{"a": n'),
+        (
+            "hermes",
+            '<tool_call>{"name":"f","arguments":{"a": nope}}</tool_call>!',
+            "ope}}!",
+            '{"a": n',
+        ),
         ("llama3_json", '{"name":"f","parameters":{"a" 1}} x', "1}} x", '{"a" '),
         ("mistral", "[TOOL_CALLS]f{'a': 1}", "'a': 1}", "{"),
         ("json", '{"name":"f","arguments":{}, oops', "oops", "{}"),
@@ -170,7 +213,10 @@ def test_markers_that_are_special_tokens_are_never_shown() -> None:
     hidden = ("<tool_call>", "</tool_call>")
     assert message("hermes", "a<tool_call>no</tool_call>b", hidden) == ("anob", [])
     assert message("hermes", "a</tool_call>b<tool_call>", hidden) == ("ab", [])
-    assert message("mistral", "x[TOOL_CALLS]f[ARGS]y z", ("[TOOL_CALLS]", "[ARGS]")) == ("xfy z", [])
+    assert message("mistral", "x[TOOL_CALLS]f[ARGS]y z", ("[TOOL_CALLS]", "[ARGS]")) == (
+        "xfy z",
+        [],
+    )
     assert message("llama3_json", "<|python_tag|>print(1)", ("<|python_tag|>",)) == ("print(1)", [])
 
 
@@ -218,17 +264,25 @@ def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
 
 
 _JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-100, 100), st.floats(-1e9, 1e9), st.text(max_size=6)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-100, 100), st.floats(-1e9, 1e9), st.text(max_size=6)
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 _NAMES = st.text("abcXYZ09_.é-", min_size=1, max_size=8)
 _CALLS = st.lists(
-    st.tuples(_NAMES, st.dictionaries(st.text(max_size=5), _JSON, max_size=3), st.booleans()), min_size=1, max_size=3
+    st.tuples(_NAMES, st.dictionaries(st.text(max_size=5), _JSON, max_size=3), st.booleans()),
+    min_size=1,
+    max_size=3,
 )
 
 
-def written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> tuple[str, list[tuple[str, str]]]:
+def written(
+    parser: str, calls: list[tuple[str, dict[str, Any], bool]]
+) -> tuple[str, list[tuple[str, str]]]:
     """How a model of that kind writes these calls, and what must come of it."""
     texts, told = [], []
     for name, arguments, ascii_only in calls:
@@ -246,7 +300,9 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> tuple
 
 @settings(max_examples=150)
 @given(parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json"]), calls=_CALLS)
-def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> None:
+def test_any_calls_come_back_as_they_were_written(
+    parser: str, calls: list[tuple[str, dict[str, Any], bool]]
+) -> None:
     text, told = written(parser, calls)
     assert message(parser, text) == ("", told)
     for (_, raw), (_, arguments, _) in zip(message(parser, text)[1], calls, strict=True):
@@ -255,17 +311,33 @@ def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple
 
 @settings(max_examples=100)
 @given(calls=_CALLS, said=st.sampled_from(["", "Well.\n"]))
-def test_mistrals_newer_form_comes_back(calls: list[tuple[str, dict[str, Any], bool]], said: str) -> None:
+def test_mistrals_newer_form_comes_back(
+    calls: list[tuple[str, dict[str, Any], bool]], said: str
+) -> None:
     told = written("mistral", calls)[1]
-    assert message("mistral", said + "".join(f"[TOOL_CALLS]{name}{raw}" for name, raw in told)) == (said.strip(), told)
+    assert message("mistral", said + "".join(f"[TOOL_CALLS]{name}{raw}" for name, raw in told)) == (
+        said.strip(),
+        told,
+    )
 
 
 _SHREDS = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[",
-    "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": "f", "arguments": {',
+    "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": ' '"f", "arguments": {',
     '"a": 1', '{"name": "g", "parameters": {}}', "\\", '"', " ", "\n", "1", "-", "true", "nul", "é", "<", "x",
 ]  # fmt: skip
-_OTHER_SHREDS = ["f(", "a=", "'b'", ")", "```", "function", "f>", "f\n", "functions.f:0", "commentary to=functions.f "]
+_OTHER_SHREDS = [
+    "f(",
+    "a=",
+    "'b'",
+    ")",
+    "```",
+    "function",
+    "f>",
+    "f\n",
+    "functions.f:0",
+    "commentary to=functions.f ",
+]
 _OTHER_SHREDS += [
     "<parameter=a>",
     "</parameter>",
@@ -289,7 +361,9 @@ def test_where_the_text_is_cut_makes_no_difference(
 ) -> None:
     row = TOOL_FORMATS[parser]
     call = row.write("f", {"a": "b\n", "c": [1, {"d": None}], "e": True})
-    pieces = st.integers(0, len(call)).map(lambda at: call[:at]) | st.integers(0, len(call)).map(lambda at: call[at:])
+    pieces = st.integers(0, len(call)).map(lambda at: call[:at]) | st.integers(0, len(call)).map(
+        lambda at: call[at:]
+    )
     shred = pieces | st.sampled_from([*_SHREDS, *_OTHER_SHREDS, *row.marks.markers, call])
     text = "".join(data.draw(st.lists(shred, max_size=8)))
     hidden = row.marks.markers if hides else ()

@@ -41,7 +41,8 @@ def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     code = (
         "import sys, router.app, openai_api.tracing as t\n"
         "assert t.tracing_to('', 'kvrelay') is None\n"
-        "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto'} & set(sys.modules)\n"
+        "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto'} & "
+        "set(sys.modules)\n"
         "sys.modules['opentelemetry.sdk.trace'] = None\n"
         "try: t.tracing_to('http://a/v1/traces', 'kvrelay')\n"
         "except Exception as why: print(why)\n"
@@ -49,7 +50,11 @@ def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(
-        command, env=env | {"PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=60
+        command,
+        env=env | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "kvrelay[tracing]" in done.stdout
@@ -65,7 +70,9 @@ def test_an_instance_is_told_from_its_equals_on_other_machines_and_beside_it() -
 
 
 def test_what_is_asked_of_others_carries_on_the_trace() -> None:
-    tracing = Tracing("http://127.0.0.1:9/v1/traces", "kvrelay")  # nobody is there, and nobody minds
+    tracing = Tracing(
+        "http://127.0.0.1:9/v1/traces", "kvrelay"
+    )  # nobody is there, and nobody minds
     try:
         told = tracing.begin("request", {"traceparent": PARENT, "tracestate": "a=1"}, 1.0).headers
         assert trace_id_of(told["traceparent"]) == trace_id_of(PARENT)

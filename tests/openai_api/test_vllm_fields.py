@@ -1,4 +1,6 @@
-"""No field of vLLM's requests is ignored: each is served, or refused by name unless it asks for nothing."""
+"""No field of vLLM's requests is ignored: each is served, or refused by name unless it asks for
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from openai_api.not_built import REFUSED
 from openai_api.types import ChatRequest, CompletionRequest
 from wire.errors import RequestError
 
-# Of vllm/entrypoints/openai, as of 2026-11; with those of SamplingParams that its clients also send.
+# Of vllm/entrypoints/openai, as of 2026-11; with those of SamplingParams that its clients also
+# send.
 BOTH = [
     "model",
     "frequency_penalty",
@@ -97,15 +100,21 @@ COMPLETION = ["prompt", "suffix", "prompt_embeds", "best_of"]
 
 
 def decoded(**fields: Any) -> ChatRequest:
-    return decode_chat(msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields))
+    return decode_chat(
+        msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields)
+    )
 
 
 def completed(**fields: Any) -> CompletionRequest:
     return decode_completion(msgspec.json.encode({"model": "m", "prompt": "x"} | fields))
 
 
-@pytest.mark.parametrize(("request_type", "own"), [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)])
-def test_every_field_of_vllm_is_known_or_refused(request_type: type[msgspec.Struct], own: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("request_type", "own"), [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)]
+)
+def test_every_field_of_vllm_is_known_or_refused(
+    request_type: type[msgspec.Struct], own: list[str]
+) -> None:
     assert {*BOTH, *own} - {*request_type.__struct_fields__} - REFUSED.keys() == set()
 
 
@@ -121,7 +130,9 @@ def test_every_field_of_vllm_is_known_or_refused(request_type: type[msgspec.Stru
         ("return_prompt_text", False, True), ("routed_experts_prompt_start", 0, 1), ("extra_args", {}, {"a": 1}),
     ],
 )  # fmt: skip
-def test_a_value_that_changes_nothing_is_accepted_and_any_other_is_refused(field: str, same: Any, other: Any) -> None:
+def test_a_value_that_changes_nothing_is_accepted_and_any_other_is_refused(
+    field: str, same: Any, other: Any
+) -> None:
     for make in (decoded, completed):
         make(**{field: same})
         with pytest.raises(RequestError, match=f"{field} is not supported yet") as refused:
@@ -136,7 +147,9 @@ def test_spaces_between_special_tokens_are_put_by_no_tokenizer_here(wanted: bool
         decoded(spaces_between_special_tokens="yes")
 
 
-@pytest.mark.parametrize("wanted", ["", "a b", "x" * 129, "é", "a\nb", "cmpl-___prefill_addr_10.0.0.9:1_x", 7])
+@pytest.mark.parametrize(
+    "wanted", ["", "a b", "x" * 129, "é", "a\nb", "cmpl-___prefill_addr_10.0.0.9:1_x", 7]
+)
 def test_a_request_id_that_cannot_be_one_is_refused(wanted: Any) -> None:
     for make in (decoded, completed):
         assert make(request_id="my.id-1:2_3").request_id == "my.id-1:2_3"

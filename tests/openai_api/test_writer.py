@@ -50,12 +50,26 @@ class OneChoice:
 
 def writer(tokenizer: Tokenizer, kind: str, fields: dict[str, Any], **so_far: Any) -> OneChoice:
     if kind == "chat":
-        request: Any = decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+        request: Any = decode_chat(
+            json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+        )
     else:
-        request = decode_completion(json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode())
-    params = sampling_params(request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1)
-    head: dict[str, Any] = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5, "cached_tokens": 4}
-    return OneChoice(AnswerWriter(request, tokenizer, params, **head, so_far=[ChoiceSoFar(**so_far)]))
+        request = decode_completion(
+            json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode()
+        )
+    params = sampling_params(
+        request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
+    )
+    head: dict[str, Any] = {
+        "response_id": "id-1",
+        "created": 7,
+        "model": "m",
+        "prompt_tokens": 5,
+        "cached_tokens": 4,
+    }
+    return OneChoice(
+        AnswerWriter(request, tokenizer, params, **head, so_far=[ChoiceSoFar(**so_far)])
+    )
 
 
 def logprobs_of(ids: list[int]) -> list[TokenLogprobs]:
@@ -92,7 +106,12 @@ def test_a_streamed_chat_has_role_text_finish_usage_and_done(bytewise: Tokenizer
     head = {"id": "id-1", "object": "chat.completion.chunk", "created": 7, "model": "m"}
 
     def chunk(delta: dict[str, str], finish: str | None = None, **more: Any) -> dict[str, Any]:
-        return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **more}]}
+        return {
+            **head,
+            "choices": [
+                {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
+            ],
+        }
 
     usage = {
         "prompt_tokens": 5,
@@ -115,7 +134,12 @@ def test_a_streamed_completion_has_text_and_finish(bytewise: Tokenizer) -> None:
     head = {"id": "id-1", "object": "text_completion", "created": 7, "model": "m"}
 
     def chunk(text: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
-        return {**head, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish, **more}]}
+        return {
+            **head,
+            "choices": [
+                {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, **more}
+            ],
+        }
 
     assert chunks == [chunk("h"), chunk("é"), chunk("", "length", stop_reason=None)]
 
@@ -144,11 +168,19 @@ def test_whole_answers(bytewise: Tokenizer) -> None:
 
 
 def test_answers_decode_into_their_own_types(bytewise: Tokenizer) -> None:
-    for kind, chunk, whole in (("chat", ChatChunk, ChatCompletion), ("completion", CompletionChunk, Completion)):
+    for kind, chunk, whole in (
+        ("chat", ChatChunk, ChatCompletion),
+        ("completion", CompletionChunk, Completion),
+    ):
         w = writer(bytewise, kind, {"stream": True})
         first = w.tokens([104]).partition(b"\n\n")[0].removeprefix(b"data: ")
         assert msgspec.json.decode(first, type=chunk).created == 7
-        assert msgspec.json.decode(writer(bytewise, kind, {}).end(Finish.STOP), type=whole).usage.total_tokens == 5
+        assert (
+            msgspec.json.decode(
+                writer(bytewise, kind, {}).end(Finish.STOP), type=whole
+            ).usage.total_tokens
+            == 5
+        )
 
 
 def test_a_stop_string_ends_the_answer_and_drops_what_follows(bytewise: Tokenizer) -> None:
@@ -190,23 +222,34 @@ def test_no_chunk_is_empty_and_only_the_usage_chunk_has_no_choices(bytewise: Tok
 
 
 def test_usage_in_every_chunk(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "completion", {"stream": True, "stream_options": {"continuous_usage_stats": True}})
+    w = writer(
+        bytewise, "completion", {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    )
     chunks = events(feed(w, [65, 66]) + w.end(Finish.LENGTH))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
 
 
 def test_logprobs_of_a_chat(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "chat", {"logprobs": True, "top_logprobs": 2})
-    w.tokens([0xC3, EOS], [TokenLogprobs(0xC3, -0.5, (0xC3, 65), (-0.5, float("-inf"))), *logprobs_of([EOS])])
+    w.tokens(
+        [0xC3, EOS],
+        [TokenLogprobs(0xC3, -0.5, (0xC3, 65), (-0.5, float("-inf"))), *logprobs_of([EOS])],
+    )
     content = json.loads(w.end(Finish.STOP))["choices"][0]["logprobs"]["content"]
     half = {"token": "bytes:\\xc3", "logprob": -0.5, "bytes": [0xC3]}
-    assert content[0] == {**half, "top_logprobs": [half, {"token": "A", "logprob": -9999.0, "bytes": [65]}]}
+    assert content[0] == {
+        **half,
+        "top_logprobs": [half, {"token": "A", "logprob": -9999.0, "bytes": [65]}],
+    }
     assert content[1]["token"] == "<|end2|>"
 
 
 def test_logprobs_of_a_completion(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "completion", {"logprobs": 1})
-    w.tokens([104, 0xC3, 0xA9, 33], [TokenLogprobs(t, -0.5, (65,), (-0.25,)) for t in (104, 0xC3, 0xA9, 33)])
+    w.tokens(
+        [104, 0xC3, 0xA9, 33],
+        [TokenLogprobs(t, -0.5, (65,), (-0.25,)) for t in (104, 0xC3, 0xA9, 33)],
+    )
     assert json.loads(w.end(Finish.STOP))["choices"][0]["logprobs"] == {
         "text_offset": [0, 1, 1, 2],
         "token_logprobs": [-0.5] * 4,
@@ -218,7 +261,9 @@ def test_logprobs_of_a_completion(bytewise: Tokenizer) -> None:
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_streamed_logprobs_are_those_of_the_whole_answer(bytewise: Tokenizer, kind: str) -> None:
     ids = [*bytewise.encode("aé😀b", False), EOS]
-    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
+    fields: dict[str, Any] = (
+        {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
+    )
     w = writer(bytewise, kind, {**fields, "stream": True})
     chunks = events(feed(w, ids) + w.end(Finish.STOP))
     whole = writer(bytewise, kind, fields)
@@ -231,7 +276,9 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(bytewise: Tokenizer, ki
 
 def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> None:
     error = NodeFailed("the node is gone")
-    body = {"error": {"message": "the node is gone", "type": "node_failed", "param": None, "code": None}}
+    body = {
+        "error": {"message": "the node is gone", "type": "node_failed", "param": None, "code": None}
+    }
     assert events(writer(bytewise, "chat", {"stream": True}).answer.error(error)) == [body]
     assert json.loads(writer(bytewise, "chat", {}).answer.error(error)) == body
 
@@ -239,7 +286,9 @@ def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> Non
 def test_a_whole_answer_of_a_prefill_leg_carries_the_hand_over(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "completion", {})
     w.tokens([65])
-    answer = json.loads(w.end(Finish.LENGTH, KvTransferParams(do_remote_prefill=True, remote_port=5)))
+    answer = json.loads(
+        w.end(Finish.LENGTH, KvTransferParams(do_remote_prefill=True, remote_port=5))
+    )
     assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "remote_port": 5}
     assert answer["choices"][0]["text"] == "A"
 
@@ -249,7 +298,9 @@ def test_missing_logprobs_of_a_hand_over_are_refused(bytewise: Tokenizer) -> Non
         writer(bytewise, "completion", {"logprobs": 1}, generated=[65])
 
 
-_TOKENS = st.lists(st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), st.integers(0, 299)), max_size=25)
+_TOKENS = st.lists(
+    st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), st.integers(0, 299)), max_size=25
+)
 
 
 @settings(max_examples=150)
@@ -260,7 +311,9 @@ _TOKENS = st.lists(st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), s
     stream=st.booleans(),
     stop=st.sampled_from([[], ["END"], ["ab", "\n\n", "é"]]),
     logprobs=st.booleans(),
-    usage=st.sampled_from([{}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]),
+    usage=st.sampled_from(
+        [{}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+    ),
     min_tokens=st.sampled_from([0, 3]),
 )
 def test_a_hand_over_at_any_token_leaves_no_trace(
@@ -283,7 +336,9 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
     first = writer(bytewise, kind, fields)
     payload = feed(first, ids[:cut])
     known = {"generated": first.token_ids, "logprobs": logprobs_of(first.token_ids)}
-    second = writer(bytewise, kind, fields, **known, sent_text=first.sent_text if first.token_ids else None)
+    second = writer(
+        bytewise, kind, fields, **known, sent_text=first.sent_text if first.token_ids else None
+    )
     assert second.stopped == first.stopped
     assert second.sent_text == first.sent_text
     payload += feed(second, ids[cut:]) + second.end(Finish.LENGTH)
@@ -293,13 +348,17 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 @pytest.mark.parametrize("logprobs", [True, False])
-def test_with_nothing_sent_yet_the_next_writer_sends_all(bytewise: Tokenizer, kind: str, logprobs: bool) -> None:
+def test_with_nothing_sent_yet_the_next_writer_sends_all(
+    bytewise: Tokenizer, kind: str, logprobs: bool
+) -> None:
     """A third-party proxy throws the prefill leg's answer away."""
     ids = bytewise.encode("hé!", False)
     fields: dict[str, Any] = {"stream": True}
     if logprobs:
         fields |= {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    w = writer(bytewise, kind, fields, generated=ids[:3], logprobs=logprobs_of(ids[:3]), sent_text=None)
+    w = writer(
+        bytewise, kind, fields, generated=ids[:3], logprobs=logprobs_of(ids[:3]), sent_text=None
+    )
     assert w.sent_text == 0
     at_once = w.tokens([])
     assert b"h\xc3\xa9" in at_once
@@ -308,10 +367,17 @@ def test_with_nothing_sent_yet_the_next_writer_sends_all(bytewise: Tokenizer, ki
     chunks = events(at_once + feed(w, ids[3:]) + w.end(Finish.LENGTH))
     assert text_in(kind, chunks) == "hé!"
     if kind == "chat":
-        assert [c["choices"][0]["delta"].get("role") for c in chunks] == ["assistant", None, None, None]
+        assert [c["choices"][0]["delta"].get("role") for c in chunks] == [
+            "assistant",
+            None,
+            None,
+            None,
+        ]
     if logprobs:
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-        assert sum(len(part["content" if kind == "chat" else "tokens"]) for part in parts if part) == len(ids)
+        assert sum(
+            len(part["content" if kind == "chat" else "tokens"]) for part in parts if part
+        ) == len(ids)
 
 
 def test_a_replay_with_nothing_to_follow_is_sent_at_the_end(bytewise: Tokenizer) -> None:
@@ -327,7 +393,9 @@ def test_a_replay_with_nothing_to_follow_is_sent_at_the_end(bytewise: Tokenizer)
 
 @pytest.mark.model
 def test_a_token_costs_some_microseconds(smollm2: Tokenizer) -> None:
-    """CPU time, for other tests share the cores. Measured 3 us at 2.5 GHz; the bound only catches another order."""
+    """CPU time, for other tests share the cores. Measured 3 us at 2.5 GHz; the bound only catches
+    another order.
+    """
     ids = smollm2.encode("The quick brown fox jumps over the lazy dog. " * 100, False)
     w = writer(smollm2, "chat", {"stream": True, "stop": ["\n\n\n", "User:"]})
     for token in ids[:100]:

@@ -1,4 +1,6 @@
-"""Answers with tool calls and reasoning: their shapes, and that a hand-over at any token leaves no trace in them."""
+"""Answers with tool calls and reasoning: their shapes, and that a hand-over at any token leaves no
+trace in them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,25 @@ from openai_api.writer import AnswerWriter
 from wire.outputs import Finish, TokenLogprobs
 from wire.transfer import ChoiceSoFar
 
-TOOLS = [{"type": "function", "function": {"name": "weather"}}, {"type": "function", "function": {"name": "now"}}]
-MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather"}},
+    {"type": "function", "function": {"name": "now"}},
+]
+MARKERS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+]
 TEXTS = {
-    "hermes": 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é😀", "x": "{\\"}"}}\n</tool_call>\n'
+    "hermes": 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é😀", "x": '
+    '"{\\"}"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "é"}}; {"name": "now", "parameters": {}}',
+    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "é"}}; {"name": '
+    '"now", "parameters": {}}',
     "mistral": 'Hm[TOOL_CALLS]weather[ARGS]{"city": "é"}[TOOL_CALLS]now{}',
     "json": '[{"name": "weather", "arguments": {"city": "é"}}, {"name": "now", "arguments": {}}]',
 }
@@ -42,10 +57,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return Tokenizer(TokenizerParts(backend, Pieces.BYTE_LEVEL, (2,)))
 
 
-def writer(tokenizer: Tokenizer, parser: str, fields: dict[str, Any], prompt: str = "x", **so_far: Any) -> AnswerWriter:
+def writer(
+    tokenizer: Tokenizer, parser: str, fields: dict[str, Any], prompt: str = "x", **so_far: Any
+) -> AnswerWriter:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
     request = decode_chat(json.dumps(body).encode())
-    params = sampling_params(request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1)
+    params = sampling_params(
+        request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
+    )
     form = message_form(
         request,
         tokenizer,
@@ -99,7 +118,9 @@ def added_up(payload: bytes) -> dict[str, Any]:
             assert call.function is not None
             if call.id is not None:
                 assert (call.index, call.type) == (len(message["tool_calls"]), "function")
-                message["tool_calls"].append({"id": call.id, "name": call.function.name, "arguments": ""})
+                message["tool_calls"].append(
+                    {"id": call.id, "name": call.function.name, "arguments": ""}
+                )
             message["tool_calls"][call.index]["arguments"] += call.function.arguments or ""
     return {"message": message, "finish": finish}
 
@@ -112,7 +133,11 @@ def whole(payload: bytes) -> dict[str, Any]:
         for call in choice.message.tool_calls or ()
         if call.type == "function"
     ]
-    message = {"role": choice.message.role, "content": choice.message.content or "", "tool_calls": calls}
+    message = {
+        "role": choice.message.role,
+        "content": choice.message.content or "",
+        "tool_calls": calls,
+    }
     if reasoning := getattr(choice.message, "reasoning_content", None):
         message["reasoning_content"] = reasoning
     return {"message": message, "finish": choice.finish_reason}
@@ -164,12 +189,22 @@ def test_logprobs_are_told_for_every_token_also_where_nothing_is_said(tokenizer:
     ids = tokenizer.encode(TEXTS["json"], False)
     streamed = writer(tokenizer, "json", {"stream": True, "logprobs": True})
     payload = feed(streamed, ids) + end(streamed)
-    chunks = [json.loads(event.removeprefix("data: ")) for event in payload.decode().split("\n\n")[:-2]]
+    chunks = [
+        json.loads(event.removeprefix("data: ")) for event in payload.decode().split("\n\n")[:-2]
+    ]
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert sum(len(each["content"]) for each in told if each) == len(ids)
 
 
-_SHREDS = [*MARKERS, *"ab{}[]é \n", '"name"', ": ", '{"name": "now", "arguments": {', '"x": 1}}', *TEXTS.values()]
+_SHREDS = [
+    *MARKERS,
+    *"ab{}[]é \n",
+    '"name"',
+    ": ",
+    '{"name": "now", "arguments": {',
+    '"x": 1}}',
+    *TEXTS.values(),
+]
 
 
 @settings(max_examples=120)
@@ -179,13 +214,26 @@ _SHREDS = [*MARKERS, *"ab{}[]é \n", '"name"', ": ", '{"name": "now", "arguments
     stream=st.booleans(),
     prompt=st.sampled_from(["x", "<think>\n", "</think>"]),
     fields=st.sampled_from(
-        [{}, {"stop": ["}}", "</tool"]}, {"logprobs": True}, {"include_reasoning": False}, {"tool_choice": "required"}]
+        [
+            {},
+            {"stop": ["}}", "</tool"]},
+            {"logprobs": True},
+            {"include_reasoning": False},
+            {"tool_choice": "required"},
+        ]
     ),
 )
 def test_a_hand_over_at_any_token_leaves_no_trace(
-    tokenizer: Tokenizer, shreds: list[str], parser: str, stream: bool, prompt: str, fields: dict[str, Any]
+    tokenizer: Tokenizer,
+    shreds: list[str],
+    parser: str,
+    stream: bool,
+    prompt: str,
+    fields: dict[str, Any],
 ) -> None:
-    """For every cut: what one writer has said and what a second one adds are, to the byte, what one alone says."""
+    """For every cut: what one writer has said and what a second one adds are, to the byte, what one
+    alone says.
+    """
     ids = tokenizer.encode("".join(shreds), False)[:150]
     fields = {**fields, "stream": stream}
     alone = writer(tokenizer, parser, fields, prompt)
@@ -194,7 +242,10 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
     payload = b""
     for cut in range(len(ids) + 1):
         known = first.choices[0].token_ids
-        so_far: dict[str, Any] = {"generated": list(known), "sent_text": first.choices[0].sent_text if known else None}
+        so_far: dict[str, Any] = {
+            "generated": list(known),
+            "sent_text": first.choices[0].sent_text if known else None,
+        }
         if "logprobs" in fields:
             so_far["logprobs"] = [TokenLogprobs(token, -0.5) for token in known]
         second = writer(tokenizer, parser, fields, prompt, **so_far)
@@ -224,5 +275,11 @@ def test_a_client_that_has_a_part_of_the_text_gets_the_rest(tokenizer: Tokenizer
     wanted = added_up(feed(alone, ids) + end(alone))
     one = writer(tokenizer, "hermes", {"stream": True})
     said = one.tokens(0, ids[:60])
-    rest = writer(tokenizer, "hermes", {"stream": True}, generated=ids[:60], sent_text=one.choices[0].sent_text)
+    rest = writer(
+        tokenizer,
+        "hermes",
+        {"stream": True},
+        generated=ids[:60],
+        sent_text=one.choices[0].sent_text,
+    )
     assert added_up(said + feed(rest, ids[60:]) + end(rest)) == wanted

@@ -1,4 +1,6 @@
-"""A Hugging Face Hub on this machine: the few routes that downloads use, over real HTTP, with faults on demand."""
+"""A Hugging Face Hub on this machine: the few routes that downloads use, over real HTTP, with
+faults on demand.
+"""
 
 from __future__ import annotations
 
@@ -101,14 +103,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         return self._send(404, b"")
 
-    def _repository(self, name: str, revision: str) -> tuple[Repository, str, dict[str, bytes]] | None:
+    def _repository(
+        self, name: str, revision: str
+    ) -> tuple[Repository, str, dict[str, bytes]] | None:
         """The repository at a revision; None after an error was sent."""
         repository = self.shared.repositories.get(name)
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if given == "broken-token":
             self._send(401, b"", {"X-Error-Message": "Invalid credentials in Authorization header"})
-        elif repository is None or (repository.token and not repository.gated and given != repository.token):
-            self._send(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        elif repository is None or (
+            repository.token and not repository.gated and given != repository.token
+        ):
+            self._send(
+                401,
+                b"",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
         elif (found := repository.at(revision)) is None:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         else:
@@ -124,7 +134,14 @@ class _Handler(BaseHTTPRequestHandler):
             for path, content in files.items()
         ]
         if what == "revision":
-            value: object = {"id": name, "modelId": name, "sha": commit, "siblings": [], "tags": [], "private": False}
+            value: object = {
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "siblings": [],
+                "tags": [],
+                "private": False,
+            }
         elif what == "paths-info":
             wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
             value = [entry for entry in entries if entry["path"] in wanted]
@@ -143,14 +160,24 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         content = files[path]
-        headers = {"ETag": f'"{sha256(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{sha256(content).hexdigest()}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+        }
         start = int(asked[2].removeprefix("bytes=").removesuffix("-")) if asked[2] else 0
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = self.shared.cut_after.pop(path, None) if self.command == "GET" else None
         return self._send(206 if start else 200, content[start:], headers, cut=cut)
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
+    def _send(
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str] | None = None,
+        cut: int | None = None,
+    ) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)

@@ -1,4 +1,6 @@
-"""LoRA adapters on the CPU: equal to merged weights, in any company; their slots; whose KV is whose."""
+"""LoRA adapters on the CPU: equal to merged weights, in any company; their slots; whose KV is
+whose.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from wire.engine_messages import AdapterFacts, Submit
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Phi3ForCausalLM",
+    "OPTForCausalLM",
+)
 SPELLED = {
     "Phi3ForCausalLM": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "OPTForCausalLM": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
@@ -37,7 +45,9 @@ def base(tmp_path_factory) -> Path:
 def two(base, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     one = make_adapter(folder / "one", base, seed=1)
-    return one, make_adapter(folder / "two", base, seed=2, rank=7, targets=("q_proj", "v_proj", "down_proj"))
+    return one, make_adapter(
+        folder / "two", base, seed=2, rank=7, targets=("q_proj", "v_proj", "down_proj")
+    )
 
 
 def with_two(base: Path, two: tuple[Path, Path], **options) -> Engine:
@@ -87,7 +97,14 @@ def test_an_adapter_answers_as_the_merged_model_does(architecture, tmp_path):
 
 def test_scales_and_ranks_by_pattern_are_those_of_peft(base, tmp_path):
     adapter = make_adapter(
-        tmp_path / "a", base, seed=4, rank=4, alpha=6, targets=("q_proj",), use_rslora=True, alpha_pattern={"q_proj": 8}
+        tmp_path / "a",
+        base,
+        seed=4,
+        rank=4,
+        alpha=6,
+        targets=("q_proj",),
+        use_rslora=True,
+        alpha_pattern={"q_proj": 8},
     )
     ours, theirs = (
         make(base, enable_lora=True, lora_modules=(f"a={adapter}",)),
@@ -134,7 +151,9 @@ def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
         return [(answer(req), [each.logprob for each in req.prompt_logprobs]) for req in found]
 
     told = answers(alone=True)
-    assert answers(alone=False, speculative_config=SpeculativeConfig(4, prompt_lookup_min=1)) == told
+    assert (
+        answers(alone=False, speculative_config=SpeculativeConfig(4, prompt_lookup_min=1)) == told
+    )
     assert len({tuple(scores) for _, scores in told}) == 3
 
 
@@ -193,7 +212,9 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
     adapters.remove_unused(live)
     assert not adapters.slots.ending
     assert sorted(adapters.slots._free) == [0, 1]
-    assert not any(linear.slots for sites in engine._runner._decoder.sites() for linear in sites.values())
+    assert not any(
+        linear.slots for sites in engine._runner._decoder.sites() for linear in sites.values()
+    )
     reference = with_two(base, two)
     for req, name in ((old, "one"), (new, "two"), (plain, "")):
         same = ask(reference, req.request_id, prompt(40), name, max_tokens=req.output_tokens)

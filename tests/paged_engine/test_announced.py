@@ -1,4 +1,6 @@
-"""What an engine's load tells for a price: sums that are right after anything, and time for prompts of others."""
+"""What an engine's load tells for a price: sums that are right after anything, and time for prompts
+of others.
+"""
 
 from dataclasses import replace
 
@@ -56,7 +58,9 @@ class Run:
         self.scheduler.add(made)
         self.all.append(made)
         if made.fetch is None:
-            self.prompts_ms += COSTS.prompts_ms(made.work, made.work * (made.shared + made.work / 2))
+            self.prompts_ms += COSTS.prompts_ms(
+                made.work, made.work * (made.shared + made.work / 2)
+            )
 
     def change(self, what: str, index: int) -> None:
         live = list(self.scheduler.live)
@@ -120,7 +124,9 @@ CHANGES = st.tuples(st.sampled_from(["abort", "fetched", "fetched", "failed"]), 
 
 @given(st.lists(st.one_of(ARRIVALS, st.integers(1, 12), CHANGES), min_size=5, max_size=25))
 def test_sums_are_those_of_the_requests_after_any_course(course):
-    """With chunks, forks, cached prefixes, fetches that fail, and a pool so small that requests are preempted."""
+    """With chunks, forks, cached prefixes, fetches that fail, and a pool so small that requests are
+    preempted.
+    """
     run = Run(blocks=16)
     for each in course:
         if isinstance(each, dict):
@@ -148,7 +154,10 @@ def test_what_is_not_said_of_an_answer_is_what_is_usual_here():
     scheduler = make()
     first = request("first", [2] * 10, max_tokens=3)
     scheduler.add(first)
-    assert (first.tpot_ms, first.expected_output) == (4 * COSTS.step, 3)  # never more than it may have
+    assert (first.tpot_ms, first.expected_output) == (
+        4 * COSTS.step,
+        3,
+    )  # never more than it may have
     long = request("long", [2] * 10, max_tokens=1000)
     scheduler.add(long)
     assert long.expected_output == 128
@@ -165,9 +174,16 @@ def test_what_is_not_said_of_an_answer_is_what_is_usual_here():
 
 def test_what_decodes_elsewhere_has_no_weight_here():
     scheduler = make()
-    scheduler.add(request("held", [2] * 40, max_tokens=1, hold=True, tpot_ms=9.0, expected_output=70))
+    scheduler.add(
+        request("held", [2] * 40, max_tokens=1, hold=True, tpot_ms=9.0, expected_output=70)
+    )
     load = scheduler.load(0.0)
-    assert (load.row_weight, load.strictest_tpot_ms, load.token_rate, load.promised_tokens) == (0, 0, 0, 40)
+    assert (load.row_weight, load.strictest_tpot_ms, load.token_rate, load.promised_tokens) == (
+        0,
+        0,
+        0,
+        40,
+    )
     assert load.backlog_ms > 0
 
 
@@ -202,7 +218,9 @@ def test_an_idle_node_gains_time_for_prompts_of_others_up_to_a_limit():
 
 
 @pytest.mark.parametrize(("cached", "left"), [(False, 400), (True, 16)])
-def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_cached(cached, left):
+def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_cached(
+    cached, left
+):
     scheduler = make()
     if cached:
         scheduler.add(request("before", [2] * 400, max_tokens=2))
@@ -215,7 +233,9 @@ def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_
     scheduler.add(request("own", [2] * 16))
     assert scheduler.load(0.0).spill_ms == 250
     scheduler.add(request("spilled", [2] * 400, spill_tokens=400))
-    assert scheduler.load(0.0).spill_ms == pytest.approx(250 - COSTS.prompts_ms(left, left * (400 - left / 2)))
+    assert scheduler.load(0.0).spill_ms == pytest.approx(
+        250 - COSTS.prompts_ms(left, left * (400 - left / 2))
+    )
 
 
 def test_more_than_there_was_is_owed():
@@ -227,14 +247,24 @@ def test_more_than_there_was_is_owed():
     for name in "abcdef":
         scheduler.abort(name)
     assert scheduler.load(owed / IDLE_GAIN / 1e3 * 0.99).spill_ms == 0
-    assert scheduler.load(owed / IDLE_GAIN / 1e3 + 0.1).spill_ms == pytest.approx(100 * IDLE_GAIN, rel=0.01)
+    assert scheduler.load(owed / IDLE_GAIN / 1e3 + 0.1).spill_ms == pytest.approx(
+        100 * IDLE_GAIN, rel=0.01
+    )
 
 
-@pytest.mark.parametrize(("tpot_ms", "expected", "gains"), [(9.0, 1, True), (8.8, 1, False), (1e9, 30_000, False)])
-def test_strict_answers_and_many_tokens_leave_no_time_for_prompts_of_others(tpot_ms, expected, gains):
-    """A step takes 8 ms: of 9 ms nine tenths leave 0.1; and 5 tokens per millisecond, 0.25 ms each, leave nothing."""
+@pytest.mark.parametrize(
+    ("tpot_ms", "expected", "gains"), [(9.0, 1, True), (8.8, 1, False), (1e9, 30_000, False)]
+)
+def test_strict_answers_and_many_tokens_leave_no_time_for_prompts_of_others(
+    tpot_ms, expected, gains
+):
+    """A step takes 8 ms: of 9 ms nine tenths leave 0.1; and 5 tokens per millisecond, 0.25 ms each,
+    leave nothing.
+    """
     scheduler = make()
-    scheduler.add(request("r", [2] * 10, max_tokens=30_000, tpot_ms=tpot_ms, expected_output=expected))
+    scheduler.add(
+        request("r", [2] * 10, max_tokens=30_000, tpot_ms=tpot_ms, expected_output=expected)
+    )
     scheduler.load(0.0)
     assert (scheduler.load(1.0).spill_ms > 250) == gains
 
@@ -258,7 +288,10 @@ def test_a_prompt_is_backlog_until_the_device_has_computed_it():
         scheduler.launched(chunk)
     assert scheduler.load(0.0).backlog_ms == 0
     launched = scheduler.load(0.0, plan.chunks)
-    assert (launched.backlog_ms, launched.waiting_tokens) == (before.backlog_ms, before.waiting_tokens)
+    assert (launched.backlog_ms, launched.waiting_tokens) == (
+        before.backlog_ms,
+        before.waiting_tokens,
+    )
     half_ms = before.backlog_ms / 2
     assert scheduler.load(0.0, plan.chunks, half_ms / 1e3).backlog_ms == pytest.approx(half_ms)
     assert scheduler.load(0.0, plan.chunks, 9.0).backlog_ms == 0

@@ -1,4 +1,5 @@
-"""Every architecture in 16 bits, on the CPU and on a GPU, against the CPU in fp32; needs no transformers.
+"""Every architecture in 16 bits, on the CPU and on a GPU, against the CPU in fp32; needs no
+transformers.
 
 That the CPU in fp32 equals transformers is shown in test_engine.py and test_architectures.py.
 """
@@ -41,9 +42,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     "Qwen3ForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "Qwen3MoeForCausalLM": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    },
     "Gemma2ForCausalLM": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 1.0},
-    "Gemma3ForCausalLM": GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
+    "Gemma3ForCausalLM": GEMMA
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
     "Phi3ForCausalLM": {"partial_rotary_factor": 0.75, "sliding_window": 90},
     "OPTForCausalLM": {"ffn_dim": 512, "num_key_value_heads": 4},
 }
@@ -58,7 +64,8 @@ def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
         if name.endswith("norm.weight"):
             weights[name] = 0.3 * values + (0.0 if config.norm == "rms_plus_one" else 1.0)
         elif "embed_tokens" in name and config.tie_embeddings:
-            # It is the output layer too, and larger values would make the token before the likeliest one.
+            # It is the output layer too, and larger values would make the token before the
+            # likeliest one.
             weights[name] = values / (10 * config.embedding_scale**0.5)
         elif name.endswith("bias") or "embed" in name:
             weights[name] = 0.5 * values
@@ -68,7 +75,9 @@ def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def prompt(length: int) -> list[int]:
-    return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return torch.randint(
+        3, 512, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
 
 
 def cases() -> Iterator[Any]:
@@ -76,7 +85,12 @@ def cases() -> Iterator[Any]:
         yield pytest.param(architecture, "cpu", "bfloat16")
         yield pytest.param(architecture, "cuda", "bfloat16", marks=pytest.mark.gpu)
     # Every start of a GPU's engine compiles kernels, so in fp16 only those which differ most.
-    for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM", "OPTForCausalLM"):
+    for architecture in (
+        "LlamaForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Gemma2ForCausalLM",
+        "OPTForCausalLM",
+    ):
         yield pytest.param(architecture, "cuda", "float16", marks=pytest.mark.gpu)
 
 
@@ -84,11 +98,14 @@ def cases() -> Iterator[Any]:
 def test_log_probabilities_are_those_of_fp32(
     monkeypatch: pytest.MonkeyPatch, architecture: str, device: str, dtype: str
 ) -> None:
-    """Greedy answers to prompts in chunks and batches: each token's log-probability, and how far it is from the best.
+    """Greedy answers to prompts in chunks and batches: each token's log-probability, and how far it
+    is from the best.
 
     Both are measured in standard deviations of the log-probabilities of all tokens.
     """
-    model = model_config_of({"architectures": [architecture], **SIZES, **MODELS[architecture]}, {}, "tiny", "test")
+    model = model_config_of(
+        {"architectures": [architecture], **SIZES, **MODELS[architecture]}, {}, "tiny", "test"
+    )
     weights = weights_of(model)
     monkeypatch.setattr(engine_module, "checked_model", lambda *_: model)
     monkeypatch.setattr(engine_module, "read_tensors", lambda *_: iter(weights.items()))
@@ -135,7 +152,10 @@ def test_log_probabilities_are_those_of_fp32(
     errors.sort()
     gaps.sort()
     assert len(errors) == 5 * 16
-    # A near-tie between experts can fall the other way, which moves a token's result by more than rounding does.
+    # A near-tie between experts can fall the other way, which moves a token's result by more than
+    # rounding does.
     limit = {"bfloat16": 0.1, "float16": 0.02}[dtype]
-    assert errors[72] < limit, f"median {errors[40]:.4f}, 90 % {errors[72]:.4f}, worst {errors[-1]:.4f}"
+    assert errors[72] < limit, (
+        f"median {errors[40]:.4f}, 90 % {errors[72]:.4f}, worst {errors[-1]:.4f}"
+    )
     assert gaps[72] < limit, f"not the likeliest tokens: 90 % {gaps[72]:.4f}, worst {gaps[-1]:.4f}"

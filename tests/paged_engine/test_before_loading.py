@@ -36,16 +36,31 @@ def seen(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 131_073}, "max_model_len 131073 is above the model's own limit of 131072; lower it"),
-        ({"tensor_parallel_size": 3}, "32 query heads cannot be shared by 3 ranks; choose a divisor of 32"),
+        (
+            {"max_model_len": 131_073},
+            "max_model_len 131073 is above the model's own limit of 131072; lower it",
+        ),
+        (
+            {"tensor_parallel_size": 3},
+            "32 query heads cannot be shared by 3 ranks; choose a divisor of 32",
+        ),
         (
             {"tensor_parallel_size": 8},
             "8 ranks here need 8 GPUs, and this host shows 4; lower tensor_parallel_size, or",
         ),
         ({"dtype": "float32"}, "dtype float32 is not served on a GPU; use bfloat16"),
-        ({"kv_cache_memory_bytes": 1 << 20}, "a KV pool of 1048576 bytes holds 0 blocks of 8388608 bytes"),
-        ({"kv_cache_memory_bytes": 1 << 26, "max_model_len": 4096}, "Lower max_model_len to at most 448"),
-        ({"device": "cpu", "kv_cache_dtype": "auto", "max_model_len": 10_000}, "Lower max_model_len to at most 4080"),
+        (
+            {"kv_cache_memory_bytes": 1 << 20},
+            "a KV pool of 1048576 bytes holds 0 blocks of 8388608 bytes",
+        ),
+        (
+            {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 4096},
+            "Lower max_model_len to at most 448",
+        ),
+        (
+            {"device": "cpu", "kv_cache_dtype": "auto", "max_model_len": 10_000},
+            "Lower max_model_len to at most 4080",
+        ),
         ({"load_format": "auto"}, "holds no weights; pass its folder"),
     ],
 )
@@ -62,7 +77,11 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     [
         {"max_model_len": 131_072},
         {"tensor_parallel_size": 4},
-        {"tensor_parallel_size": 16, "tensor_parallel_size_local": 4, "tensor_parallel_address": "10.0.0.1:5000"},
+        {
+            "tensor_parallel_size": 16,
+            "tensor_parallel_size_local": 4,
+            "tensor_parallel_address": "10.0.0.1:5000",
+        },
         {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 448, "kv_cache_dtype": "fp8"},
         {"device": "cpu", "max_model_len": 4080},
     ],
@@ -75,11 +94,21 @@ def test_settings_that_fit_are_not_refused(
 
 
 def test_kv_heads_must_divide_the_ranks_or_be_divided(tmp_path: Path, llama: str) -> None:
-    values = json.loads(Path(llama).read_text()) | {"num_attention_heads": 24, "num_key_value_heads": 6}
+    values = json.loads(Path(llama).read_text()) | {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 6,
+    }
     (tmp_path / "odd.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="6 KV heads cannot be shared by 4 ranks; choose a divisor or a multiple"):
+    with pytest.raises(
+        ConfigError, match="6 KV heads cannot be shared by 4 ranks; choose a divisor or a multiple"
+    ):
         check_engine(
-            EngineConfig(str(tmp_path / "odd.json"), load_format="dummy", device="cpu", tensor_parallel_size=4)
+            EngineConfig(
+                str(tmp_path / "odd.json"),
+                load_format="dummy",
+                device="cpu",
+                tensor_parallel_size=4,
+            )
         )
 
 
@@ -95,7 +124,9 @@ def test_the_device_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
     def dtype(device: str, model_dtype: str, wanted: str = "auto") -> str:
-        model = model_config_of(json.loads(Path(llama).read_text()) | {"dtype": model_dtype}, {}, "m", "test")
+        model = model_config_of(
+            json.loads(Path(llama).read_text()) | {"dtype": model_dtype}, {}, "m", "test"
+        )
         return dtype_of(EngineConfig("m", dtype=wanted), model, device)
 
     assert dtype("cpu", "bfloat16") == "float32"
@@ -108,16 +139,20 @@ def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
 def test_weights_that_cannot_fit_a_gpu_are_refused(llama: str) -> None:
     whole = model_config_of(json.loads(Path(llama).read_text()), {}, "m", "test")
     in_16_bits, in_fp8 = (
-        least_weight_bytes(whole, 1, dtype="bfloat16", quantize=quantize) for quantize in (False, True)
+        least_weight_bytes(whole, 1, dtype="bfloat16", quantize=quantize)
+        for quantize in (False, True)
     )
     assert in_16_bits == 2 * 8_030_261_248
     assert in_fp8 == in_16_bits - 32 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 14_336 * 4096)
     half = least_weight_bytes(shard_config(whole, 2), 2, dtype="bfloat16", quantize=False)
     embedding = 2 * 128_256 * 4096
     assert half - embedding == pytest.approx((in_16_bits - embedding) / 2, rel=1e-3)
-    budget = GpuBudget(torch.device("cuda"), total_bytes=24 << 30, free_bytes=24 << 30, allowed_bytes=12 << 30)
+    budget = GpuBudget(
+        torch.device("cuda"), total_bytes=24 << 30, free_bytes=24 << 30, allowed_bytes=12 << 30
+    )
     budget.check_weights(in_fp8)
     with pytest.raises(
-        ConfigError, match=r"14.96 GiB on each GPU, .* allows 12.00 GiB of 24.00 GiB; raise it, use quan"
+        ConfigError,
+        match=r"14.96 GiB on each GPU, .* allows 12.00 GiB of 24.00 GiB; raise it, use quan",
     ):
         budget.check_weights(in_16_bits)

@@ -26,7 +26,10 @@ SHUT = NAME | {"additionalProperties": False}
         ({"$defs": {"N": NAME}, "$ref": "#/$defs/N"}, {"$defs": {"N": SHUT}, "$ref": "#/$defs/N"}),
         ({"allOf": [NAME, {"required": ["b"]}]}, {"allOf": [NAME, {"required": ["b"]}]}),
         ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
-        ({"properties": {"items": {"type": "string"}}}, SHUT | {"properties": {"items": {"type": "string"}}}),
+        (
+            {"properties": {"items": {"type": "string"}}},
+            SHUT | {"properties": {"items": {"type": "string"}}},
+        ),
         (True, True),
     ],
 )

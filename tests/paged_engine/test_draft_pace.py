@@ -11,7 +11,9 @@ from paged_engine.draft_pace import DraftPace
 
 
 def drafts(pace: DraftPace, agrees: list[int], longest: int) -> list[int]:
-    """The output lengths at which proposals were made, a token per step besides those that came true."""
+    """The output lengths at which proposals were made, a token per step besides those that came
+    true.
+    """
     tokens, at, made = 0, 0, []
     while at < len(agrees):
         allowed = pace.allowed(tokens)

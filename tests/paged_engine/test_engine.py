@@ -25,7 +25,8 @@ def tiny(tmp_path_factory) -> dict[str, tuple[Path, object]]:
     return {name: (folder, make_tiny(name, folder)) for name, folder in folders.items()}
 
 
-# Sizes that the GPU's kernels are for; and little memory and few graphs, as other tests use the GPU at the same time.
+# Sizes that the GPU's kernels are for; and little memory and few graphs, as other tests use the GPU
+# at the same time.
 GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 ON_GPU = {
     "device": "cuda",
@@ -129,17 +130,28 @@ def answers(folder: Path, *, alone: bool, **options) -> list[tuple[list[int], li
 
 
 def pool_of_14_blocks(vector_bytes: int) -> dict[str, int]:
-    """Of 16 tokens of a tiny model, whose heads have keys and values of so many bytes; and a context that fits."""
-    return {"kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * vector_bytes, "block_size": 16, "max_model_len": 160}
+    """Of 16 tokens of a tiny model, whose heads have keys and values of so many bytes; and a
+    context that fits.
+    """
+    return {
+        "kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * vector_bytes,
+        "block_size": 16,
+        "max_model_len": 160,
+    }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(architecture, tiny):
-    """Greedy and sampled: alone, in a crowd, in small chunks, from the prefix cache, in a pool that is too small."""
+    """Greedy and sampled: alone, in a crowd, in small chunks, from the prefix cache, in a pool that
+    is too small.
+    """
     folder, _ = tiny[architecture]
     reference = answers(folder, alone=True)
     assert answers(folder, alone=False) == reference
-    assert answers(folder, alone=False, max_num_batched_tokens=19, enable_prefix_caching=False) == reference
+    assert (
+        answers(folder, alone=False, max_num_batched_tokens=19, enable_prefix_caching=False)
+        == reference
+    )
     assert answers(folder, alone=False, **pool_of_14_blocks(16 * 4)) == reference
 
 
@@ -161,7 +173,9 @@ def test_logprobs_are_those_of_the_raw_distribution(tiny):
     folder, model = tiny["LlamaForCausalLM"]
     engine = make(folder)
     tokens = prompt(30)
-    req = submit(engine, "r", tokens, max_tokens=1, logprobs=5, temperature=1.5, presence_penalty=1.0)
+    req = submit(
+        engine, "r", tokens, max_tokens=1, logprobs=5, temperature=1.5, presence_penalty=1.0
+    )
     drain(engine)
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
@@ -229,7 +243,11 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
                 params = SAMPLED | {"choice": choice, **fork}
                 requests.append(submit(engine, f"{length}.{choice}", prompt(length), **params))
         drain(engine)
-        return [output(req) for req in requests], engine.scheduler.forked_blocks, engine.pool.block_size
+        return (
+            [output(req) for req in requests],
+            engine.scheduler.forked_blocks,
+            engine.pool.block_size,
+        )
 
     alone, none, _ = drawn(forks=False)
     forked, blocks, block_size = drawn(forks=True)
@@ -240,7 +258,9 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(architecture, tmp_path):
+def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(
+    architecture, tmp_path
+):
     """Every token of the answers is put to transformers behind the tokens before it."""
     model = make_tiny(architecture, tmp_path, **GPU_SIZES)
     engine = make(tmp_path, **ON_GPU, max_num_batched_tokens=40)
@@ -251,23 +271,36 @@ def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(arc
     for req in [*greedy, sampled]:
         assert len(output(req)) == 24
         with torch.no_grad():
-            theirs = model(torch.tensor([req.token_ids])).logits[0, req.prompt_tokens - 1 : -1].log_softmax(-1)
+            theirs = (
+                model(torch.tensor([req.token_ids]))
+                .logits[0, req.prompt_tokens - 1 : -1]
+                .log_softmax(-1)
+            )
         chosen = theirs.gather(1, torch.tensor(output(req))[:, None])[:, 0]
         error = (torch.tensor([given.logprob for given in req.new_logprobs]) - chosen).abs()
-        # Log-probabilities have a standard deviation of 1. On a CPU in bf16 the median is 0.01 and the largest 0.05.
+        # Log-probabilities have a standard deviation of 1. On a CPU in bf16 the median is 0.01 and
+        # the largest 0.05.
         assert float(error.median()) < 0.03
         assert float(error.max()) < 0.12
         if req is not sampled:
-            assert float((theirs.amax(-1) - chosen).max()) < 0.12, "not the likeliest token, and no near-tie"
+            assert float((theirs.amax(-1) - chosen).max()) < 0.12, (
+                "not the likeliest token, and no near-tie"
+            )
 
 
 @pytest.mark.gpu
 def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
-    """As on the CPU: alone, in a crowd, in small chunks, from the prefix cache, in a pool that is too small."""
+    """As on the CPU: alone, in a crowd, in small chunks, from the prefix cache, in a pool that is
+    too small.
+    """
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
     options = ON_GPU | {"batch_invariant": True, "max_num_batched_tokens": 512}
     reference = answers(tmp_path, alone=True, **options)
-    for changed in ({}, {"max_num_batched_tokens": 19, "enable_prefix_caching": False}, pool_of_14_blocks(64 * 2)):
+    for changed in (
+        {},
+        {"max_num_batched_tokens": 19, "enable_prefix_caching": False},
+        pool_of_14_blocks(64 * 2),
+    ):
         ours = answers(tmp_path, alone=False, **options | changed)
         assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in reference]
         for (_, given), (_, expected) in zip(ours, reference, strict=True):
@@ -278,7 +311,10 @@ def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
     ("options", "words"),
     [
         ({"max_model_len": 1000}, "above the model's own limit of 512"),
-        ({"kv_cache_memory_bytes": 100_000, "max_model_len": 500}, "[Ll]ower max_model_len to at most"),
+        (
+            {"kv_cache_memory_bytes": 100_000, "max_model_len": 500},
+            "[Ll]ower max_model_len to at most",
+        ),
         ({"kv_cache_memory_bytes": 1000}, "needs at least"),
         ({"device": "cuda"}, "sees no GPU"),
     ],

@@ -1,7 +1,8 @@
-"""What a request does when its KV does not come: it keeps what is proven and computes the rest, or ends.
+"""What a request does when its KV does not come: it keeps what is proven and computes the rest, or
+ends.
 
-The random schedules run over a memory that knows of each position which tokens its KV was computed from, so that a step
-which attends to a wrong or missing one is found, whatever led to it.
+The random schedules run over a memory that knows of each position which tokens its KV was computed
+from, so that a step which attends to a wrong or missing one is found, whatever led to it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ BLOCK, EOS = 16, 1
 
 def make(blocks: int = 64, **options) -> Scheduler:
     defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
-    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
+    return Scheduler(
+        BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options)
+    )
 
 
 def next_token(tokens: list[int]) -> int:
@@ -41,7 +44,9 @@ def answered(prompt: list[int], count: int) -> list[int]:
 def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = True) -> Request:
     blocks = -(-len(prompt) // BLOCK)
     ticket = KvTransferParams(
-        do_remote_prefill=True, num_tokens=len(prompt), remote_block_ids=[list(range(500, 500 + blocks))]
+        do_remote_prefill=True,
+        num_tokens=len(prompt),
+        remote_block_ids=[list(range(500, 500 + blocks))],
     )
     generated = [] if early else [next_token(prompt)]
     params = SamplingParams(max_tokens, seed=0, temperature=0)
@@ -66,8 +71,12 @@ def chunks(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize(("proven", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_what_is_proven_is_kept_and_the_rest_is_computed(proven: int, kept: int, prefix_cache: bool) -> None:
-    """The third block is not full: nobody could find it again, and one token must be computed anyway."""
+def test_what_is_proven_is_kept_and_the_rest_is_computed(
+    proven: int, kept: int, prefix_cache: bool
+) -> None:
+    """The third block is not full: nobody could find it again, and one token must be computed
+    anyway.
+    """
     scheduler = make(prefix_cache=prefix_cache)
     req = fetching("r", list(range(40)))
     scheduler.add(req)
@@ -170,8 +179,12 @@ class Memory:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(seed: int, prefix_cache: bool) -> None:
-    """Fetches fail with some blocks proven; the others are written to until they are settled, and later reused."""
+def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
+    seed: int, prefix_cache: bool
+) -> None:
+    """Fetches fail with some blocks proven; the others are written to until they are settled, and
+    later reused.
+    """
     rng = random.Random(seed)
     memory = Memory()
     scheduler = make(
@@ -186,7 +199,9 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(seed:
     landing: dict[str, tuple[list[int], int]] = {}  # blocks that a lost READ may still write to
     for turn in range(300):
         if turn < 200 and rng.random() < 0.4:
-            prompt = prefix[: rng.randrange(0, 64)] + [rng.randrange(2, 90) for _ in range(rng.randint(1, 60))]
+            prompt = prefix[: rng.randrange(0, 64)] + [
+                rng.randrange(2, 90) for _ in range(rng.randint(1, 60))
+            ]
             req = fetching(f"r{turn}", prompt, rng.randint(2, 12), early=rng.random() < 0.5)
             scheduler.add(req)
             asked[req.request_id] = (req, prompt, req.params.max_tokens)
@@ -237,7 +252,10 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(seed:
     for req, prompt, count in asked.values():
         if req.finish is not Finish.ERROR:
             expected = answered(prompt, count)
-            over = next((at + 1 for at in range(len(prompt), len(expected)) if expected[at] == EOS), len(expected))
+            over = next(
+                (at + 1 for at in range(len(prompt), len(expected)) if expected[at] == EOS),
+                len(expected),
+            )
             assert req.token_ids == expected[:over]
             ended += 1
     assert ended > 20

@@ -1,4 +1,6 @@
-"""The GPU's linear layers with adapters: the twin's sums around the layer's own product, and plain steps as ever."""
+"""The GPU's linear layers with adapters: the twin's sums around the layer's own product, and plain
+steps as ever.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on small shapes.
+# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on
+# small shapes.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
@@ -43,7 +46,9 @@ def layer() -> tuple[AdaptedLinear, _Rows, GpuLinear]:
     adapted = AdaptedLinear(base, rows, batch_invariant=False)
     adapted.make_room(Site(("gate", "up"), K, WIDTHS), 3, RANK, torch.float16)
     for slot in (0, 2):
-        adapted.put(slot, (random(2 * RANK, K, seed=slot + 2), random(sum(WIDTHS), RANK, seed=slot + 5) * 3))
+        adapted.put(
+            slot, (random(2 * RANK, K, seed=slot + 2), random(sum(WIDTHS), RANK, seed=slot + 5) * 3)
+        )
     adapted.put(1, None)
     return adapted, rows, base
 
@@ -55,7 +60,11 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("count", [1, 7])
 def test_around_every_kind_of_product(layer, count):
     adapted, rows, base = layer
-    x, residual, weight = random(count, K, seed=20), random(count, sum(WIDTHS), seed=21), random(K, seed=22) + 1
+    x, residual, weight = (
+        random(count, K, seed=20),
+        random(count, sum(WIDTHS), seed=21),
+        random(K, seed=22) + 1,
+    )
     rows.now = torch.tensor([2, -1, 0, 1, 0, 2, -1][:count], dtype=torch.int32, device=x.device)
 
     def twin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -65,7 +74,10 @@ def test_around_every_kind_of_product(layer, count):
     same(adapted(x), twin(x, base(x)))
     same(adapted.normed(x, weight, 1e-5), twin(normed, base(normed)))
     same(adapted.gated(x, "silu"), act_and_mul(twin(x, base(x)), "silu"))
-    same(adapted.gated(x, "silu", norm_weight=weight, eps=1e-5), act_and_mul(twin(normed, base(normed)), "silu"))
+    same(
+        adapted.gated(x, "silu", norm_weight=weight, eps=1e-5),
+        act_and_mul(twin(normed, base(normed)), "silu"),
+    )
     hidden = residual.clone()
     assert adapted(x, residual=hidden, out=hidden) is hidden
     same(hidden, twin(x, base(x, residual=residual)))
@@ -77,7 +89,9 @@ def test_steps_without_adapters_are_those_of_the_layer_alone(layer):
     rows.now = None
     assert torch.equal(adapted(x), base(x))
     assert torch.equal(adapted.normed(x, weight, 1e-5), base.normed(x, weight, 1e-5))
-    assert torch.equal(adapted.gated(x, "silu", norm_weight=weight), base.gated(x, "silu", norm_weight=weight))
+    assert torch.equal(
+        adapted.gated(x, "silu", norm_weight=weight), base.gated(x, "silu", norm_weight=weight)
+    )
 
 
 # --- whole engines, on a GPU ---
@@ -90,7 +104,10 @@ ON_GPU = {
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 64 << 20,
 }
-PROMPTS = [[3 + (i * i + 7 * seed) % 250 for i in range(length)] for seed, length in enumerate((5, 70, 130, 1, 33))]
+PROMPTS = [
+    [3 + (i * i + 7 * seed) % 250 for i in range(length)]
+    for seed, length in enumerate((5, 70, 130, 1, 33))
+]
 NAMES = ("", "one", "two", "one", "")
 
 
@@ -102,7 +119,9 @@ def files(tmp_path_factory) -> tuple[Path, Path, Path]:
     return (
         folder / "base",
         one,
-        make_adapter(folder / "two", folder / "base", seed=2, rank=16, targets=("q_proj", "o_proj")),
+        make_adapter(
+            folder / "two", folder / "base", seed=2, rank=16, targets=("q_proj", "o_proj")
+        ),
     )
 
 
@@ -117,13 +136,18 @@ def answers(
     requests: dict[int, Request] = {}
     for index in which:
         params = SamplingParams(16, seed=5, temperature=0.0, ignore_eos=True, logprobs=0)
-        requests[index] = engine.request(Submit(f"r{index}", PROMPTS[index], params, adapter=names[index]), 0.0)
+        requests[index] = engine.request(
+            Submit(f"r{index}", PROMPTS[index], params, adapter=names[index]), 0.0
+        )
         engine.scheduler.add(requests[index])
     for _ in range(500):
         if not engine.has_work:
             break
         engine.step()
-    return {i: (r.token_ids[r.prompt_tokens :], [e.logprob for e in r.new_logprobs]) for i, r in requests.items()}
+    return {
+        i: (r.token_ids[r.prompt_tokens :], [e.logprob for e in r.new_logprobs])
+        for i, r in requests.items()
+    }
 
 
 @pytest.mark.gpu
@@ -131,13 +155,21 @@ def answers(
 def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, options):
     base, one, two = files
     adapted = engine(
-        base, enable_lora=True, lora_modules=(f"one={one}", f"two={two}"), enable_prefix_caching=False, **options
+        base,
+        enable_lora=True,
+        lora_modules=(f"one={one}", f"two={two}"),
+        enable_prefix_caching=False,
+        **options,
     )
     mixed = answers(adapted, [0, 1, 2, 3, 4])
     plain = engine(base, enable_prefix_caching=False, **options)
-    assert answers(plain, [0])[0] == answers(adapted, [0])[0]  # a step without adapters: bit for bit
+    assert (
+        answers(plain, [0])[0] == answers(adapted, [0])[0]
+    )  # a step without adapters: bit for bit
     for name, path, scale in (("one", one, 1.0), ("two", two, 0.5)):
-        reference = engine(merged(tmp_path / name, base, path, scale), enable_prefix_caching=False, **options)
+        reference = engine(
+            merged(tmp_path / name, base, path, scale), enable_prefix_caching=False, **options
+        )
         for index in [i for i, each in enumerate(NAMES) if each == name]:
             wanted = answers(reference, [index], ("",) * 5)[index]
             assert mixed[index][1][:1] == pytest.approx(wanted[1][:1], abs=0.3 if options else 0.1)
@@ -173,7 +205,9 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
         assert (
             got
             == answers(
-                engine(base, enable_lora=True, lora_modules=(f"x={path}",), enable_prefix_caching=False),
+                engine(
+                    base, enable_lora=True, lora_modules=(f"x={path}",), enable_prefix_caching=False
+                ),
                 [1],
                 ("x",) * 5,
             )[1]

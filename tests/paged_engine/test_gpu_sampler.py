@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on small shapes.
+# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on
+# small shapes.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
@@ -36,7 +37,9 @@ def device() -> torch.device:
 
 @dataclass
 class Pair:
-    """A request as the CPU's engine knows it, and as the GPU's, whose newest token is still pending."""
+    """A request as the CPU's engine knows it, and as the GPU's, whose newest token is still
+    pending.
+    """
 
     known: Request
     behind: Request
@@ -51,7 +54,9 @@ class Pair:
 
 
 def pair(slot: int, prompt: list[int], generated: list[int] | None = None, **params) -> Pair:
-    own = SamplingParams(**({"max_tokens": 64, "seed": slot, "temperature": 0.0} | params)).check(VOCAB)
+    own = SamplingParams(**({"max_tokens": 64, "seed": slot, "temperature": 0.0} | params)).check(
+        VOCAB
+    )
     submit = Submit(f"r{slot}", prompt, own, generated=generated or [])
     return Pair(Request.of(submit, 0.0), Request.of(submit, 0.0), slot)
 
@@ -74,7 +79,9 @@ def everything(rng: random.Random, vocab: int) -> dict[str, object]:
         "repetition_penalty": sometimes(rng.choice([0.5, 1.3, 10.0]), 1.0),
         "min_tokens": sometimes(rng.randrange(1, 8), 0),
         "stop_token_ids": sometimes(tuple(rng.sample(range(vocab), 3)), ()),
-        "logit_bias": sometimes(tuple((t, rng.uniform(-9, 9)) for t in rng.sample(range(vocab), 40)), ()),
+        "logit_bias": sometimes(
+            tuple((t, rng.uniform(-9, 9)) for t in rng.sample(range(vocab), 40)), ()
+        ),
         "logprobs": sometimes(rng.choice([0, 1, 4, MAX_LOGPROBS]), None),
     }
 
@@ -82,7 +89,9 @@ def everything(rng: random.Random, vocab: int) -> dict[str, object]:
 def drawn_with(request: Request) -> dict[str, float]:
     """What decides a request's next token, beside its logits."""
     names = ("seed", "choice", "temperature", "top_k", "top_p", "min_p")
-    return {"token_index": request.output_tokens} | {name: getattr(request.params, name) for name in names}
+    return {"token_index": request.output_tokens} | {
+        name: getattr(request.params, name) for name in names
+    }
 
 
 def make_sampler(slots: int, vocab: int, device: torch.device) -> GpuSampler:
@@ -99,7 +108,9 @@ def assert_close(ours: TokenLogprobs | None, theirs: TokenLogprobs | None) -> No
         return
     assert ours.token_id == theirs.token_id
     assert ours.top_ids == theirs.top_ids
-    assert (ours.logprob, *ours.top_logprobs) == pytest.approx((theirs.logprob, *theirs.top_logprobs), abs=1e-4)
+    assert (ours.logprob, *ours.top_logprobs) == pytest.approx(
+        (theirs.logprob, *theirs.top_logprobs), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -108,7 +119,9 @@ def test_equals_the_cpu_through_steps_that_the_host_has_not_seen(seed, device):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     vocab, slots, steps = 1200, 6, 5
     ours, theirs = make_sampler(slots, vocab, device), Sampler(EOS)
-    likely = rng.sample(range(vocab), 40)  # few, so that penalties and stop tokens meet what is drawn
+    likely = rng.sample(
+        range(vocab), 40
+    )  # few, so that penalties and stop tokens meet what is drawn
 
     def fresh(slot: int) -> Pair:
         prompt, generated = rng.choices(likely, k=12), rng.choices(likely, k=rng.choice([0, 0, 5]))
@@ -129,7 +142,9 @@ def test_equals_the_cpu_through_steps_that_the_host_has_not_seen(seed, device):
         sampled.start_copy()
         tokens, logprobs = sampled.wait()
         expected, expected_logprobs = theirs.sample(logits.clone(), [p.known for p in pairs])
-        assert tokens == expected, [p.known.params for p, a, b in zip(pairs, tokens, expected, strict=True) if a != b]
+        assert tokens == expected, [
+            p.known.params for p, a, b in zip(pairs, tokens, expected, strict=True) if a != b
+        ]
         for a, b in zip(logprobs, expected_logprobs, strict=True):
             assert_close(a, b)
         for p, token in zip(pairs, tokens, strict=True):
@@ -144,7 +159,13 @@ def test_min_tokens_ends_by_itself(device):
     short = pair(1, [1], [5, 5], min_tokens=4, stop_token_ids=(9, 1099)).behind
     ours.admit(1, short)
     logits = torch.zeros(1, vocab)
-    logits[0, 50], logits[0, 9], logits[0, 1099], logits[0, 3], logits[0, 7] = 1.0, 5.0, 4.0, 3.0, 2.0
+    logits[0, 50], logits[0, 9], logits[0, 1099], logits[0, 3], logits[0, 7] = (
+        1.0,
+        5.0,
+        4.0,
+        3.0,
+        2.0,
+    )
     plans = [ours.prepare([1], [short]) for _ in range(4)]
     tokens = [ours.launch(logits.to(device), on(device, [1]), plan).wait()[0][0] for plan in plans]
     assert tokens == [50, 50, 9, 9]
@@ -177,7 +198,9 @@ def test_masked_rows_equal_the_cpus(device):
         params = everything(rng, vocab) | {"allowed_token_ids": allowed, "bad_words": bad}
         new = pair(slot, [5, 6], [slot], **params)
         for request in (new.known, new.behind):
-            request.guide = Guide.of(request.params, vocab_size=vocab, eos_token_ids=EOS, matcher=None)
+            request.guide = Guide.of(
+                request.params, vocab_size=vocab, eos_token_ids=EOS, matcher=None
+            )
         ours.admit(slot, new.behind)
         pairs.append(new)
     rows = [p.slot for p in pairs]
@@ -188,7 +211,9 @@ def test_masked_rows_equal_the_cpus(device):
         masks = masks_of([p.known for p in pairs], vocab)
         assert masks is not None
         assert masks.rows == [1, 2, 3, 5]
-        tokens, _ = ours.launch(logits.to(device), on(device, rows), plan, ours.mask(masks, slots)).wait()
+        tokens, _ = ours.launch(
+            logits.to(device), on(device, rows), plan, ours.mask(masks, slots)
+        ).wait()
         expected, _ = theirs.sample(logits.clone(), [p.known for p in pairs])
         assert tokens == expected
         for p, token in zip(pairs, tokens, strict=True):
@@ -200,11 +225,15 @@ def test_masked_rows_equal_the_cpus(device):
 def test_a_slot_forgets_its_last_request(device):
     vocab = 1100
     ours = make_sampler(1, vocab, device)
-    first = pair(0, [40] * 5, [41], repetition_penalty=50.0, logit_bias=((42, 90.0),), min_tokens=3).behind
+    first = pair(
+        0, [40] * 5, [41], repetition_penalty=50.0, logit_bias=((42, 90.0),), min_tokens=3
+    ).behind
     ours.admit(0, first)
     logits = torch.zeros(1, vocab)
     logits[0, 3], logits[0, 40], logits[0, 41] = 3.0, 2.0, 1.0
-    assert ours.launch(logits.to(device), on(device, [0]), ours.prepare([0], [first])).wait()[0] == [42]
+    assert ours.launch(logits.to(device), on(device, [0]), ours.prepare([0], [first])).wait()[
+        0
+    ] == [42]
     second = pair(0, [1], presence_penalty=1.5).behind
     ours.admit(0, second)
     plan = ours.prepare([0], [second])
@@ -239,7 +268,13 @@ def test_the_longest_lists_are_searched(device):
 
 def test_a_plan_says_what_its_rows_need(device):
     ours = make_sampler(5, 1100, device)
-    kinds = [{}, {"temperature": 1.0, "top_p": 0.5}, {"top_p": 0.5}, {"min_tokens": 1}, {"logprobs": 2}]
+    kinds = [
+        {},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"top_p": 0.5},
+        {"min_tokens": 1},
+        {"logprobs": 2},
+    ]
     requests = [pair(slot, [1], **kind).behind for slot, kind in enumerate(kinds)]
     for slot, request in enumerate(requests):
         ours.admit(slot, request)
@@ -277,8 +312,12 @@ def test_the_same_request_draws_the_same_tokens_in_any_row_and_batch(device):
         plan = ours.prepare(rows, [p.behind for p in pairs])
         for step in range(3):
             logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(50)) * 2
-            logits[rows.index(slot)] = torch.randn(vocab, generator=torch.Generator().manual_seed(step)) * 2
-            tokens.append(ours.launch(logits.to(device), on(device, rows), plan).wait()[0][rows.index(slot)])
+            logits[rows.index(slot)] = (
+                torch.randn(vocab, generator=torch.Generator().manual_seed(step)) * 2
+            )
+            tokens.append(
+                ours.launch(logits.to(device), on(device, rows), plan).wait()[0][rows.index(slot)]
+            )
         return tokens
 
     assert run(5, 4) == run(4, 3) == run(0, 0)
@@ -292,12 +331,17 @@ def test_every_variant_is_compiled_and_padding_leaves_the_slots_alone(device):
 
 @pytest.mark.gpu
 def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
-    """100 requests of every kind for 8 steps, bf16. The CPU may draw a neighbour where a sum is rounded otherwise."""
+    """100 requests of every kind for 8 steps, bf16. The CPU may draw a neighbour where a sum is
+    rounded otherwise.
+    """
     rng, generator = random.Random(7), torch.Generator().manual_seed(7)
     vocab, slots, steps = VOCAB, 100, 8
     ours, theirs = make_sampler(256, vocab, device), Sampler(EOS)
     likely = rng.sample(range(vocab), 60)
-    pairs = [pair(s, rng.choices(likely, k=30), **everything(rng, vocab)) for s in rng.sample(range(256), slots)]
+    pairs = [
+        pair(s, rng.choices(likely, k=30), **everything(rng, vocab))
+        for s in rng.sample(range(256), slots)
+    ]
     for p in pairs:
         ours.admit(p.slot, p.behind)
     rows = [p.slot for p in pairs]
@@ -308,9 +352,15 @@ def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
         plan = ours.prepare(rows, [p.behind for p in pairs])
         tokens, _logprobs = ours.launch(logits.to(device), on(device, rows), plan).wait()
         adjusted = logits.float()
-        expected, _theirs = theirs.sample(adjusted, [p.known for p in pairs])  # adjusts them in place
+        expected, _theirs = theirs.sample(
+            adjusted, [p.known for p in pairs]
+        )  # adjusts them in place
         for row in [row for row in range(slots) if tokens[row] != expected[row]]:
-            check_tokens(torch.tensor(tokens[row : row + 1]), adjusted[row : row + 1], [drawn_with(pairs[row].known)])
+            check_tokens(
+                torch.tensor(tokens[row : row + 1]),
+                adjusted[row : row + 1],
+                [drawn_with(pairs[row].known)],
+            )
             different += 1
         for p, token in zip(pairs, tokens, strict=True):
             p.append(token)
@@ -318,7 +368,9 @@ def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extra", [{}, {"top_k": 50, "top_p": 0.95}, {"presence_penalty": 0.5, "min_tokens": 3}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"top_k": 50, "top_p": 0.95}, {"presence_penalty": 0.5, "min_tokens": 3}]
+)
 def test_launches_wait_for_nothing_and_can_be_captured(extra, device):
     """A captured draw continues where eager ones have left the slots, and follows later admissions."""
     vocab, rows = VOCAB, 33
@@ -349,13 +401,19 @@ def test_launches_wait_for_nothing_and_can_be_captured(extra, device):
                 sampler.prepare([], [])
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 40, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 40, "top_p": 0.9}]
+)
 def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, device):
     """Two requests with proposals and one without; then all go on in their own slots."""
     vocab, slots = 1200, 6
-    ours = GpuSampler(max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device, spare_slots=slots)
+    ours = GpuSampler(
+        max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device, spare_slots=slots
+    )
     theirs = Sampler(EOS)
-    requests = [pair(slot, [2, 3, slot], [4] * slot, logprobs=2, **params).known for slot in range(3)]
+    requests = [
+        pair(slot, [2, 3, slot], [4] * slot, logprobs=2, **params).known for slot in range(3)
+    ]
     for slot, request in enumerate(requests):
         assert ours.draws_ahead(request.params, request.output_tokens)
         ours.admit(slot, request)
@@ -366,7 +424,9 @@ def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, devi
         for (slot, request, _), state in zip(rows, states, strict=True):
             if slot >= slots or request is not requests[1]:
                 ours.set(slot, request.params, state.output_tokens, state.token_ids[-1])
-        logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(len(rows))) * 3
+        logits = (
+            torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(len(rows))) * 3
+        )
         places = [slot for slot, _, _ in rows]
         plan = ours.prepare(places, [request for _, request, _ in rows])
         tokens, logprobs = ours.launch(logits.to(device), on(device, places), plan).wait()
@@ -377,7 +437,14 @@ def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, devi
         return tokens
 
     first, second, third = requests
-    rows = [(6, first, []), (7, first, [5]), (8, first, [5, 6]), (1, second, []), (10, third, []), (11, third, [9])]
+    rows = [
+        (6, first, []),
+        (7, first, [5]),
+        (8, first, [5, 6]),
+        (1, second, []),
+        (10, third, []),
+        (11, third, [9]),
+    ]
     tokens = sample(rows)
     for request, token in ((first, tokens[0]), (second, tokens[3]), (third, tokens[4])):
         request.token_ids.append(token)
@@ -386,7 +453,11 @@ def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, devi
 
 def test_who_adjusts_logits_does_not_draw_ahead(device):
     ours = make_sampler(1, 1100, device)
-    for params in ({"logit_bias": ((5, 1.0),)}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.2}):
+    for params in (
+        {"logit_bias": ((5, 1.0),)},
+        {"presence_penalty": 0.1},
+        {"repetition_penalty": 1.2},
+    ):
         assert not ours.draws_ahead(pair(0, [1], **params).known.params, 0)
     minimum = pair(0, [1], min_tokens=3).known.params
     assert [ours.draws_ahead(minimum, outputs) for outputs in (0, 2, 3)] == [False, False, True]

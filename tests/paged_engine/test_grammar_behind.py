@@ -1,4 +1,6 @@
-"""Constraints of what follows free text: reasoning comes first, and only the answer is held to its form."""
+"""Constraints of what follows free text: reasoning comes first, and only the answer is held to its
+form.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from wire.sampling import Constraint
 EOS, OPEN, CLOSE = 2, 256, 257
 BYTES = [b"<end>" if token == EOS else bytes([token]) for token in range(256)]
 TOKENS = [*BYTES, b"<think>", b"</think>"]
-JSON = Constraint("json", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+JSON = Constraint(
+    "json",
+    json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+)
 KINDS = [
     (JSON, '{"a": 1}'),
     (Constraint("regex", "[ab]+"), "ab"),
@@ -37,7 +42,9 @@ def tokens(text: str) -> list[int]:
     found: list[int] = []
     while text:
         marker = next((m for m in ("<think>", "</think>") if text.startswith(m)), None)
-        found += list(text[0].encode()) if marker is None else [OPEN if marker == "<think>" else CLOSE]
+        found += (
+            list(text[0].encode()) if marker is None else [OPEN if marker == "<think>" else CLOSE]
+        )
         text = text[len(marker or "x") :]
     return found
 
@@ -49,7 +56,9 @@ def accepted(grammars: Grammars, constraint: Constraint, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("constraint", "content"), KINDS)
-def test_the_answer_behind_reasoning_keeps_to_it(grammars: Grammars, constraint: Constraint, content: str) -> None:
+def test_the_answer_behind_reasoning_keeps_to_it(
+    grammars: Grammars, constraint: Constraint, content: str
+) -> None:
     behind = msgspec.structs.replace(constraint, behind="</think>")
     for thought in ("", "hm\n", 'é {"a": 2} < no '):
         for blanks in ("", "\n\n"):
@@ -62,7 +71,9 @@ def test_the_answer_behind_reasoning_keeps_to_it(grammars: Grammars, constraint:
 
 
 @pytest.mark.parametrize(("constraint", "content"), KINDS)
-def test_reasoning_that_may_come_first(grammars: Grammars, constraint: Constraint, content: str) -> None:
+def test_reasoning_that_may_come_first(
+    grammars: Grammars, constraint: Constraint, content: str
+) -> None:
     maybe = msgspec.structs.replace(constraint, behind="</think>", opener="<think>")
     assert accepted(grammars, maybe, content)
     assert accepted(grammars, maybe, f"<think>\nhm\n</think>\n\n{content}")
@@ -75,7 +86,9 @@ def test_markers_of_several_special_tokens_and_words() -> None:
     markers = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
     ids = {text: 256 + at for at, text in enumerate(markers)}
     grammars = Grammars(
-        [*BYTES, *(text.encode() for text in markers)], special_ids=[EOS, *ids.values()], eos_token_ids=[EOS]
+        [*BYTES, *(text.encode() for text in markers)],
+        special_ids=[EOS, *ids.values()],
+        eos_token_ids=[EOS],
     )
     final = "<|end|><|start|>assistant<|channel|>final<|message|>"
     harmony = msgspec.structs.replace(JSON, behind=final, opener="<|channel|>analysis<|message|>")
@@ -86,9 +99,15 @@ def test_markers_of_several_special_tokens_and_words() -> None:
         ('<|channel|>analysis<|message|>hm<|end|>{"a": 1}', False),
     ):
         found = [piece for piece in re.split("(<[|][a-z]+[|]>)", text) if piece]
-        tokens = [token for piece in found for token in ([ids[piece]] if piece in ids else list(piece.encode()))]
+        tokens = [
+            token
+            for piece in found
+            for token in ([ids[piece]] if piece in ids else list(piece.encode()))
+        ]
         matcher = grammars.matcher(harmony)
-        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) is fits
+        assert (
+            matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        ) is fits
 
 
 def test_a_bad_grammar_is_told_as_it_is_without_reasoning(grammars: Grammars) -> None:

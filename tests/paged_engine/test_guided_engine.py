@@ -1,4 +1,6 @@
-"""Constraints on answers of a model with random weights: whatever it draws parses, matches, and ends."""
+"""Constraints on answers of a model with random weights: whatever it draws parses, matches, and
+ends.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ SCHEMA = {
         "state": {"enum": ["an", "aus", "ünbekannt", 7, None]},
         "place": {
             "type": "object",
-            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 99}, "y": {"type": "boolean"}},
+            "properties": {
+                "x": {"type": "integer", "minimum": -9, "maximum": 99},
+                "y": {"type": "boolean"},
+            },
             "required": ["x", "y"],
             "additionalProperties": False,
         },
@@ -84,10 +89,16 @@ def guide_of(grammars: Grammars, constraint: Constraint) -> Request:
 
 
 def guided(
-    engine: Engine, grammars: Grammars, name: str = "r", generated: list[int] | None = None, **params
+    engine: Engine,
+    grammars: Grammars,
+    name: str = "r",
+    generated: list[int] | None = None,
+    **params,
 ) -> Request:
     own = SamplingParams(**({"max_tokens": 200, "seed": 3} | params)).check(VOCAB)
-    request = Request.of(Submit(name, prompt(9, seed=len(name)), own, generated=generated or []), 0.0)
+    request = Request.of(
+        Submit(name, prompt(9, seed=len(name)), own, generated=generated or []), 0.0
+    )
     request.guide = engine.guide(own, grammars.matcher(own.constraint) if own.constraint else None)
     engine.scheduler.add(request)
     return request
@@ -111,7 +122,12 @@ def check_schema(value: dict) -> None:
 
 LARK = 'start: word ("," word)*\nword: /[a-c]{1,3}/'
 GBNF = 'root ::= "<" [0-9] [0-9]? ">"'
-TAGS = json.dumps({"structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}, "end": ">"}], "triggers": ["<f"]})
+TAGS = json.dumps(
+    {
+        "structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}, "end": ">"}],
+        "triggers": ["<f"],
+    }
+)
 KINDS = [
     (JSON, lambda answer: check_schema(json.loads(answer)) is None),
     (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda a: json.loads(a) in ("é", {"a": [1]}, "x y")),
@@ -123,13 +139,23 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("constraint", "holds"), KINDS, ids=lambda value: getattr(value, "kind", ""))
+@pytest.mark.parametrize(
+    ("constraint", "holds"), KINDS, ids=lambda value: getattr(value, "kind", "")
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, engine, grammars):
     # Without a bias to its end a random model goes on as long as it may.
     bias = ((EOS, 30.0), (ord('"'), 5.0), (ord("/"), 20.0))
     requests = [
-        guided(engine, grammars, f"r{seed}", constraint=constraint, temperature=temperature, seed=seed, logit_bias=bias)
+        guided(
+            engine,
+            grammars,
+            f"r{seed}",
+            constraint=constraint,
+            temperature=temperature,
+            seed=seed,
+            logit_bias=bias,
+        )
         for seed in range(4)
     ]
     drain(engine)
@@ -140,9 +166,13 @@ def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, e
 
 def test_free_text_holds_its_tags(engine, grammars):
     constraint = Constraint("tags", TAGS)
-    likely = {"logit_bias": ((ord("<"), 20.0), (ord("f"), 20.0)), "bad_words": ((ord("<"), ord("<")),)}
+    likely = {
+        "logit_bias": ((ord("<"), 20.0), (ord("f"), 20.0)),
+        "bad_words": ((ord("<"), ord("<")),),
+    }
     requests = [
-        guided(engine, grammars, f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely) for s in range(4)
+        guided(engine, grammars, f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely)
+        for s in range(4)
     ]
     drain(engine)
     raw = [b"".join(TOKENS[t] for t in output(r)) for r in requests]
@@ -171,9 +201,16 @@ def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, grammars):
 
 
 def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
-    """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if nothing had happened."""
+    """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if
+    nothing had happened.
+    """
     bad = ((ord("a"), ord("b")), (ord("u"),))
-    params = {"constraint": JSON, "bad_words": bad, "seed": 11, "logit_bias": ((ord('"'), 4.0), (EOS, 9.0))}
+    params = {
+        "constraint": JSON,
+        "bad_words": bad,
+        "seed": 11,
+        "logit_bias": ((ord('"'), 4.0), (EOS, 9.0)),
+    }
     whole = guided(engine, grammars, "whole", **params)
     drain(engine)
     tokens = output(whole)
@@ -186,7 +223,9 @@ def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
 
 
 class OneStepAhead:
-    """The CPU's runner as a GPU's: a step is planned and launched while nobody knows the tokens of the one before."""
+    """The CPU's runner as a GPU's: a step is planned and launched while nobody knows the tokens of
+    the one before.
+    """
 
     runs_ahead = True
 
@@ -227,36 +266,64 @@ def test_one_step_ahead_of_the_host_the_tokens_are_the_same(folder, grammars):
         requests = [
             guided(engine, grammars, "a", constraint=JSON, logit_bias=quotes),
             guided(engine, grammars, "bb", **plain),
-            guided(engine, grammars, "ccc", constraint=Constraint("regex", "ab|ac"), ignore_eos=True),
-            guided(engine, grammars, "dddd", bad_words=((ord("a"),), (ord("b"), ord("c"))), **plain),
-            guided(engine, grammars, "eeeee", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),)),
+            guided(
+                engine, grammars, "ccc", constraint=Constraint("regex", "ab|ac"), ignore_eos=True
+            ),
+            guided(
+                engine, grammars, "dddd", bad_words=((ord("a"),), (ord("b"), ord("c"))), **plain
+            ),
+            guided(
+                engine,
+                grammars,
+                "eeeee",
+                constraint=Constraint("regex", "ab"),
+                bad_words=((ord("b"),),),
+            ),
         ]
         drain(engine)
         return [(output(request), request.finish) for request in requests]
 
     ours = answers(ahead=True)
     assert ours == answers(ahead=False)
-    assert [finish for _, finish in ours] == [Finish.STOP, Finish.LENGTH, Finish.STOP, Finish.LENGTH, Finish.STOP]
+    assert [finish for _, finish in ours] == [
+        Finish.STOP,
+        Finish.LENGTH,
+        Finish.STOP,
+        Finish.LENGTH,
+        Finish.STOP,
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(batch_invariant, tmp_path, grammars):
+def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
+    batch_invariant, tmp_path, grammars
+):
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
     engine = make(tmp_path, **ON_GPU, batch_invariant=batch_invariant)
     plain = {"max_tokens": 40, "ignore_eos": True}
 
     def regex(name: str, seed: int) -> Request:
         constraint = Constraint("regex", f"[a-f]{{{seed},}}x")
-        return guided(engine, grammars, name, constraint=constraint, seed=seed, logit_bias=((ord("x"), 9.0),))
+        return guided(
+            engine, grammars, name, constraint=constraint, seed=seed, logit_bias=((ord("x"), 9.0),)
+        )
 
     alone = [guided(engine, grammars, "plain", **plain)]
     drain(engine)
     alone.append(regex("xx", 9))
     drain(engine)
-    crowd = [guided(engine, grammars, "plain", **plain), regex("xx", 9), *(regex(f"r{n}", n) for n in range(1, 5))]
-    single = guided(engine, grammars, "only", constraint=Constraint("choice", '["yes"]'), top_k=3, top_p=0.9)
-    ending = guided(engine, grammars, "none", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),))
+    crowd = [
+        guided(engine, grammars, "plain", **plain),
+        regex("xx", 9),
+        *(regex(f"r{n}", n) for n in range(1, 5)),
+    ]
+    single = guided(
+        engine, grammars, "only", constraint=Constraint("choice", '["yes"]'), top_k=3, top_p=0.9
+    )
+    ending = guided(
+        engine, grammars, "none", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),)
+    )
     drain(engine)
     for request, least in zip(crowd[1:], (9, 1, 2, 3, 4), strict=True):
         assert re.fullmatch(f"[a-f]{{{least},}}x", text(request))
@@ -271,7 +338,13 @@ def test_a_preempted_answer_is_the_same(folder, grammars):
     def answers(**options) -> list[list[int]]:
         engine = make(folder, **options)
         requests = [
-            guided(engine, grammars, f"{'r' * (i + 1)}", constraint=Constraint("regex", "([a-z]{7} ){9}!"), seed=i)
+            guided(
+                engine,
+                grammars,
+                f"{'r' * (i + 1)}",
+                constraint=Constraint("regex", "([a-z]{7} ){9}!"),
+                seed=i,
+            )
             for i in range(4)
         ]
         drain(engine)
@@ -300,7 +373,9 @@ def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars
         free = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
         requests = [
             guided(engine, grammars, "free", **free),
-            guided(engine, grammars, "a", constraint=JSON, logit_bias=((ord('"'), 4.0),), max_tokens=60),
+            guided(
+                engine, grammars, "a", constraint=JSON, logit_bias=((ord('"'), 4.0),), max_tokens=60
+            ),
             guided(engine, grammars, "bb", allowed_token_ids=(70, 71), **free),
         ]
         drain(engine)
@@ -329,7 +404,9 @@ def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
     assert engine.scheduler.forked_blocks == before + 3 * (69 // 16)
     assert all(re.fullmatch("[a-d]{9}!", text(request)) for request in choices)
     assert len({text(request) for request in choices}) > 1
-    assert [text(request) for request in choices] == [text(choice(number, alone=True)) for number in range(4)]
+    assert [text(request) for request in choices] == [
+        text(choice(number, alone=True)) for number in range(4)
+    ]
 
 
 def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
@@ -348,7 +425,14 @@ def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, gramma
     request = guided(engine, grammars, "now", **wants)
     late = guided(engine, grammars, "late", **wants, min_tokens=6)
     never = guided(engine, grammars, "never", **wants, ignore_eos=True, max_tokens=8)
-    forced = guided(engine, grammars, "forced", constraint=Constraint("regex", "ab"), ignore_eos=True, min_tokens=9)
+    forced = guided(
+        engine,
+        grammars,
+        "forced",
+        constraint=Constraint("regex", "ab"),
+        ignore_eos=True,
+        min_tokens=9,
+    )
     drain(engine)
     assert [len(text(r)) for r in (request, late, never, forced)] == [3, 6, 8, 2]
     assert [r.finish for r in (request, late, never, forced)] == [
@@ -359,7 +443,9 @@ def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, gramma
 
 def test_an_answer_ends_when_no_token_is_left(engine, grammars):
     """The grammar wants a b, which is forbidden: neither a b nor anything else is said."""
-    nothing = guided(engine, grammars, constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),), logprobs=1)
+    nothing = guided(
+        engine, grammars, constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),), logprobs=1
+    )
     drain(engine)
     assert (text(nothing), nothing.finish) == ("a", Finish.STOP)
     assert len(nothing.new_logprobs) == 1
@@ -370,7 +456,9 @@ def test_an_answer_ends_when_no_token_is_left(engine, grammars):
 
 def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, grammars):
     other = guided(engine, grammars, "other", max_tokens=5, ignore_eos=True)
-    wrong = guided(engine, grammars, "wrong", generated=[ord("z")], constraint=Constraint("regex", "ab"))
+    wrong = guided(
+        engine, grammars, "wrong", generated=[ord("z")], constraint=Constraint("regex", "ab")
+    )
     drain(engine)
     assert (other.finish, len(output(other))) == (Finish.LENGTH, 5)
     assert wrong.finish is Finish.ERROR
@@ -473,7 +561,11 @@ def test_only_allowed_tokens_come(engine, grammars):
     allowed = (5, 31, 32, 63, 64, 255)
     request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
     both = guided(
-        engine, grammars, "both", allowed_token_ids=(*b"xyz", EOS), constraint=Constraint("regex", "[w-y]{5}z")
+        engine,
+        grammars,
+        "both",
+        allowed_token_ids=(*b"xyz", EOS),
+        constraint=Constraint("regex", "[w-y]{5}z"),
     )
     drain(engine)
     assert set(output(request)) == set(allowed)
@@ -535,7 +627,9 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, gr
 
 
 def optional(count: int, **more) -> Constraint:
-    return Constraint("json", json.dumps({"properties": {f"field_{i}": more for i in range(count)}}))
+    return Constraint(
+        "json", json.dumps({"properties": {f"field_{i}": more for i in range(count)}})
+    )
 
 
 @pytest.mark.model
@@ -547,10 +641,15 @@ def optional(count: int, **more) -> Constraint:
         Constraint("json", "{}", behind="</think>", opener="<think>"),
         pytest.param(optional(100, type="string"), id="100 properties"),
         pytest.param(optional(1000, type="string"), id="1000 properties"),
-        pytest.param(Constraint("json", json.dumps({"enum": [f"value {i}" for i in range(3000)]})), id="enum"),
-        pytest.param(Constraint("choice", json.dumps([f"choice {i}" for i in range(3000)])), id="choices"),
         pytest.param(
-            Constraint("grammar", "start: (" + " | ".join(f'"key{i}"' for i in range(300)) + ")+"), id="keywords"
+            Constraint("json", json.dumps({"enum": [f"value {i}" for i in range(3000)]})), id="enum"
+        ),
+        pytest.param(
+            Constraint("choice", json.dumps([f"choice {i}" for i in range(3000)])), id="choices"
+        ),
+        pytest.param(
+            Constraint("grammar", "start: (" + " | ".join(f'"key{i}"' for i in range(300)) + ")+"),
+            id="keywords",
         ),
         Constraint("grammar", 'root ::= sum\nsum ::= sum "+" sum | "(" sum ")" | [0-9]+\n'),
         Constraint("grammar", 'root ::= word (" " word)*\nword ::= [a-zA-Z] [a-z]*\n'),
@@ -565,7 +664,10 @@ def left_recursive(rules: int, first: str = "s") -> Constraint:
     """Each rule may begin with each other one, and ends at every letter."""
     names = [f"r{i}" for i in range(rules)]
     lines = [f"{name}: s X | {names[i - 1]} X" for i, name in enumerate(names)]
-    return Constraint("grammar", "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *lines, "X: /[ab]/"]))
+    return Constraint(
+        "grammar",
+        "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *lines, "X: /[ab]/"]),
+    )
 
 
 @pytest.mark.model
@@ -600,16 +702,22 @@ def test_a_clients_rules_have_smaller_limits_also_behind_a_text(grammars):
 
 
 def test_what_a_client_cannot_do_is_not_told():
-    hint = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x"
+    hint = (
+        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x"
+    )
     refused = _refused(Constraint("regex", "a?"), hint)
-    assert refused.message.endswith("cannot be followed: lexer precomputation failed; make it simpler")
+    assert refused.message.endswith(
+        "cannot be followed: lexer precomputation failed; make it simpler"
+    )
 
 
 def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):
     compiled: list[str] = []
     compile_ = Grammars._compile
     monkeypatch.setattr(
-        Grammars, "_compile", lambda self, constraint: compiled.append(constraint.text) or compile_(self, constraint)
+        Grammars,
+        "_compile",
+        lambda self, constraint: compiled.append(constraint.text) or compile_(self, constraint),
     )
     small = Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
     for text in ("first", "first", *(f"x{i}" for i in range(200)), "x199", "first"):
@@ -632,14 +740,18 @@ def test_the_same_constraint_as_lark_allows_the_same_tokens(grammars, constraint
     for _ in range(8):
         allowed = matcher.compute_bitmask()
         assert lark.compute_bitmask() == allowed
-        token = next((i for i in range(len(TOKENS)) if i != EOS and allowed[i // 8] >> (i % 8) & 1), None)
+        token = next(
+            (i for i in range(len(TOKENS)) if i != EOS and allowed[i // 8] >> (i % 8) & 1), None
+        )
         if token is None:
             break
         assert matcher.consume_token(token)
         assert lark.consume_token(token)
 
 
-@pytest.mark.parametrize("line", ["\n" * 32_000, " " * 32_000, "a" * 32_000, "\n \t" * 10_000, "%" * 32_000])
+@pytest.mark.parametrize(
+    "line", ["\n" * 32_000, " " * 32_000, "a" * 32_000, "\n \t" * 10_000, "%" * 32_000]
+)
 def test_a_users_grammar_is_read_in_linear_time(grammars, line):
     began = time.process_time()
     with contextlib.suppress(RequestError):
@@ -648,5 +760,7 @@ def test_a_users_grammar_is_read_in_linear_time(grammars, line):
 
 
 def test_the_wire_carries_a_constraint():
-    params = SamplingParams(9, seed=0, constraint=JSON, allowed_token_ids=(1, 2), bad_words=((1,), (2, 3)))
+    params = SamplingParams(
+        9, seed=0, constraint=JSON, allowed_token_ids=(1, 2), bad_words=((1,), (2, 3))
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

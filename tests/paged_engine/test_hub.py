@@ -1,4 +1,6 @@
-"""Models from the Hub: what is downloaded, what is not, what breaks, and what each error says. Over real HTTP."""
+"""Models from the Hub: what is downloaded, what is not, what breaks, and what each error says. Over
+real HTTP.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "chat_template.jinja": b"hello",
         "generation_config.json": b'{"eos_token_id": 2}',
     }
-    never = dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "README.md"), b"x")
+    never = dict.fromkeys(
+        ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "README.md"), b"x"
+    )
     return files | beside | never
 
 
@@ -54,7 +58,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def sharded(tiny: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The same model in shards."""
     folder = tmp_path_factory.mktemp("sharded")
-    make_tiny("Qwen3ForCausalLM", folder / "whole").save_pretrained(folder / "shards", max_shard_size="150KB")
+    make_tiny("Qwen3ForCausalLM", folder / "whole").save_pretrained(
+        folder / "shards", max_shard_size="150KB"
+    )
     shards = {file.name: file.read_bytes() for file in (folder / "shards").iterdir()}
     return {name: content for name, content in tiny.items() if name != "model.safetensors"} | shards
 
@@ -79,8 +85,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 
 def environment(hub: FakeHub, home: Path) -> dict[str, str]:
     """The same Hub for another process."""
-    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-    return {**os.environ, **here, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    here = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+    return {
+        **os.environ,
+        **here,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+    }
 
 
 RESOLVE = (
@@ -121,7 +136,9 @@ def test_a_model_is_downloaded_and_can_be_read(hub: FakeHub, tiny: dict[str, byt
     assert len(list(read_tensors(str(folder), config))) > 20
 
 
-def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(hub: FakeHub, sharded: dict[str, bytes]) -> None:
+def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(
+    hub: FakeHub, sharded: dict[str, bytes]
+) -> None:
     other = {"model-00001-of-00099.safetensors": b"of another index"}
     hub.repositories["org/sharded"] = Repository(sharded | other)
     folder = resolve("org/sharded")
@@ -131,7 +148,9 @@ def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(hub: FakeHub,
     assert len(list(read_tensors(str(folder), read_model_config(str(folder))))) > 20
 
 
-def test_without_weights_only_config_and_tokenizer_are_downloaded(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+def test_without_weights_only_config_and_tokenizer_are_downloaded(
+    hub: FakeHub, tiny: dict[str, bytes]
+) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
     folder = resolve("org/tiny", load_format="dummy")
     assert not any(name.endswith(".safetensors") for name in hub.downloaded())
@@ -141,20 +160,29 @@ def test_without_weights_only_config_and_tokenizer_are_downloaded(hub: FakeHub, 
 
 
 def test_one_gguf_file_is_downloaded_alone(hub: FakeHub) -> None:
-    files = {"a.Q4_K_M.gguf": b"GGUF four", "sub/b.Q8_0.gguf": b"GGUF eight", "model.safetensors": b"x"}
+    files = {
+        "a.Q4_K_M.gguf": b"GGUF four",
+        "sub/b.Q8_0.gguf": b"GGUF eight",
+        "model.safetensors": b"x",
+    }
     hub.repositories["org/tiny-GGUF"] = Repository(files, {"v2": {"a.Q4_K_M.gguf": b"GGUF new"}})
     path = resolve("org/tiny-GGUF/a.Q4_K_M.gguf")
     assert (path.name, path.suffix, path.read_bytes()) == ("a.Q4_K_M.gguf", ".gguf", b"GGUF four")
     assert resolve("org/tiny-GGUF/sub/b.Q8_0.gguf").read_bytes() == b"GGUF eight"
     assert resolve("org/tiny-GGUF/a.Q4_K_M.gguf@v2").read_bytes() == b"GGUF new"
     assert len(hub.downloaded()) == 3
-    assert "holds no c.gguf; it holds GGUF files, for example --model org/tiny-GGUF/a.Q4" in refused(
-        "org/tiny-GGUF/c.gguf"
+    assert (
+        "holds no c.gguf; it holds GGUF files, for example --model org/tiny-GGUF/a.Q4"
+        in refused("org/tiny-GGUF/c.gguf")
     )
 
 
-def test_a_revision_stands_behind_the_id_or_in_its_own_setting(hub: FakeHub, tiny: dict[str, bytes]) -> None:
-    hub.repositories["org/tiny"] = Repository(tiny, {"v2": tiny | {"tokenizer.json": b'{"v": 2}'}, "pr/1": tiny})
+def test_a_revision_stands_behind_the_id_or_in_its_own_setting(
+    hub: FakeHub, tiny: dict[str, bytes]
+) -> None:
+    hub.repositories["org/tiny"] = Repository(
+        tiny, {"v2": tiny | {"tokenizer.json": b'{"v": 2}'}, "pr/1": tiny}
+    )
     main, second = resolve("org/tiny"), resolve("org/tiny@v2")
     assert main != second
     assert (second / "tokenizer.json").read_bytes() == b'{"v": 2}'
@@ -170,8 +198,9 @@ def test_a_token_is_sent_from_the_argument_or_from_the_environment(
     hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repositories["org/private"] = Repository(tiny, token="secret")
-    assert "no folder 'org/private' here and no such model on the Hub; if it is private, give a token" in refused(
-        "org/private"
+    assert (
+        "no folder 'org/private' here and no such model on the Hub; if it is private, give a token"
+        in refused("org/private")
     )
     assert resolve("org/private", hf_token="secret").exists()
     shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
@@ -192,18 +221,30 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
     assert resolve("org/tiny") == Path("org/tiny")
     assert resolve(str(tmp_path)) == tmp_path
     assert resolve("~/org/tiny") == tmp_path / "org" / "tiny"
-    for missing in ("./org/other", "org/tiny/sub", "/nowhere", "name", "~/x", "org/tiny/x.bin", "../org", ".org/x"):
+    for missing in (
+        "./org/other",
+        "org/tiny/sub",
+        "/nowhere",
+        "name",
+        "~/x",
+        "org/tiny/x.bin",
+        "../org",
+        ".org/x",
+    ):
         assert refused(missing).startswith(f"model {missing!r} does not exist; pass a folder")
     assert hub.asked == []
 
 
 def test_a_path_costs_no_import() -> None:
     code = (
-        "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
+        "import sys; from paged_engine.hub import resolve_model; from wire.config import "
+        "EngineConfig; "
         "resolve_model(EngineConfig('.'), id); "
         "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60
+    )
 
 
 def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
@@ -248,17 +289,23 @@ def test_a_branch_that_has_moved_is_downloaded_anew(hub: FakeHub, tiny: dict[str
 def test_a_broken_connection_is_taken_up_where_it_broke(
     hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library writes in pieces of 10 MiB; smaller ones here, so that a small file breaks in the middle."""
+    """The library writes in pieces of 10 MiB; smaller ones here, so that a small file breaks in the
+    middle.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.repositories["org/tiny"] = Repository(tiny)
     hub.cut_after["model.safetensors"] = 25_000
     folder = resolve("org/tiny")
-    ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
+    ranges = [
+        span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")
+    ]
     assert ranges == ["", "bytes=20000-"]
     assert (folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
 
 
-def test_after_a_kill_a_download_goes_on_where_it_was(hub: FakeHub, sharded: dict[str, bytes], tmp_path: Path) -> None:
+def test_after_a_kill_a_download_goes_on_where_it_was(
+    hub: FakeHub, sharded: dict[str, bytes], tmp_path: Path
+) -> None:
     hub.repositories["org/tiny"] = Repository(sharded)
     hub.stall = threading.Event()
     shards = {name: content for name, content in sharded.items() if name.startswith("model-0")}
@@ -268,11 +315,17 @@ def test_after_a_kill_a_download_goes_on_where_it_was(hub: FakeHub, sharded: dic
     command = [sys.executable, "-c", small_pieces + RESOLVE, "org/tiny"]
     first = subprocess.Popen(command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL)
     blobs = tmp_path / "hub" / "models--org--tiny" / "blobs"
-    finished = [blobs / sha256(content).hexdigest() for name, content in shards.items() if name != last]
+    finished = [
+        blobs / sha256(content).hexdigest() for name, content in shards.items() if name != last
+    ]
     part = blobs / f"{sha256(shards[last]).hexdigest()}.part"
     try:
         deadline = time.monotonic() + 60
-        while not (all(blob.exists() for blob in finished) and part.exists() and part.stat().st_size > 16_000):
+        while not (
+            all(blob.exists() for blob in finished)
+            and part.exists()
+            and part.stat().st_size > 16_000
+        ):
             assert time.monotonic() < deadline, "the other shards never arrived"
             assert first.poll() is None
             time.sleep(0.02)
@@ -282,7 +335,9 @@ def test_after_a_kill_a_download_goes_on_where_it_was(hub: FakeHub, sharded: dic
         hub.stall.set()
     there = part.stat().st_size
     hub.asked.clear()
-    done = subprocess.run(command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert [asked for asked in hub.asked if asked[0] == "GET"] == [("GET", last, f"bytes={there}-")]
     folder = Path(done.stdout.strip())
@@ -301,14 +356,22 @@ def test_what_is_there_is_checked_before_it_is_used(hub: FakeHub, tiny: dict[str
     )
     part.parent.mkdir(parents=True)
     part.write_bytes(bytes(20_000))
-    assert "what was there of model.safetensors was damaged, and is deleted; start again" in refused("org/tiny")
+    assert (
+        "what was there of model.safetensors was damaged, and is deleted; start again"
+        in refused("org/tiny")
+    )
     assert (resolve("org/tiny") / "model.safetensors").read_bytes() == content
-    ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
+    ranges = [
+        span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")
+    ]
     assert ranges == ["bytes=20000-", ""]
 
 
 def test_only_what_is_left_must_fit_on_the_disk(
-    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: FakeHub,
+    tiny: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
     content = tiny["model.safetensors"]
@@ -320,7 +383,9 @@ def test_only_what_is_left_must_fit_on_the_disk(
     )
     part.parent.mkdir(parents=True)
     part.write_bytes(content[:-200_000])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000)
+    )
     monkeypatch.setattr("paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
     with caplog.at_level("INFO", logger="kvrelay.engine"):
         folder = resolve("org/tiny")
@@ -328,7 +393,9 @@ def test_only_what_is_left_must_fit_on_the_disk(
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == f"org/tiny: downloading 0.2 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
     assert lines[-1] == f"org/tiny is in {folder}"
-    assert set(lines[1:-1]) <= {f"org/tiny: 0.{tenths} MB of 0.2 MB are still to come" for tenths in (0, 1, 2)}
+    assert set(lines[1:-1]) <= {
+        f"org/tiny: 0.{tenths} MB of 0.2 MB are still to come" for tenths in (0, 1, 2)
+    }
 
 
 def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str, bytes]) -> None:
@@ -345,7 +412,9 @@ def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str
     assert "the Hub cannot be reached" in refused("org/tiny")
 
 
-def test_without_network_and_cache_it_says_so(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_and_cache_it_says_so(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "org/tiny is not, or not wholly, in the cache" in refused("org/tiny")
     assert "and the Hub cannot be reached" in refused("org/tiny")
@@ -362,15 +431,22 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
     only_bin = refused_with({"model.safetensors": None, "consolidated.safetensors": None})
     assert "holds no model.safetensors; it holds pickled weights, which are programs" in only_bin
     gguf = refused_with({"config.json": None, "tiny.Q4.gguf": b""})
-    assert "holds no config.json; it holds GGUF files, for example --model org/tiny/tiny.Q4.gguf" in gguf
+    assert (
+        "holds no config.json; it holds GGUF files, for example --model org/tiny/tiny.Q4.gguf"
+        in gguf
+    )
     assert "holds no tokenizer.json" in refused_with({"tokenizer.json": None})
     unknown = json.loads(tiny["config.json"]) | {"architectures": ["OddForCausalLM"]}
     assert "architecture 'OddForCausalLM' is not supported" in refused_with(
         {"config.json": json.dumps(unknown).encode()}
     )
-    assert "not a readable safetensors index" in refused_with({"model.safetensors.index.json": b"{}"})
+    assert "not a readable safetensors index" in refused_with(
+        {"model.safetensors.index.json": b"{}"}
+    )
     bins = json.dumps({"weight_map": {"a": "pytorch_model.bin"}}).encode()
-    assert "files that are no safetensors: pytorch_model.bin" in refused_with({"model.safetensors.index.json": bins})
+    assert "files that are no safetensors: pytorch_model.bin" in refused_with(
+        {"model.safetensors.index.json": bins}
+    )
     lost = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
     assert "holds no model-1.safetensors" in refused_with({"model.safetensors.index.json": lost})
     assert not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in hub.downloaded())
@@ -379,17 +455,33 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
-        ({"tensor_parallel_size": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
-        ({"kv_cache_memory_bytes": 100_000, "max_model_len": 500}, "max_model_len 500 does not fit: the KV pool of"),
+        (
+            {"max_model_len": 1000},
+            "max_model_len 1000 is above the model's own limit of 512; lower it",
+        ),
+        (
+            {"tensor_parallel_size": 3},
+            "4 query heads cannot be shared by 3 ranks; choose a divisor of 4",
+        ),
+        (
+            {"kv_cache_memory_bytes": 100_000, "max_model_len": 500},
+            "max_model_len 500 does not fit: the KV pool of",
+        ),
         ({"kv_cache_memory_bytes": 1000}, "a KV pool of 1000 bytes holds 0 blocks"),
         ({"quantization": "fp8"}, "quantization fp8 need a GPU; leave them out on a CPU"),
         ({"device": "cuda"}, "device cuda was asked for, but torch sees no GPU"),
-        ({"load_format": "gguf"}, "load_format gguf does not fit org/tiny, which holds no GGUF file; leave"),
+        (
+            {"load_format": "gguf"},
+            "load_format gguf does not fit org/tiny, which holds no GGUF file; leave",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_before_its_weights_are_downloaded(
-    hub: FakeHub, tiny: dict[str, bytes], settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub,
+    tiny: dict[str, bytes],
+    settings: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -397,17 +489,23 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_its_weights_are_d
     assert not any(name.endswith(".safetensors") for name in hub.downloaded())
 
 
-def test_a_load_format_that_does_not_fit_the_name_is_refused_before_the_download(hub: FakeHub) -> None:
-    hub.repositories["org/gguf"] = Repository({"a.Q4.gguf": b"GGUF", "b.Q8.gguf": b"GGUF", "config.json": b"{}"})
+def test_a_load_format_that_does_not_fit_the_name_is_refused_before_the_download(
+    hub: FakeHub,
+) -> None:
+    hub.repositories["org/gguf"] = Repository(
+        {"a.Q4.gguf": b"GGUF", "b.Q8.gguf": b"GGUF", "config.json": b"{}"}
+    )
     assert refused("org/gguf/a.Q4.gguf", load_format="safetensors") == (
         "load_format safetensors does not read the GGUF file 'org/gguf/a.Q4.gguf'; gguf and auto do"
     )
     assert refused("org/gguf", load_format="gguf") == (
-        "load_format gguf reads one file, and org/gguf is a repository; name a file of it, for example "
+        "load_format gguf reads one file, and org/gguf is a repository; name a file of it, for "
+        "example "
         "--model org/gguf/a.Q4.gguf"
     )
-    assert "holds no model.safetensors; it holds GGUF files, for example --model org/gguf/a.Q4.gguf" in refused(
-        "org/gguf", load_format="safetensors"
+    assert (
+        "holds no model.safetensors; it holds GGUF files, for example --model org/gguf/a.Q4.gguf"
+        in refused("org/gguf", load_format="safetensors")
     )
     assert not any(name.endswith(".gguf") for name in hub.downloaded())
 
@@ -438,7 +536,9 @@ def on_a_terminal(command: list[str], env: dict[str, str]) -> str:
     """What a command shows on a terminal of its own."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
-    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    process = subprocess.Popen(
+        command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+    )
     os.close(theirs)
     shown = b""
     try:
@@ -455,12 +555,22 @@ def on_a_terminal(command: list[str], env: dict[str, str]) -> str:
 
 def test_a_terminal_shows_a_progress_bar_and_a_log_does_not(hub: FakeHub, tmp_path: Path) -> None:
     hub.repositories["org/gguf"] = Repository({"a.gguf": bytes(3 * MEBIBYTE)})
-    command = [sys.executable, "-c", "import logging; logging.basicConfig(level='INFO'); " + RESOLVE, "org/gguf/a.gguf"]
+    command = [
+        sys.executable,
+        "-c",
+        "import logging; logging.basicConfig(level='INFO'); " + RESOLVE,
+        "org/gguf/a.gguf",
+    ]
     shown = on_a_terminal(command, environment(hub, tmp_path / "first"))
     assert "a.gguf: 100%" in shown
     assert "3.15M/3.15M" in shown
     done = subprocess.run(
-        command, env=environment(hub, tmp_path / "second"), capture_output=True, text=True, timeout=60, check=True
+        command,
+        env=environment(hub, tmp_path / "second"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stderr.splitlines() == [
         f"INFO:kvrelay.engine:org/gguf: downloading 3.1 MB to {tmp_path / 'second' / 'hub'}"

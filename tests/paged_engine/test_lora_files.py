@@ -31,7 +31,10 @@ def read(adapter: Path, base: Path, max_rank: int = 16) -> Adapter:
 
 def rewrite(adapter: Path, **tensors: torch.Tensor) -> None:
     path = adapter / "adapter_model.safetensors"
-    save_file(load_file(path) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, path)
+    save_file(
+        load_file(path) | {name.replace("__", "."): tensor for name, tensor in tensors.items()},
+        path,
+    )
 
 
 def test_matrices_by_our_names_with_the_scale_in_b(base, tmp_path):
@@ -127,7 +130,13 @@ def test_unknown_tensors(base, tmp_path, name, words):
 def test_modules_that_take_no_adapter(base, tmp_path):
     folder = make_adapter(tmp_path / "a", base, seed=1)
     a, b = torch.zeros(4, 64), torch.zeros(256, 4)
-    rewrite(folder, **{"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b})
+    rewrite(
+        folder,
+        **{
+            "base_model.model.lm_head.lora_A.weight": a,
+            "base_model.model.lm_head.lora_B.weight": b,
+        },
+    )
     with pytest.raises(ConfigError, match="lm_head"):
         read(folder, base)
 
@@ -137,7 +146,9 @@ def test_a_mixtures_experts_are_refused_and_its_attention_is_served(tmp_path):
     experts = make_adapter(tmp_path / "e", tmp_path / "base", seed=1, targets=("w1",))
     with pytest.raises(ConfigError, match="experts"):
         read(experts, tmp_path / "base")
-    attention = make_adapter(tmp_path / "a", tmp_path / "base", seed=1, targets=("q_proj", "o_proj"))
+    attention = make_adapter(
+        tmp_path / "a", tmp_path / "base", seed=1, targets=("q_proj", "o_proj")
+    )
     assert len(read(attention, tmp_path / "base").modules) == 6
 
 

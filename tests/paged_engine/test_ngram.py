@@ -10,7 +10,9 @@ from paged_engine.ngram import NgramIndex
 
 
 def searched(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    """The longest n-gram at the end that occurs earlier, at its newest place, and what follows it there."""
+    """The longest n-gram at the end that occurs earlier, at its newest place, and what follows it
+    there.
+    """
     for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for place in range(len(tokens) - 1, n - 1, -1):
             if tokens[place - n : place] == tokens[-n:]:

@@ -1,4 +1,6 @@
-"""Log-probabilities of a prompt's own tokens: transformers' numbers, through chunks, batches, caches and preemption."""
+"""Log-probabilities of a prompt's own tokens: transformers' numbers, through chunks, batches,
+caches and preemption.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def tiny(request, tmp_path_factory) -> tuple[Path, object]:
     return folder, make_tiny(request.param, folder)
 
 
-def check(given: list[TokenLogprobs], model, tokens: list[int], count: int, within: float = 1e-4) -> None:
+def check(
+    given: list[TokenLogprobs], model, tokens: list[int], count: int, within: float = 1e-4
+) -> None:
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     assert [entry.token_id for entry in given] == tokens[1:]
     for entry, row in zip(given, theirs, strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=within)
-        assert list(entry.top_logprobs) == pytest.approx(row.topk(count).values.tolist(), abs=within)
+        assert list(entry.top_logprobs) == pytest.approx(
+            row.topk(count).values.tolist(), abs=within
+        )
         likelier = (row > row[entry.token_id]).sum()
         assert entry.rank == int(likelier) + 1 or within > 1e-3
         assert entry.rank > 0
@@ -57,14 +63,25 @@ def scores(folder: Path, *, alone: bool, **options) -> list[tuple[list[int], lis
     for round_ in range(2):  # the second round would find its prefixes cached
         for i, length in enumerate((40, 90, 128, 33)):
             asked = {"prompt_logprobs": i} if i != 3 else {}
-            requests.append(submit(engine, f"{round_}-{i}", prompt(length, seed=i), logprobs=1, max_tokens=40, **asked))
+            requests.append(
+                submit(
+                    engine,
+                    f"{round_}-{i}",
+                    prompt(length, seed=i),
+                    logprobs=1,
+                    max_tokens=40,
+                    **asked,
+                )
+            )
             if alone:
                 drain(engine)
         drain(engine)
     assert "max_model_len" not in options or engine.scheduler.preemptions > 0
     assert [len(r.prompt_logprobs) for r in requests] == [39, 89, 127, 0] * 2
     if alone:
-        assert [r.cached_tokens for r in requests[4:]] == [0, 0, 0, 32], "who asks for logits computes them"
+        assert [r.cached_tokens for r in requests[4:]] == [0, 0, 0, 32], (
+            "who asks for logits computes them"
+        )
     return [(output(r), r.prompt_logprobs) for r in requests[:4]]
 
 
@@ -72,9 +89,16 @@ def test_do_not_depend_on_batch_cache_or_preemption(tiny):
     folder, _ = tiny
     reference = scores(folder, alone=True)
     assert scores(folder, alone=False) == reference
-    few_blocks = {"kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * 64, "block_size": 16, "max_model_len": 180}
+    few_blocks = {
+        "kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * 64,
+        "block_size": 16,
+        "max_model_len": 180,
+    }
     assert scores(folder, alone=False, **few_blocks) == reference
-    assert scores(folder, alone=False, speculative_config=SpeculativeConfig(3, prompt_lookup_min=1)) == reference
+    assert (
+        scores(folder, alone=False, speculative_config=SpeculativeConfig(3, prompt_lookup_min=1))
+        == reference
+    )
 
 
 def test_others_find_the_blocks_of_a_prompt_that_was_scored(tiny):
@@ -95,8 +119,16 @@ def test_a_gpu_in_bfloat16_is_close(architecture, tmp_path):
     model = make_tiny(architecture, tmp_path, **GPU_SIZES)
     engine = make(tmp_path, **ON_GPU, max_num_batched_tokens=60)
     plain = submit(engine, "plain", prompt(9), max_tokens=30)
-    requests = [submit(engine, f"r{n}", prompt(n, seed=n), prompt_logprobs=n % 5) for n in (2, 33, 150)]
+    requests = [
+        submit(engine, f"r{n}", prompt(n, seed=n), prompt_logprobs=n % 5) for n in (2, 33, 150)
+    ]
     drain(engine)
     assert len(output(plain)) == 30
     for req in requests:
-        check(req.prompt_logprobs, model, req.token_ids[: req.prompt_tokens], req.prompt_tokens % 5, within=0.15)
+        check(
+            req.prompt_logprobs,
+            model,
+            req.token_ids[: req.prompt_tokens],
+            req.prompt_tokens % 5,
+            within=0.15,
+        )

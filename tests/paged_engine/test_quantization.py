@@ -1,4 +1,6 @@
-"""fp8 checkpoints in the layouts of the field: read as they are stored, de-quantized exactly, refused by name."""
+"""fp8 checkpoints in the layouts of the field: read as they are stored, de-quantized exactly,
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from kernels.fp8_reference import dequantize
 from paged_engine.engine import Engine
 from paged_engine.model_config import ModelConfig, Quantization
 from paged_engine.model_files import read_model_config, read_tensors
-from paged_engine.model_tensors import quantized_weights, stored_weights, tensor_shapes, weight_shapes
+from paged_engine.model_tensors import (
+    quantized_weights,
+    stored_weights,
+    tensor_shapes,
+    weight_shapes,
+)
 from paged_engine.quantization import dequantized
 from paged_engine.request import Request
 from wire.config import EngineConfig
@@ -31,7 +38,12 @@ Tensors = dict[str, torch.Tensor]
 
 def compressed(
     strategy: str = "channel",
-    inputs: dict[str, Any] | None = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},  # noqa: B006
+    inputs: dict[str, Any] | None = {  # noqa: B006
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "token",
+        "dynamic": True,
+    },
     **changes: Any,
 ) -> dict[str, Any]:
     """A quantization_config as llm-compressor writes it."""
@@ -47,7 +59,12 @@ def compressed(
         "type": "float",
     }
     weights |= changes.pop("weights", {})
-    group = {"input_activations": inputs, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    group = {
+        "input_activations": inputs,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
     return {
         "config_groups": {"group_0": group},
         "format": "float-quantized",
@@ -64,7 +81,12 @@ STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
 
 def fp8(**changes: Any) -> dict[str, Any]:
     """A quantization_config as AutoFP8 and, with blocks, Qwen write it."""
-    return {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"], **changes}
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+        **changes,
+    }
 
 
 def by_tensor(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
@@ -79,7 +101,9 @@ def by_channel(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
 
 def by_block(suffix: str) -> Callable[[str, torch.Tensor], tuple[torch.Tensor, Tensors]]:
     def store(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        """Blocks of 16 rows and 32 columns, written as loops so that they are not our own code again."""
+        """Blocks of 16 rows and 32 columns, written as loops so that they are not our own code
+        again.
+        """
         scale = torch.empty(-(-weight.shape[0] // 16), -(-weight.shape[1] // 32))
         stored = torch.empty(weight.shape, dtype=FP8)
         for row in range(scale.shape[0]):
@@ -113,9 +137,11 @@ def make_fp8(
     plain: tuple[str, ...] = ("lm_head",),
     **config: Any,
 ) -> Tensors:
-    """Write a tiny fp8 checkpoint; the real values of all its tensors, fp64 where they were quantized.
+    """Write a tiny fp8 checkpoint; the real values of all its tensors, fp64 where they were
+    quantized.
 
-    `more` gives other tensors of a quantized module, `plain` are the modules that are not quantized.
+    `more` gives other tensors of a quantized module, `plain` are the modules that are not
+    quantized.
     """
     make_tiny(architecture, folder, dtype="bfloat16", **config)
     stored: Tensors = {}
@@ -128,9 +154,13 @@ def make_fp8(
             meant[name] = real(weight, extra)
         else:
             stored[name] = meant[name] = tensor.to(torch.bfloat16)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors"
+    )
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {key: quantization, "dtype": "bfloat16"}))
+    (folder / "config.json").write_text(
+        json.dumps(values | {key: quantization, "dtype": "bfloat16"})
+    )
     return meant
 
 
@@ -147,9 +177,15 @@ def kv_scales(module: str) -> Tensors:
     return {name: torch.ones(1) for name in names}
 
 
-# Name: (quantization_config, how weights are stored, other tensors of a module, what is understood of it).
+# Name: (quantization_config, how weights are stored, other tensors of a module, what is understood
+# of it).
 LAYOUTS: dict[str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, int]]]] = {
-    "channel, dynamic": (compressed(), by_channel, lambda module: {}, ("channel", "dynamic", (0, 0))),
+    "channel, dynamic": (
+        compressed(),
+        by_channel,
+        lambda module: {},
+        ("channel", "dynamic", (0, 0)),
+    ),
     "tensor, static": (
         compressed("tensor", STATIC, format="naive-quantized"),
         by_tensor,
@@ -170,14 +206,24 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, in
     ),
     "fp8 of transformers": (
         fp8(weight_block_size=None),
-        lambda name, weight: (by_tensor(name, weight)[0], {f"{name}_scale_inv": (weight.abs().max() / 448)}),
+        lambda name, weight: (
+            by_tensor(name, weight)[0],
+            {f"{name}_scale_inv": (weight.abs().max() / 448)},
+        ),
         input_scales("activation_scale"),
         ("tensor", "static", (0, 0)),
     ),
 }
-DEQUANTIZED_LAYOUTS: dict[str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, int]]]] = {
+DEQUANTIZED_LAYOUTS: dict[
+    str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, int]]]
+] = {
     "blocks of Qwen": (
-        fp8(activation_scheme="dynamic", weight_block_size=[16, 32], modules_to_not_convert=["lm_head"], fmt="e4m3"),
+        fp8(
+            activation_scheme="dynamic",
+            weight_block_size=[16, 32],
+            modules_to_not_convert=["lm_head"],
+            fmt="e4m3",
+        ),
         by_block("_scale_inv"),
         lambda module: {},
         ("block", "dynamic", (16, 32)),
@@ -188,7 +234,12 @@ DEQUANTIZED_LAYOUTS: dict[str, tuple[dict[str, Any], Any, Any, tuple[str, str, t
         lambda module: {},
         ("block", "dynamic", (16, 32)),
     ),
-    "weights only": (compressed(inputs=None), by_channel, lambda module: {}, ("channel", "none", (0, 0))),
+    "weights only": (
+        compressed(inputs=None),
+        by_channel,
+        lambda module: {},
+        ("channel", "none", (0, 0)),
+    ),
 }
 
 
@@ -203,7 +254,11 @@ def test_weights_stay_fp8_with_a_scale_for_each_row(tmp_path: Path, layout: str)
     meant = make_fp8(tmp_path, said, store, more=more, intermediate_size=97)
     config, tensors = read(tmp_path)
     assert config.quantization is not None
-    assert (config.quantization.scales, config.quantization.activations, config.quantization.block) == understood
+    assert (
+        config.quantization.scales,
+        config.quantization.activations,
+        config.quantization.block,
+    ) == understood
     assert config.dtype == "bfloat16"
     assert tensors.keys() == tensor_shapes(config).keys()
     fp8_names = quantized_weights(config)
@@ -211,9 +266,15 @@ def test_weights_stay_fp8_with_a_scale_for_each_row(tmp_path: Path, layout: str)
     for name, tensor in tensors.items():
         if name in fp8_names:
             scale = tensors[f"{name}_scale"]
-            assert (tensor.dtype, scale.dtype, scale.shape) == (FP8, torch.float32, tensor.shape[:1])
+            assert (tensor.dtype, scale.dtype, scale.shape) == (
+                FP8,
+                torch.float32,
+                tensor.shape[:1],
+            )
             assert torch.equal(dequantize(tensor, scale, torch.float32), meant[name].float())
-            assert torch.equal(dequantize(tensor, scale, torch.bfloat16), meant[name].float().bfloat16())
+            assert torch.equal(
+                dequantize(tensor, scale, torch.bfloat16), meant[name].float().bfloat16()
+            )
         elif not name.endswith("_scale"):
             assert torch.equal(tensor, meant[name])
 
@@ -222,10 +283,16 @@ def test_weights_stay_fp8_with_a_scale_for_each_row(tmp_path: Path, layout: str)
 def test_other_fp8_weights_are_plain_ones_once_they_are_read(tmp_path: Path, layout: str) -> None:
     said, store, more, understood = DEQUANTIZED_LAYOUTS[layout]
     # 97 and 90 are no whole blocks.
-    meant = make_fp8(tmp_path, said, store, more=more, intermediate_size=97, head_dim=18, rope_parameters=None)
+    meant = make_fp8(
+        tmp_path, said, store, more=more, intermediate_size=97, head_dim=18, rope_parameters=None
+    )
     config, tensors = read(tmp_path)
     assert config.quantization is not None
-    assert (config.quantization.scales, config.quantization.activations, config.quantization.block) == understood
+    assert (
+        config.quantization.scales,
+        config.quantization.activations,
+        config.quantization.block,
+    ) == understood
     assert tensors.keys() == meant.keys() == tensor_shapes(config).keys()
     for name, tensor in tensors.items():
         assert tensor.dtype == torch.bfloat16
@@ -234,7 +301,9 @@ def test_other_fp8_weights_are_plain_ones_once_they_are_read(tmp_path: Path, lay
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_device_without_fp8_gets_the_same_model_without_it(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+def test_a_device_without_fp8_gets_the_same_model_without_it(
+    tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
     said, store, more, _ = LAYOUTS[layout]
     meant = make_fp8(tmp_path, said, store, more=more)
     config = read_model_config(str(tmp_path))
@@ -243,7 +312,10 @@ def test_a_device_without_fp8_gets_the_same_model_without_it(tmp_path: Path, lay
     found = dict(tensors)
     assert found.keys() == tensor_shapes(plain).keys() == meant.keys()
     for name, tensor in found.items():
-        assert torch.equal(tensor.float(), meant[name].float().to(dtype if "_proj" in name else torch.bfloat16).float())
+        assert torch.equal(
+            tensor.float(),
+            meant[name].float().to(dtype if "_proj" in name else torch.bfloat16).float(),
+        )
 
 
 @pytest.mark.parametrize("layout", ["channel, dynamic", "AutoFP8", "blocks of Qwen"])
@@ -252,11 +324,15 @@ def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layou
     meant = make_fp8(tmp_path / "fp8", said, store, more=more)
     make_tiny("LlamaForCausalLM", tmp_path / "plain")
     rounded = torch.bfloat16 if layout in DEQUANTIZED_LAYOUTS else torch.float32
-    plain = {name: tensor.float().to(rounded).float().contiguous() for name, tensor in meant.items()}
+    plain = {
+        name: tensor.float().to(rounded).float().contiguous() for name, tensor in meant.items()
+    }
     save_file(plain, tmp_path / "plain" / "model.safetensors")
 
     def answer(folder: Path) -> list[int]:
-        engine = Engine(EngineConfig(model=str(folder), device="cpu", kv_cache_memory_bytes=4 << 20, threads=1))
+        engine = Engine(
+            EngineConfig(model=str(folder), device="cpu", kv_cache_memory_bytes=4 << 20, threads=1)
+        )
         sampling = SamplingParams(max_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
         request = Request.of(Submit("r", list(range(3, 90)), sampling), 0.0)
         engine.scheduler.add(request)
@@ -278,14 +354,18 @@ def test_a_model_without_fp8_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_scales_of_fused_projections_can_be_joined(tmp_path: Path) -> None:
     """q, k and v have a scale each; joined rows with joined scales are the joined weights."""
-    meant = make_fp8(tmp_path, compressed("tensor", STATIC), by_tensor, more=input_scales("input_scale"))
+    meant = make_fp8(
+        tmp_path, compressed("tensor", STATIC), by_tensor, more=input_scales("input_scale")
+    )
     _, tensors = read(tmp_path)
     names = [f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"]
     weight = torch.cat([tensors[name] for name in names])
     scale = torch.cat([tensors[f"{name}_scale"] for name in names])
     assert (weight.dtype, weight.shape, scale.shape) == (FP8, (128, 64), (128,))
     assert len(scale.unique()) == 3
-    assert torch.equal(dequantize(weight, scale, torch.float32), torch.cat([meant[name].float() for name in names]))
+    assert torch.equal(
+        dequantize(weight, scale, torch.float32), torch.cat([meant[name].float() for name in names])
+    )
 
 
 def test_scales_in_another_file_than_their_weight_are_found(tmp_path: Path) -> None:
@@ -309,7 +389,9 @@ def test_scales_in_another_file_than_their_weight_are_found(tmp_path: Path) -> N
         ["re:.*lm_head", r"re:model\.layers\.1\.mlp\.down_.*", "model.layers.0.self_attn.o_proj"],
     ],
 )
-def test_modules_may_be_ignored_by_name_or_by_pattern(tmp_path: Path, ignored: list[str], key: str) -> None:
+def test_modules_may_be_ignored_by_name_or_by_pattern(
+    tmp_path: Path, ignored: list[str], key: str
+) -> None:
     plain = ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj")
     meant = make_fp8(tmp_path, compressed(ignore=ignored), by_channel, plain=plain, key=key)
     config, tensors = read(tmp_path)
@@ -319,10 +401,17 @@ def test_modules_may_be_ignored_by_name_or_by_pattern(tmp_path: Path, ignored: l
     assert all(torch.equal(tensor.float(), meant[name].float()) for name, tensor in tensors)
 
 
-def test_scales_of_a_tensor_that_holds_several_projections_are_cut_as_its_rows_are(tmp_path: Path) -> None:
+def test_scales_of_a_tensor_that_holds_several_projections_are_cut_as_its_rows_are(
+    tmp_path: Path,
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    values = {"architectures": ["Phi3ForCausalLM"], **sizes, **heads, "quantization_config": compressed()}
+    values = {
+        "architectures": ["Phi3ForCausalLM"],
+        **sizes,
+        **heads,
+        "quantization_config": compressed(),
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = read_model_config(str(tmp_path), "dummy")
     fused = "model.layers.0.self_attn.qkv_proj.weight_scale"
@@ -346,7 +435,9 @@ def test_an_output_layer_in_fp8_becomes_a_plain_one(tmp_path: Path, layout: str)
 def test_experts_in_fp8_become_plain_ones(tmp_path: Path) -> None:
     said = compressed(ignore=["lm_head", r"re:.*block_sparse_moe\.gate$"])
     routers = tuple(f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(3))
-    meant = make_fp8(tmp_path, said, by_channel, architecture="MixtralForCausalLM", plain=("lm_head", *routers))
+    meant = make_fp8(
+        tmp_path, said, by_channel, architecture="MixtralForCausalLM", plain=("lm_head", *routers)
+    )
     config, tensors = read(tmp_path)
     expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     assert expert in quantized_weights(config)
@@ -356,9 +447,15 @@ def test_experts_in_fp8_become_plain_ones(tmp_path: Path) -> None:
 
 
 def test_names_are_matched_as_a_whole_at_dots() -> None:
-    quantization = Quantization("tensor", "dynamic", ("Linear",), ("mlp.gate", "model.layers.1", "re:.*o_proj"))
+    quantization = Quantization(
+        "tensor", "dynamic", ("Linear",), ("mlp.gate", "model.layers.1", "re:.*o_proj")
+    )
     covered = ["model.layers.10.mlp.up_proj", "model.layers.0.mlp.gate_proj", "lm_head"]
-    ignored = ["model.layers.0.mlp.gate", "model.layers.1.mlp.up_proj", "model.layers.7.self_attn.o_proj"]
+    ignored = [
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.7.self_attn.o_proj",
+    ]
     assert [quantization.covers(name) for name in covered + ignored] == [True] * 3 + [False] * 3
     named = replace(quantization, targets=(r"re:.*up_proj",), ignored=())
     assert [named.covers(name) for name in covered] == [True, False, False]
@@ -377,7 +474,10 @@ def test_several_groups_of_one_kind_are_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, r"quantization_config \(gptq\) is not supported; compressed-tensors"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            r"quantization_config \(gptq\) is not supported; compressed-tensors",
+        ),
         ({"bits": 4}, r"quantization_config \(unknown\) is not supported"),
         ("fp8", "quantization_config must be an object"),
         (compressed(format="pack-quantized"), "pack-quantized float8 weights are not supported"),
@@ -385,7 +485,10 @@ def test_several_groups_of_one_kind_are_one(tmp_path: Path) -> None:
         (compressed(weights={"num_bits": 4}), "float-quantized float4 weights"),
         (compressed("group"), "strategy 'group' is not supported; tensor, channel and block are"),
         (compressed(weights={"symmetric": False}), "only symmetric, static"),
-        (compressed("block", weights={"block_structure": [128]}), r"block_structure must be two sizes, got \[128\]"),
+        (
+            compressed("block", weights={"block_structure": [128]}),
+            r"block_structure must be two sizes, got \[128\]",
+        ),
         (compressed(config_groups={}), "has no config_groups"),
         (
             compressed(
@@ -396,14 +499,22 @@ def test_several_groups_of_one_kind_are_one(tmp_path: Path) -> None:
             ),
             "config_groups that differ",
         ),
-        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config and transform_config"),
-        (compressed(transform_config={"config_groups": {}}), "sparsity_config and transform_config"),
+        (
+            compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config and transform_config",
+        ),
+        (
+            compressed(transform_config={"config_groups": {}}),
+            "sparsity_config and transform_config",
+        ),
         (compressed(ignore="lm_head"), "ignore must be a list of strings"),
         (fp8(activation_scheme="odd"), "activation_scheme 'odd'"),
         (fp8(weight_block_size=[128]), r"weight_block_size must be two sizes, got \[128\]"),
     ],
 )
-def test_what_is_not_fp8_or_of_another_kind_is_refused_by_name(tmp_path: Path, said: Any, message: str) -> None:
+def test_what_is_not_fp8_or_of_another_kind_is_refused_by_name(
+    tmp_path: Path, said: Any, message: str
+) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": said}))
@@ -421,15 +532,34 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(tmp_path: Path
         with pytest.raises(ConfigError, match=message):
             read(tmp_path)
 
-    refused({key: value for key, value in stored.items() if key != f"{name}_scale"}, f"lacks tensor {name}_scale")
-    refused(stored | {"lm_head.weight_scale": torch.ones(1)}, "holds unknown tensor lm_head.weight_scale")
-    refused(stored | {name: stored[name].bfloat16()}, f"{name} is bfloat16, the config says torch.float8_e4m3fn")
-    refused(stored | {name: stored[name].to(torch.float8_e5m2)}, f"{name} is float8_e5m2, the config says")
-    refused(stored | {f"{name}_scale": torch.ones(3)}, rf"{name}_scale is \(3,\), which is no scale per channel")
     refused(
-        stored | {"model.norm.weight": stored["model.norm.weight"].to(FP8)}, "norm.weight is float8_e4m3fn; float32"
+        {key: value for key, value in stored.items() if key != f"{name}_scale"},
+        f"lacks tensor {name}_scale",
     )
-    refused(stored | {name: stored[name][:5].contiguous()}, rf"{name} is \(5, 64\), the config says \(96, 64\)")
+    refused(
+        stored | {"lm_head.weight_scale": torch.ones(1)},
+        "holds unknown tensor lm_head.weight_scale",
+    )
+    refused(
+        stored | {name: stored[name].bfloat16()},
+        f"{name} is bfloat16, the config says torch.float8_e4m3fn",
+    )
+    refused(
+        stored | {name: stored[name].to(torch.float8_e5m2)},
+        f"{name} is float8_e5m2, the config says",
+    )
+    refused(
+        stored | {f"{name}_scale": torch.ones(3)},
+        rf"{name}_scale is \(3,\), which is no scale per channel",
+    )
+    refused(
+        stored | {"model.norm.weight": stored["model.norm.weight"].to(FP8)},
+        "norm.weight is float8_e4m3fn; float32",
+    )
+    refused(
+        stored | {name: stored[name][:5].contiguous()},
+        rf"{name} is \(5, 64\), the config says \(96, 64\)",
+    )
 
 
 def test_scales_of_an_unquantized_model_are_still_unknown(tmp_path: Path) -> None:
@@ -446,7 +576,9 @@ def test_dummy_weights_of_an_fp8_model_look_like_a_checkpoints(tmp_path: Path, l
     said = (LAYOUTS | DEQUANTIZED_LAYOUTS)[layout][0]
     make_tiny("Qwen3ForCausalLM", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": said, "dtype": "bfloat16"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"quantization_config": said, "dtype": "bfloat16"})
+    )
     config = read_model_config(str(tmp_path), "dummy")
     tensors = dict(read_tensors(str(tmp_path), config, "dummy"))
     assert tensors.keys() == tensor_shapes(config).keys()
@@ -459,7 +591,9 @@ def test_dummy_weights_of_an_fp8_model_look_like_a_checkpoints(tmp_path: Path, l
 
 def shuffled(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     items = list(tensors)
-    return [items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(0))]
+    return [
+        items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(0))
+    ]
 
 
 def test_the_order_of_weights_and_scales_does_not_matter(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def test_a_free_port_of_this_host_is_taken_as_it_is(free: int) -> None:
 
 def test_a_port_that_is_taken_is_refused(taken: int) -> None:
     message = (
-        rf"cannot listen at tensor_parallel_address '127.0.0.1:{taken}': port {taken} is taken; choose another one"
+        rf"cannot listen at tensor_parallel_address '127.0.0.1:{taken}': "
+        rf"port {taken} is taken; choose another one"
     )
     with pytest.raises(ConfigError, match=message):
         check_rank_0(f"127.0.0.1:{taken}")
@@ -75,7 +76,8 @@ def test_a_rank_that_meets_nobody_says_where_it_has_waited(
         monkeypatch.setenv(name, "lo")
     monkeypatch.setattr(ranks, "_DEADLINE", timedelta(seconds=1))
     message = (
-        rf"rank {rank} of 2 did not meet all others at tensor_parallel_address '127.0.0.1:{free}'.* for 1 s: .*fire"
+        rf"rank {rank} of 2 did not meet all others at tensor_parallel_address "
+        rf"'127.0.0.1:{free}'.* for 1 s: .*fire"
     )
     with pytest.raises(ConfigError, match=message) as caught:
         TorchRanks(f"127.0.0.1:{free}", rank, 2, torch.device("cpu"))

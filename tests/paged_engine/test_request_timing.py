@@ -33,7 +33,8 @@ def step(req: Request, start: int, launched: float, token_at: float) -> None:
 def close(timing: Timing, **fields: float) -> bool:
     wanted = Timing(**fields)
     return all(
-        getattr(timing, name) == pytest.approx(getattr(wanted, name), abs=1e-9) for name in Timing.__struct_fields__
+        getattr(timing, name) == pytest.approx(getattr(wanted, name), abs=1e-9)
+        for name in Timing.__struct_fields__
     )
 
 
@@ -96,7 +97,9 @@ def test_a_prompt_that_is_computed_after_a_failed_fetch_is_prefill() -> None:
 
 
 class Device:
-    """The CPU's runner as a GPU's, on a clock of its own: a launch takes `launch_s`, and then the device `step_s`."""
+    """The CPU's runner as a GPU's, on a clock of its own: a launch takes `launch_s`, and then the
+    device `step_s`.
+    """
 
     runs_ahead = True
 
@@ -136,7 +139,8 @@ def behind(folder: Path, launch_s: float) -> tuple[Engine, Device, Request, Requ
     engine = Engine(EngineConfig(str(folder), device="cpu", enable_prefix_caching=False))
     device = Device(engine, launch_s, 0.1)
     first, second = (
-        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0) for name in ("a", "b")
+        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0)
+        for name in ("a", "b")
     )
     engine.scheduler.add(first)
     return engine, device, first, second
@@ -171,7 +175,9 @@ def test_who_arrives_while_a_step_runs_is_launched_behind_it(tmp_path: Path) -> 
     second.arrival_s = device.now
     engine.scheduler.add(second)
     assert engine.step(wait=False) == [first]
-    assert (device.now, device.free_at) == pytest.approx((0.11, 0.21))  # the second began as the first ended
+    assert (device.now, device.free_at) == pytest.approx(
+        (0.11, 0.21)
+    )  # the second began as the first ended
     assert not engine.idles
     assert engine.step(wait=False) == []
     assert engine.idles
@@ -179,7 +185,9 @@ def test_who_arrives_while_a_step_runs_is_launched_behind_it(tmp_path: Path) -> 
     assert engine.is_done
     assert engine.step(wait=False) == [second]
     assert not engine.has_work
-    assert engine.counters.step_s == pytest.approx(0.5 - 0.02)  # between the first two calls nobody counted
+    assert engine.counters.step_s == pytest.approx(
+        0.5 - 0.02
+    )  # between the first two calls nobody counted
 
 
 def test_a_step_that_takes_long_is_waited_for_in_one_piece(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Rotary frequencies: equal to those of transformers for every scaling, and fixed for a whole context."""
+"""Rotary frequencies: equal to those of transformers for every scaling, and fixed for a whole
+context.
+"""
 
 from __future__ import annotations
 
@@ -39,42 +41,66 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"max_position_embeddings": 131_072},
     ),
-    "yarn of Qwen": (YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32_768}, {"head_dim": 128}),
+    "yarn of Qwen": (
+        YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32_768},
+        {"head_dim": 128},
+    ),
     "yarn with an attention factor": (YARN | {"attention_factor": 0.7}, {}),
-    "yarn of DeepSeek": (YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}, {"head_dim": 64}),
-    "yarn of gpt-oss": (YARN | {"rope_theta": 150_000.0, "factor": 32.0, "truncate": False}, {"head_dim": 64}),
+    "yarn of DeepSeek": (
+        YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+        {"head_dim": 64},
+    ),
+    "yarn of gpt-oss": (
+        YARN | {"rope_theta": 150_000.0, "factor": 32.0, "truncate": False},
+        {"head_dim": 64},
+    ),
     "yarn with betas": (YARN | {"beta_fast": 40.0, "beta_slow": 3.0}, {}),
     "yarn that keeps all": (YARN | {"original_max_position_embeddings": 1 << 30}, {}),
     "yarn without a factor": (YARN | {"factor": None}, {"max_position_embeddings": 65_536}),
     "longrope of Phi-3": (LONGROPE, PHI3),
     "longrope with a factor": (LONGROPE | {"factor": 3.0, "attention_factor": 1.25}, PHI3),
     "longrope that is not longer": (LONGROPE, PHI3 | {"max_position_embeddings": 4096}),
-    "part of the head": ({"rope_type": "default", "partial_rotary_factor": 0.75}, {"model_type": "phi3"}),
+    "part of the head": (
+        {"rope_type": "default", "partial_rotary_factor": 0.75},
+        {"model_type": "phi3"},
+    ),
 }
 
 
 def config_of(case: str) -> transformers.PretrainedConfig:
     rope, fields = CASES[case]
     fields = {"max_position_embeddings": 16_384, "pad_token_id": 0} | fields
-    kind = transformers.Phi3Config if fields.pop("model_type", "llama") == "phi3" else transformers.LlamaConfig
+    kind = (
+        transformers.Phi3Config
+        if fields.pop("model_type", "llama") == "phi3"
+        else transformers.LlamaConfig
+    )
     return kind(rope_parameters={"rope_theta": 10_000.0} | rope, **fields)
 
 
 def theirs_for(config: transformers.PretrainedConfig, length: int) -> tuple[torch.Tensor, float]:
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
-        of_family = Phi3RotaryEmbedding if isinstance(config, transformers.Phi3Config) else LlamaRotaryEmbedding
+        of_family = (
+            Phi3RotaryEmbedding
+            if isinstance(config, transformers.Phi3Config)
+            else LlamaRotaryEmbedding
+        )
         return of_family.compute_default_rope_parameters(config)
     return ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
 
 
 @pytest.mark.parametrize("length", [2048, 4096, 4097, 16_384, 50_000, 131_072])
 @pytest.mark.parametrize("case", CASES)
-def test_frequencies_are_those_of_transformers_at_the_nodes_limit(tmp_path: Path, case: str, length: int) -> None:
+def test_frequencies_are_those_of_transformers_at_the_nodes_limit(
+    tmp_path: Path, case: str, length: int
+) -> None:
     theirs = config_of(case)
     theirs.save_pretrained(tmp_path)
     config = read_model_config(str(tmp_path), "dummy")
-    frequencies, attention_factor = rope_frequencies(config.rope_scaling, config.rope_theta, config.rotary_dim, length)
+    frequencies, attention_factor = rope_frequencies(
+        config.rope_scaling, config.rope_theta, config.rotary_dim, length
+    )
     expected, expected_factor = theirs_for(theirs, length)
     assert frequencies.dtype == torch.float32
     assert frequencies.shape == expected.shape == (config.rotary_dim // 2,)
@@ -82,12 +108,16 @@ def test_frequencies_are_those_of_transformers_at_the_nodes_limit(tmp_path: Path
     assert attention_factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.split()[0] in ("linear", "dynamic", "llama3", "yarn")])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.split()[0] in ("linear", "dynamic", "llama3", "yarn")]
+)
 def test_part_of_a_head_is_rotated_as_a_smaller_head(tmp_path: Path, case: str) -> None:
     theirs = config_of(case)
     theirs.save_pretrained(tmp_path)
     config = read_model_config(str(tmp_path), "dummy")
-    frequencies, _ = rope_frequencies(config.rope_scaling, config.rope_theta, config.head_dim // 2, 50_000)
+    frequencies, _ = rope_frequencies(
+        config.rope_scaling, config.rope_theta, config.head_dim // 2, 50_000
+    )
     theirs.rope_parameters["partial_rotary_factor"] = 0.5
     torch.testing.assert_close(frequencies, theirs_for(theirs, 50_000)[0], rtol=1e-6, atol=0)
 
@@ -98,7 +128,9 @@ def test_only_two_kinds_depend_on_the_nodes_limit_and_say_so(tmp_path: Path) -> 
         config = read_model_config(str(tmp_path), "dummy")
         variants: dict[str, list[torch.Tensor]] = {}
         for length in (2048, 16_384, 16_385, 50_000):
-            frequencies, _ = rope_frequencies(config.rope_scaling, config.rope_theta, config.rotary_dim, length)
+            frequencies, _ = rope_frequencies(
+                config.rope_scaling, config.rope_theta, config.rotary_dim, length
+            )
             variants.setdefault(rope_variant(config.rope_scaling, length), []).append(frequencies)
         assert all(torch.equal(group[0], other) for group in variants.values() for other in group)
         several = {"dynamic": 3, "longrope": 2}

@@ -1,4 +1,6 @@
-"""The scheduler alone, with a model that is a pure function: budgets, order, preemption, fetches, and random use."""
+"""The scheduler alone, with a model that is a pure function: budgets, order, preemption, fetches,
+and random use.
+"""
 
 import random
 
@@ -23,10 +25,14 @@ def next_token(tokens: list[int]) -> int:
 
 def make(blocks: int = 64, **options) -> Scheduler:
     defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
-    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
+    return Scheduler(
+        BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options)
+    )
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit) -> Request:
+def request(
+    name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit
+) -> Request:
     params = SamplingParams(max_tokens, seed=0, choice=choice, temperature=0)
     return Request.of(Submit(name, prompt, params, **submit), 0.0)
 
@@ -200,9 +206,13 @@ def test_a_request_that_stops_by_itself_holds_nothing():
 def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = False) -> Request:
     blocks = -(-len(prompt) // BLOCK)
     params = KvTransferParams(
-        do_remote_prefill=True, num_tokens=len(prompt), remote_block_ids=[list(range(500, 500 + blocks))]
+        do_remote_prefill=True,
+        num_tokens=len(prompt),
+        remote_block_ids=[list(range(500, 500 + blocks))],
     )
-    return request(name, prompt, max_tokens, generated=[] if early else [next_token(prompt)], fetch=params)
+    return request(
+        name, prompt, max_tokens, generated=[] if early else [next_token(prompt)], fetch=params
+    )
 
 
 def start_fetch(scheduler: Scheduler) -> Fetch:
@@ -486,7 +496,8 @@ def test_load_counts_what_waits_and_runs():
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "one-step-ahead"])
 @pytest.mark.parametrize("seed", range(25))
 def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ahead):
-    """Arrivals, fetches, fetch failures, late settling, aborts, holds, probes and preemption in random order.
+    """Arrivals, fetches, fetch failures, late settling, aborts, holds, probes and preemption in
+    random order.
 
     `ahead`: a step is scheduled before the tokens of the one before are known.
     """
@@ -507,7 +518,9 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     for turn in range(300):
         if turn < 200 and rng.random() < 0.3:
             name, count = f"r{turn}", rng.randint(1, 12)
-            prompt = prefix[: rng.randrange(0, 64)] + [rng.randrange(2, 90) for _ in range(rng.randint(1, 40))]
+            prompt = prefix[: rng.randrange(0, 64)] + [
+                rng.randrange(2, 90) for _ in range(rng.randint(1, 40))
+            ]
             if rng.random() < 0.4:
                 count += 1
                 req = fetching(name, prompt, count, early=rng.random() < 0.5)

@@ -1,4 +1,6 @@
-"""Proposed tokens change how many steps an answer takes and nothing else: no token, and no block's owner."""
+"""Proposed tokens change how many steps an answer takes and nothing else: no token, and no block's
+owner.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ KINDS = {
     "seeded": {"temperature": 0.3},
     "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "logprobs": {"temperature": 0.3, "logprobs": 3},
-    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logprobs": 1},
+    "penalties": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logprobs": 1,
+    },
     "all": SAMPLED | {"logprobs": 2},
     "min_tokens": {"ignore_eos": False, "min_tokens": 9, "logit_bias": ((2, 4.0),)},
     "stop": {"stop_token_ids": tuple(range(3, 40))},
@@ -63,13 +70,20 @@ def answers(folder: Path, max_tokens: int, **options) -> tuple[dict[str, object]
             of = submit(engine, f"{name}-{kind}", tokens, **({"max_tokens": max_tokens} | params))
             requests[f"{name}-{kind}"] = of
     drain(engine)
-    told = {name: (output(r), r.finish, r.new_tokens, r.new_logprobs) for name, r in requests.items()}
+    told = {
+        name: (output(r), r.finish, r.new_tokens, r.new_logprobs) for name, r in requests.items()
+    }
     return told, engine.scheduler.speculation
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 21}, {"max_num_seqs": 3}, {"kv_cache_memory_bytes": 24 * 16 * 3 * 2 * 2 * 64}],
+    [
+        {},
+        {"max_num_batched_tokens": 21},
+        {"max_num_seqs": 3},
+        {"kv_cache_memory_bytes": 24 * 16 * 3 * 2 * 2 * 64},
+    ],
     ids=["roomy", "small-budget", "few-seats", "few-blocks"],
 )
 def test_answers_are_those_without_proposals(options, tiny):
@@ -122,7 +136,9 @@ def test_a_second_turn_finds_the_blocks_of_accepted_tokens(tiny):
 
 @pytest.mark.gpu
 def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
-    """One step ahead of the host, in graphs and in chunks, with requests that must not draw ahead among them."""
+    """One step ahead of the host, in graphs and in chunks, with requests that must not draw ahead
+    among them.
+    """
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
     options = ON_GPU | {
         "batch_invariant": True,
@@ -132,23 +148,34 @@ def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
     }
     plain, _ = answers(tmp_path, 70, **options)
     speculated, some = answers(tmp_path, 70, **options, **ON)
-    assert {name: told[:3] for name, told in speculated.items()} == {name: told[:3] for name, told in plain.items()}
+    assert {name: told[:3] for name, told in speculated.items()} == {
+        name: told[:3] for name, told in plain.items()
+    }
     for name, (*_, ours) in speculated.items():
-        assert [x.logprob for x in ours] == pytest.approx([x.logprob for x in plain[name][3]], abs=1e-5)
+        assert [x.logprob for x in ours] == pytest.approx(
+            [x.logprob for x in plain[name][3]], abs=1e-5
+        )
     assert 0 < some.accepted_tokens <= some.draft_tokens
 
 
-# --- the scheduler alone ----------------------------------------------------------------------------------------------
+# --- the scheduler alone
+# ----------------------------------------------------------------------------------------------
 
 
 class Simulated:
-    """A scheduler with a model in one line; with `ahead` the tokens of a step are known one step late."""
+    """A scheduler with a model in one line; with `ahead` the tokens of a step are known one step
+    late.
+    """
 
     def __init__(self, ahead: bool, period: int, speculation: Speculation, **options) -> None:
         self.ahead, self.period, self.options = ahead, period, options
         blocks = options.pop("blocks")
         self.scheduler = Scheduler(
-            BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), speculation=speculation, **options
+            BlockPool(blocks),
+            block_size=BLOCK,
+            eos_token_ids=(EOS,),
+            speculation=speculation,
+            **options,
         )
         self.in_flight: list[tuple[Chunk, list[int]]] = []
 
@@ -169,9 +196,15 @@ class Simulated:
         preemptions = scheduler.preemptions
         plan = scheduler.schedule(0.0)
         scheduler.check()
-        assert sum(chunk.count for chunk in plan.chunks if chunk.count > 1) <= self.options["max_num_batched_tokens"]
-        # A GPU has room for so many sequences, whether they sample or not (paged_engine/gpu_uploads.py).
-        assert sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_num_seqs"]
+        assert (
+            sum(chunk.count for chunk in plan.chunks if chunk.count > 1)
+            <= self.options["max_num_batched_tokens"]
+        )
+        # A GPU has room for so many sequences, whether they sample or not
+        # (paged_engine/gpu_uploads.py).
+        assert (
+            sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_num_seqs"]
+        )
         launched = []
         for chunk in plan.chunks:
             req, end = chunk.request, chunk.start + chunk.count
@@ -224,7 +257,10 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ah
     aborted: set[str] = set()
     for turn in range(60):
         if rng.random() < 0.3:
-            text, count = [rng.randrange(2, 6) for _ in range(rng.randint(1, 40))], rng.randint(1, 40)
+            text, count = (
+                [rng.randrange(2, 6) for _ in range(rng.randint(1, 40))],
+                rng.randint(1, 40),
+            )
             req = request(f"r{turn}", text, count)
             req.arrival_s = float(turn)
             sim.scheduler.add(req)
@@ -279,7 +315,12 @@ def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
     scheduler, req = alone(LOOP, 50)
     assert scheduler.append_drawn(req, [7], 0.0) == 1
     chunk = next_chunk(scheduler)
-    assert (chunk.start, chunk.count, chunk.proposals, chunk.token_ids) == (5, 5, (5, 6, 7, 5), [7, 5, 6, 7, 5])
+    assert (chunk.start, chunk.count, chunk.proposals, chunk.token_ids) == (
+        5,
+        5,
+        (5, 6, 7, 5),
+        [7, 5, 6, 7, 5],
+    )
     assert scheduler.append_drawn(req, [5, 6, 9, 5, 6], 0.0) == 3
     assert req.token_ids == [*LOOP, 7, 5, 6, 9]
     chunk = next_chunk(scheduler)
@@ -314,7 +355,9 @@ def test_a_stop_token_in_the_middle_ends_the_request_there():
         ({}, 5, 0),
     ],
 )
-def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(options, max_tokens, count):
+def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(
+    options, max_tokens, count
+):
     scheduler, req = alone([5], max_tokens, **options)
     for token in (6, 7, 5, 6):  # a token at a time, whatever the budget
         scheduler.append_drawn(req, [token], 0.0)

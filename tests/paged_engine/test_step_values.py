@@ -1,4 +1,6 @@
-"""The arrays of a step, against a plain re-telling of what each sequence must look like on the device."""
+"""The arrays of a step, against a plain re-telling of what each sequence must look like on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BLOCK, MAX_BLOCKS, SLOTS = 4, 40, 6
 
 
 def drawn(tokens: list[int], index: int, loop: bool) -> int:
-    """Model and draw: a function of the text and the token's index; with `loop` mostly what stood there before."""
+    """Model and draw: a function of the text and the token's index; with `loop` mostly what stood
+    there before.
+    """
     said = (sum(tokens) + index) % 97 + 3
     return tokens[-3] if loop and said % 4 and len(tokens) > 3 else said
 
@@ -56,14 +60,18 @@ class Device:
                 continue
             self.tables[slot][(context_len - 1) // BLOCK] = int(last)
             for row in range(end, end + count):
-                token, source, position, block, offset, adapter = (int(v) for v in values.rows[:, row])
+                token, source, position, block, offset, adapter = (
+                    int(v) for v in values.rows[:, row]
+                )
                 assert adapter == -1
                 assert block == self.tables[slot][position // BLOCK]
                 assert offset == position % BLOCK
                 self.kv[block, offset] = self.sampled[source] if source >= 0 else token
             end += count
             text = [self.kv[self.tables[slot][p // BLOCK], p % BLOCK] for p in range(context_len)]
-            texts |= {end - behind: text[: context_len - behind + 1] for behind in range(1, count + 1)}
+            texts |= {
+                end - behind: text[: context_len - behind + 1] for behind in range(1, count + 1)
+            }
         assert end == values.rows.shape[1]
         assert len(set(values.sampled_slots.tolist())) == len(values.sampled_slots)
         tokens = []
@@ -91,7 +99,10 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
         eos_token_ids=(5,),
         speculation=speculation,
     )
-    slots, device = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_size=BLOCK), Device(loop=bool(proposed))
+    slots, device = (
+        Slots(SLOTS, max_blocks=MAX_BLOCKS, block_size=BLOCK),
+        Device(loop=bool(proposed)),
+    )
     requests: list[tuple[Request, list[int]]] = []
     before: list[tuple[Request, int]] = []
 
@@ -121,7 +132,10 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
             if shape is not None:
                 values = padded(values, shape, null_slot=SLOTS, block_size=BLOCK)
                 assert values.rows.shape == (len(PADDING_ROW), shape.decodes + shape.prompt_rows)
-                assert values.sequences.shape == (len(PADDING_SEQUENCE), shape.decodes + shape.prompts)
+                assert values.sequences.shape == (
+                    len(PADDING_SEQUENCE),
+                    shape.decodes + shape.prompts,
+                )
                 assert values.counts[-1] == 0
                 used.add(shape)
             now = list(zip(planned.sampling, device.run(values), strict=True))
@@ -187,12 +201,19 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
     # Decodes alone, a prompt too long, prompts too many.
     for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24)):
         assert shape_of(none, shapes) is None
-    begins = replace(step_of([800]), sampled_rows=step_of([800]).scored_rows, sampled_slots=step_of([800]).scored_rows)
+    begins = replace(
+        step_of([800]),
+        sampled_rows=step_of([800]).scored_rows,
+        sampled_slots=step_of([800]).scored_rows,
+    )
     assert shape_of(begins, shapes) == StepShape(800, 0, 0)
     # As decode graphs have: the sampler's are theirs.
     assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
     assert step_shapes(max_num_seqs=40, max_prompt_rows=1) == []
-    assert {shape.prompt_rows for shape in step_shapes(max_num_seqs=40, max_prompt_rows=4096)} >= {1536, 2048}
+    assert {shape.prompt_rows for shape in step_shapes(max_num_seqs=40, max_prompt_rows=4096)} >= {
+        1536,
+        2048,
+    }
 
 
 def test_a_padded_step_that_is_full_has_no_padding_prompt():

@@ -114,7 +114,9 @@ def test_the_pool_is_full_of_finite_numbers_that_differ(folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}])
-def test_on_a_gpu_steps_are_launched_ahead_and_decodes_are_graphs(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_on_a_gpu_steps_are_launched_ahead_and_decodes_are_graphs(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     if options and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs a newer GPU")
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)

@@ -24,7 +24,11 @@ def request(name: str, tokens: int, priority: int = 0, **submit) -> Request:
 
 
 def make(blocks: int = 4096, **options) -> Scheduler:
-    options = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "max_model_len": 100_000} | options
+    options = {
+        "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 64,
+        "max_model_len": 100_000,
+    } | options
     return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(), **options)
 
 
@@ -107,7 +111,9 @@ def test_a_fork_never_comes_before_its_parent():
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 2_000), st.integers(0, 1)), min_size=1, max_size=60))
-def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(arrivals: list[tuple[int, int]]):
+def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(
+    arrivals: list[tuple[int, int]],
+):
     line = WaitingLine({}, BLOCK)
     waiting = [request(str(at), tokens, priority) for at, (tokens, priority) in enumerate(arrivals)]
     for each in waiting:
@@ -115,7 +121,9 @@ def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(arrivals: li
     line.check()
     for at, each in enumerate(waiting):
         overtaking = [
-            later for later in waiting[at + 1 :] if later.turn < each.turn and later.priority == each.priority
+            later
+            for later in waiting[at + 1 :]
+            if later.turn < each.turn and later.priority == each.priority
         ]
         assert sum(later.work for later in overtaking) < OVERTAKEN * max(1, each.work)
     priorities = [each.priority for each in line.candidates()]
@@ -124,7 +132,9 @@ def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(arrivals: li
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_prompt_begins_and_ends_in_bounded_time_however_many_short_ones_come(seed):
-    """Short prompts arrive as fast as the engine computes, for ever: without ageing the long one would never end."""
+    """Short prompts arrive as fast as the engine computes, for ever: without ageing the long one
+    would never end.
+    """
     rng, scheduler, long = random.Random(seed), make(), request("long", 640)
     computed = 0
     scheduler.add(request("before", 200))

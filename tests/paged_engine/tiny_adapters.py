@@ -1,4 +1,6 @@
-"""Small random LoRA adapters in PEFT's layout, and the models that one gets by merging them by hand."""
+"""Small random LoRA adapters in PEFT's layout, and the models that one gets by merging them by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def make_adapter(
     targets: tuple[str, ...] = ALL,
     **fields: Any,
 ) -> Path:
-    """Write an adapter for the linear layers of the model `base` whose names end so, large enough to change text."""
+    """Write an adapter for the linear layers of the model `base` whose names end so, large enough
+    to change text.
+    """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -36,8 +40,12 @@ def make_adapter(
         if module.endswith(targets) and ".layers." in module and len(shape) == 2:
             rows, columns = shape
             key = f"base_model.model.{module}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) / columns**0.5
-            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.4 / rank
+            tensors[f"{key}.lora_A.weight"] = (
+                torch.randn(rank, columns, generator=generator) / columns**0.5
+            )
+            tensors[f"{key}.lora_B.weight"] = (
+                torch.randn(rows, rank, generator=generator) * 0.4 / rank
+            )
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
@@ -55,7 +63,10 @@ def make_adapter(
 def merged(folder: Path, base: Path, adapter: Path, scale: float) -> Path:
     """A checkpoint with W + scale * B A in place of each W that the adapter is for."""
     shutil.copytree(base, folder)
-    weights, matrices = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights, matrices = (
+        load_file(base / "model.safetensors"),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
     for key, a in matrices.items():
         if key.endswith("lora_A.weight"):
             name = key.removeprefix("base_model.model.").replace("lora_A.weight", "weight")

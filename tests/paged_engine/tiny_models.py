@@ -1,4 +1,6 @@
-"""Tiny random models in Hugging Face layout, one per architecture, for comparison with transformers' own code."""
+"""Tiny random models in Hugging Face layout, one per architecture, for comparison with
+transformers' own code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
-# Frequencies of head_dim 16 with 64 original tokens: one is kept, two are blended, five are divided by the factor.
+# Frequencies of head_dim 16 with 64 original tokens: one is kept, two are blended, five are divided
+# by the factor.
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -37,8 +40,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {},
 }
-# Those whose checkpoints spell names and fields in their own way. Windows are shorter than the tests' prompts, and soft
-# caps so low that they bend.
+# Those whose checkpoints spell names and fields in their own way. Windows are shorter than the
+# tests' prompts, and soft caps so low that they bend.
 _GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 24, "sliding_window": 12, "pad_token_id": 0}
 FURTHER_DIFFERENCES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40},
@@ -61,7 +64,11 @@ FURTHER_DIFFERENCES: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {
         "pad_token_id": 0,
         "sliding_window": 50,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "OPTForCausalLM": {"ffn_dim": 96, "num_key_value_heads": 4, "pad_token_id": 1},
 }
@@ -77,18 +84,25 @@ _VISION: dict[str, Any] = {
 
 
 def make_tiny(architecture: str, folder: Path, **overrides: Any) -> transformers.PreTrainedModel:
-    """Write a tiny fp32 model to `folder` and return it, in eval mode. `overrides` are fields of its config.
+    """Write a tiny fp32 model to `folder` and return it, in eval mode. `overrides` are fields of
+    its config.
 
-    Weights are a function of architecture-independent parameter names, large enough that every part of the model moves
-    the logits: norms around 1, biases far from 0.
+    Weights are a function of architecture-independent parameter names, large enough that every part
+    of the model moves the logits: norms around 1, biases far from 0.
     """
-    config = _config(architecture, {**SIZES, **(DIFFERENCES | FURTHER_DIFFERENCES)[architecture], **overrides})
+    config = _config(
+        architecture, {**SIZES, **(DIFFERENCES | FURTHER_DIFFERENCES)[architecture], **overrides}
+    )
     model = getattr(transformers, architecture)(config)
     # The default of transformers 5.17, sdpa, leaves out the soft cap of Gemma 2 without a word.
     model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, parameter.shape, norm=0.0 if architecture.startswith("Gemma") else 1.0))
+            parameter.copy_(
+                _random(
+                    name, parameter.shape, norm=0.0 if architecture.startswith("Gemma") else 1.0
+                )
+            )
     model.save_pretrained(folder)
     return model.eval()
 
@@ -97,9 +111,17 @@ def _config(architecture: str, values: dict[str, Any]) -> transformers.PreTraine
     if architecture == "Gemma3ForConditionalGeneration":
         # The tests' token ids end at 255; none of them is an image's.
         return transformers.Gemma3Config(
-            text_config=values, vision_config=_VISION, mm_tokens_per_image=4, image_token_index=300, dtype="float32"
+            text_config=values,
+            vision_config=_VISION,
+            mm_tokens_per_image=4,
+            image_token_index=300,
+            dtype="float32",
         )
-    name = "Gemma3TextConfig" if architecture == "Gemma3ForCausalLM" else architecture.replace("ForCausalLM", "Config")
+    name = (
+        "Gemma3TextConfig"
+        if architecture == "Gemma3ForCausalLM"
+        else architecture.replace("ForCausalLM", "Config")
+    )
     return getattr(transformers, name)(**values)
 
 

@@ -1,4 +1,6 @@
-"""Which sizes are measured: what fits, coarse first, and nothing that a rate card would read wrongly."""
+"""Which sizes are measured: what fits, coarse first, and nothing that a rate card would read
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def test_all_points_fit_and_none_is_measured_twice(of: Limits) -> None:
         assert 0 < requests <= of.max_num_seqs
         assert context + of.decode_steps < of.max_model_len
         # Even the smallest pool has room for one request.
-        assert requests == 1 or -(-(context + of.decode_steps + 1) // 16) * requests <= of.kv_tokens // 16
+        assert (
+            requests == 1
+            or -(-(context + of.decode_steps + 1) // 16) * requests <= of.kv_tokens // 16
+        )
 
 
 @given(limits)
@@ -54,7 +59,11 @@ def test_coarse_points_come_first_and_a_line_begins_with_both_of_its_ends(of: Li
         line = (unit.kind, unit.points[0][1] if unit.kind == "prefill" else unit.points[0][0])
         if line not in seen:
             seen.add(line)
-            whole = [at for at in points(unit.kind, of) if at[1 if unit.kind == "prefill" else 0] == line[1]]
+            whole = [
+                at
+                for at in points(unit.kind, of)
+                if at[1 if unit.kind == "prefill" else 0] == line[1]
+            ]
             assert {min(whole), max(whole)} == set(unit.points)
 
 
@@ -74,7 +83,9 @@ def test_what_a_cluster_meets_is_among_them() -> None:
     assert mixed_sizes(H200) == [(r, 1024, t) for r in (16, 128) for t in (64, 512, 2048, 8192)]
     assert mixed_sizes(CPU) == [(r, c, t) for r, c in ((4, 1024), (32, 512)) for t in (16, 32, 128)]
     prefill, decode = points("prefill", H200), points("decode", H200)
-    assert {(16, 0), (1024, 0), (8192, 0), (8192, 4096), (2048, 16_384), (8192, 122_816)} <= set(prefill)
+    assert {(16, 0), (1024, 0), (8192, 0), (8192, 4096), (2048, 16_384), (8192, 122_816)} <= set(
+        prefill
+    )
     assert {(1, 32), (1, 65_536), (32, 1024), (128, 4096), (256, 2048)} <= set(decode)
     assert (256, 4096) not in decode  # a million tokens
     assert {(128, 0), (16, 4096), (128, 4096)} <= set(points("prefill", CPU))
@@ -107,7 +118,9 @@ def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> Non
 
 
 @given(st.sampled_from([16, 64]), st.integers(1, 10**6), st.integers(1, 10**5))
-def test_transfers_grow_from_a_block_to_the_longest_that_may_be(block_size: int, longest: int, most: int) -> None:
+def test_transfers_grow_from_a_block_to_the_longest_that_may_be(
+    block_size: int, longest: int, most: int
+) -> None:
     sizes = sizes_of_transfers(block_size, longest, most)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1

@@ -60,7 +60,9 @@ def test_the_role_with_more_work_gets_more_nodes() -> None:
     assert best(long_prompts).prefill > best(long_prompts).decode
     assert best(long_answers).prefill == 1
     # Where it is short of prefill nodes, it says so, and the other way about.
-    short = {each.split.name: each.short for each in plans(8, [CARD], alike(2_000, 300), Goal(2_000, 20))}
+    short = {
+        each.split.name: each.short for each in plans(8, [CARD], alike(2_000, 300), Goal(2_000, 20))
+    }
     assert (short["1P7D"], short["7P1D"]) == ("prefill", "decode")
 
 
@@ -96,7 +98,12 @@ def test_targets_that_cannot_be_are_refused(values: tuple[float, ...]) -> None:
     st.integers(1, 6), st.integers(1, 6), st.floats(0.01, 500), st.floats(10, 5_000), st.floats(5, 100),
 )  # fmt: skip
 def test_more_load_keeps_fewer_promises_and_more_nodes_keep_more(
-    lengths: list[tuple[int, int, int]], prefill: int, decode: int, rate: float, ttft_ms: float, tpot_ms: float
+    lengths: list[tuple[int, int, int]],
+    prefill: int,
+    decode: int,
+    rate: float,
+    ttft_ms: float,
+    tpot_ms: float,
 ) -> None:
     demand, goal = Demand(lengths), Goal(ttft_ms, tpot_ms)
 

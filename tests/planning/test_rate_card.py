@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint, read_card, write_card
+from planning.rate_card import (
+    DecodePoint,
+    PrefillPoint,
+    RateCard,
+    TransferPoint,
+    read_card,
+    write_card,
+)
 from wire.errors import ConfigError
 
 
@@ -30,7 +37,9 @@ def card(**changes: object) -> RateCard:
 
 def test_what_was_measured_is_said_as_it_is() -> None:
     it = card()
-    assert [it.chunk_ms(point.tokens, point.context) for point in it.prefill] == [point.ms for point in it.prefill]
+    assert [it.chunk_ms(point.tokens, point.context) for point in it.prefill] == [
+        point.ms for point in it.prefill
+    ]
     assert [it.step_ms(point.requests, point.requests * point.context) for point in it.decode] == [
         point.ms for point in it.decode
     ]
@@ -42,7 +51,9 @@ def test_a_connector_of_which_one_size_is_known_is_no_constant() -> None:
     alone = {"nixl": [TransferPoint(100, 0.5)]}
     assert card().fetch_ms(50_000) == card(transfer=card().transfer | alone).fetch_ms(50_000)
     assert card().fetch_ms(1_000, "nixl") == pytest.approx(90.0)
-    assert [card(transfer=alone).fetch_ms(tokens) for tokens in (10, 100, 1_000)] == pytest.approx([0.5, 0.5, 5.0])
+    assert [card(transfer=alone).fetch_ms(tokens) for tokens in (10, 100, 1_000)] == pytest.approx(
+        [0.5, 0.5, 5.0]
+    )
 
 
 def test_between_points_and_beyond_them_times_are_linear() -> None:
@@ -83,7 +94,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_what_is_none_is_refused_with_the_remedy(tmp_path: Path, text: bytes | None, says: str) -> None:
+def test_what_is_none_is_refused_with_the_remedy(
+    tmp_path: Path, text: bytes | None, says: str
+) -> None:
     path = tmp_path / "card.json"
     if text is not None:
         path.write_bytes(text)

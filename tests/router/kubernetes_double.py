@@ -1,7 +1,9 @@
-"""An API server that knows pods and the scales of Deployments, and speaks as a real one does, over HTTP.
+"""An API server that knows pods and the scales of Deployments, and speaks as a real one does, over
+HTTP.
 
-kmock serves it: routes, status objects, streams. Its own emulator of objects knows no resource versions (nor label
-selectors, pages, 410), and they are what is tested; so the store behind it is here.
+kmock serves it: routes, status objects, streams. Its own emulator of objects knows no resource
+versions (nor label selectors, pages, 410), and they are what is tested; so the store behind it is
+here.
 """
 
 from __future__ import annotations
@@ -99,12 +101,19 @@ users: [{{name: me, user: {{token: secret}}}}]
                 raise kmock.KubernetesError(410, "Expired", f"{at} is too old")
         elif int(params.get("resourceVersion") or 0) > self.version:
             raise kmock.KubernetesError(504, "Timeout", "Too large resource version")
-        found = [pod for _, pod in sorted(self.pods.items()) if _matches(pod, params["labelSelector"])]
+        found = [
+            pod for _, pod in sorted(self.pods.items()) if _matches(pod, params["labelSelector"])
+        ]
         size = min(self.page, int(params.get("limit", "0")) or len(found))
         meta = {"resourceVersion": str(at)}
         if first + size < len(found):
             meta["continue"] = f"{at}:{first + size}"
-        return {"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": found[first : first + size]}
+        return {
+            "kind": "PodList",
+            "apiVersion": "v1",
+            "metadata": meta,
+            "items": found[first : first + size],
+        }
 
     async def _scale(self, request: kmock.Request) -> Object:
         return self._scale_of(self._begin_scale("get", request))
@@ -116,7 +125,9 @@ users: [{{name: me, user: {{token: secret}}}}]
         self.rescale(name, wanted["spec"]["replicas"])
         if name in self.scale_answers_lost:
             self.scale_answers_lost.discard(name)
-            raise kmock.KubernetesError(504, "Timeout", "request did not complete within the allotted duration")
+            raise kmock.KubernetesError(
+                504, "Timeout", "request did not complete within the allotted duration"
+            )
         return self._scale_of(name)
 
     def rescale(self, name: str, replicas: int) -> None:
@@ -135,7 +146,11 @@ users: [{{name: me, user: {{token: secret}}}}]
         return name
 
     def _scale_of(self, name: str) -> Object:
-        meta = {"name": name, "namespace": self.namespace, "resourceVersion": str(self._scale_versions.get(name, 1))}
+        meta = {
+            "name": name,
+            "namespace": self.namespace,
+            "resourceVersion": str(self._scale_versions.get(name, 1)),
+        }
         count = self.scales[name]
         about = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": meta}
         return about | {"spec": {"replicas": count} if count else {}, "status": {"replicas": count}}
@@ -145,7 +160,9 @@ users: [{{name: me, user: {{token: secret}}}}]
             self._transports.add(request._raw_request.transport)
         self.asked.append((verb, dict(request.params)))
         if request.namespace != self.namespace:
-            raise kmock.KubernetesError(403, "Forbidden", f"cannot list pods in namespace {request.namespace}")
+            raise kmock.KubernetesError(
+                403, "Forbidden", f"cannot list pods in namespace {request.namespace}"
+            )
         return dict(request.params)
 
 
@@ -158,10 +175,15 @@ def _matches(pod: Object, selector: str) -> bool:
     return True
 
 
-def pod_of(name: str, url: str, role: str, uid: str = "", *, ready: bool = True, **labels: str) -> Object:
+def pod_of(
+    name: str, url: str, role: str, uid: str = "", *, ready: bool = True, **labels: str
+) -> Object:
     """A pod at the address of a node double, with what an API server tells beside."""
     host, _, port = url.removeprefix("http://").rpartition(":")
-    ports = [{"name": "metrics", "containerPort": 9}, {"name": "http", "containerPort": int(port), "protocol": "TCP"}]
+    ports = [
+        {"name": "metrics", "containerPort": 9},
+        {"name": "http", "containerPort": int(port), "protocol": "TCP"},
+    ]
     return {
         "kind": "Pod",
         "metadata": {
@@ -171,7 +193,10 @@ def pod_of(name: str, url: str, role: str, uid: str = "", *, ready: bool = True,
             "labels": {"app": "kvrelay", "kvrelay/role": role, **labels},
             "ownerReferences": [{"kind": "ReplicaSet", "name": "x"}],
         },
-        "spec": {"containers": [{"name": "sidecar"}, {"name": "node", "ports": ports}], "nodeName": "n1"},
+        "spec": {
+            "containers": [{"name": "sidecar"}, {"name": "node", "ports": ports}],
+            "nodeName": "n1",
+        },
         "status": {
             "phase": "Running",
             "podIP": host.strip("[]"),
@@ -181,7 +206,11 @@ def pod_of(name: str, url: str, role: str, uid: str = "", *, ready: bool = True,
             ],
             "containerStatuses": [
                 {"name": "sidecar", "state": {"terminated": {"exitCode": 0}}},
-                {"name": "node", "state": {"running": {"startedAt": "2026-01-01T00:00:01Z"}}, "restartCount": 0},
+                {
+                    "name": "node",
+                    "state": {"running": {"startedAt": "2026-01-01T00:00:01Z"}},
+                    "restartCount": 0,
+                },
             ],
         },
     }

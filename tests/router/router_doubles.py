@@ -41,7 +41,13 @@ OPERATOR = {"authorization": "Bearer operator"}
 def event(text: str, finish: str | None = None) -> bytes:
     """One chat chunk as a ready SSE event."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
-    chunk = {"id": "chatcmpl-x", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
+    chunk = {
+        "id": "chatcmpl-x",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": MODEL,
+        "choices": [choice],
+    }
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
@@ -56,7 +62,13 @@ WHOLE = msgspec.json.encode(
         "object": "chat.completion",
         "created": 1,
         "model": MODEL,
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "abc"}, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "abc"},
+                "finish_reason": "stop",
+            }
+        ],
     }
 )
 
@@ -88,7 +100,9 @@ class Call:
             return
         if self.response is None:
             headers = {LOAD_HEADER: load.header()} if load else {}
-            self.response = web.StreamResponse(headers={"content-type": FRAMES_MEDIA_TYPE, **headers})
+            self.response = web.StreamResponse(
+                headers={"content-type": FRAMES_MEDIA_TYPE, **headers}
+            )
             await self.response.prepare(self.request)
         await self.response.write(b"".join(map(pack, frames)))
 
@@ -149,7 +163,9 @@ async def decode_ok(call: Call) -> None:
     await call.end()
 
 
-def refuse(status: int, message: str = "no", headers: dict[str, str] | None = None, code: str | None = None) -> Script:
+def refuse(
+    status: int, message: str = "no", headers: dict[str, str] | None = None, code: str | None = None
+) -> Script:
     """A script that answers with an OpenAI-shaped error."""
 
     async def script(call: Call) -> web.Response:
@@ -163,7 +179,9 @@ def broken(status: int) -> Script:
     """A script that ends in an ERROR frame."""
 
     async def script(call: Call) -> None:
-        await call.send(Frame(FrameKind.ERROR, status=status, error=ErrorBody("it broke", "node_failed")))
+        await call.send(
+            Frame(FrameKind.ERROR, status=status, error=ErrorBody("it broke", "node_failed"))
+        )
 
     return script
 
@@ -200,7 +218,9 @@ class FakeNode:
     tokenizes: Callable[[], Awaitable[None]] | None = None
     """Awaited before /tokenize answers."""
     legs: int = field(default_factory=lambda: LEGS.oldest if SPEAKS["legs"] else 0)
-    """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no newest one."""
+    """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no
+    newest one.
+    """
     legs_newest: int | None = None
     asked_versions: list[str | None] = field(default_factory=list)
     """Of the streams that were opened."""
@@ -218,7 +238,9 @@ class FakeNode:
 
     async def leg(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
-        return await self.called_with(Call(await request.json(), headers, request)) or web.Response(status=500)
+        return await self.called_with(Call(await request.json(), headers, request)) or web.Response(
+            status=500
+        )
 
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
         self.streams += 1
@@ -233,7 +255,11 @@ class FakeNode:
 
     async def called_with(self, call: Call) -> web.StreamResponse | None:
         if self.draining or self.flips_to:
-            error = {"message": "this node is draining", "type": "service_unavailable", "code": "draining"}
+            error = {
+                "message": "this node is draining",
+                "type": "service_unavailable",
+                "code": "draining",
+            }
             return web.json_response({"error": error}, status=503)
         self.calls.append(call)
         self.called.set()
@@ -249,7 +275,9 @@ class FakeNode:
             await asyncio.sleep(30)
         if self.engine_dead:
             error = EngineDead(self.engine_dead)
-            return web.Response(body=error.json(), status=error.status, content_type="application/json")
+            return web.Response(
+                body=error.json(), status=error.status, content_type="application/json"
+            )
         body = {
             "status": "draining" if self.draining else "ok",
             "role": self.role,
@@ -275,7 +303,12 @@ class FakeNode:
 
     async def change_role(self, request: web.Request) -> web.Response:
         if self.role_status != 202:
-            error = {"message": "it will not", "type": "invalid_request_error", "param": None, "code": None}
+            error = {
+                "message": "it will not",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            }
             return web.json_response({"error": error}, status=self.role_status)
         wanted = (await request.json())["role"]
         if self.flips_to == wanted:
@@ -312,17 +345,28 @@ class FakeNode:
         except asyncio.CancelledError:
             self.aborted.set()
             raise
-        return web.json_response({"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None})
+        return web.json_response(
+            {"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None}
+        )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        error = {"message": "no such token", "type": "invalid_request_error", "param": "tokens", "code": None}
+        error = {
+            "message": "no such token",
+            "type": "invalid_request_error",
+            "param": "tokens",
+            "code": None,
+        }
         return web.json_response({"error": error}, status=400)
 
     async def adapter(self, request: web.Request) -> web.Response:
-        self.told.append((request.path, await request.read(), request.headers.get("authorization", "")))
+        self.told.append(
+            (request.path, await request.read(), request.headers.get("authorization", ""))
+        )
         if self.adapter_status == 200:
             return web.json_response({"message": "done", "lora_name": "x"})
-        return web.json_response({"error": {"message": "it will not", "type": "t"}}, status=self.adapter_status)
+        return web.json_response(
+            {"error": {"message": "it will not", "type": "t"}}, status=self.adapter_status
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeNode]:
@@ -387,8 +431,14 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series that have these labels."""
-        samples = (sample for family in self.router.metrics.registry.collect() for sample in family.samples)
-        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+        samples = (
+            sample for family in self.router.metrics.registry.collect() for sample in family.samples
+        )
+        return sum(
+            each.value
+            for each in samples
+            if each.name == name and labels.items() <= each.labels.items()
+        )
 
 
 @asynccontextmanager
@@ -397,7 +447,11 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
     async with _all_running(list(nodes)):
-        every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
+        every: dict[str, Any] = {
+            "health_interval_s": 0.05,
+            "health_deadline_s": 0.2,
+            "request_deadline_s": 10.0,
+        }
         every["strict_roles"] = True  # prompts of these tests are short
         every["admin_key"] = "operator"
         settings = RouterConfig(

@@ -1,4 +1,6 @@
-"""The leg stream of a fake node: node/leg_stream.py over aiohttp, its legs answered by the node's script."""
+"""The leg stream of a fake node: node/leg_stream.py over aiohttp, its legs answered by the node's
+script.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class _Answered(KvrelayError):
         body = answer.body
         assert isinstance(body, bytes)
         said = msgspec.json.decode(body) if body else {}
-        self._error = msgspec.convert(said.get("error", {"message": "no", "type": "none"}), ErrorBody)
+        self._error = msgspec.convert(
+            said.get("error", {"message": "no", "type": "none"}), ErrorBody
+        )
         super().__init__(self._error.message)
         self.status = answer.status
         after = answer.headers.get("retry-after")
@@ -48,7 +52,9 @@ async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
     """Until the router has gone."""
     response = web.StreamResponse(headers={"content-type": LEGS_MEDIA_TYPE})
 
-    async def begin(path: str, headers: Mapping[str, str], body: bytes) -> tuple[Load, AsyncGenerator[Frame, None]]:
+    async def begin(
+        path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[Load, AsyncGenerator[Frame, None]]:
         said: asyncio.Queue[Any] = asyncio.Queue()
 
         async def put(*things: Any) -> None:
@@ -68,8 +74,14 @@ async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
             raise
         if load is _END:
             answer = script.result()
-            raise _Answered(answer) if isinstance(answer, web.Response) else NodeFailed("the script said nothing")
-        return load, _frames(script, said)  # None says nothing of the load, as HTTP without its header
+            raise (
+                _Answered(answer)
+                if isinstance(answer, web.Response)
+                else NodeFailed("the script said nothing")
+            )
+        return load, _frames(
+            script, said
+        )  # None says nothing of the load, as HTTP without its header
 
     async def receive() -> dict[str, Any]:
         try:
@@ -90,7 +102,9 @@ async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
     return response
 
 
-async def _frames(script: asyncio.Future[Any], said: asyncio.Queue[Any]) -> AsyncGenerator[Frame, None]:
+async def _frames(
+    script: asyncio.Future[Any], said: asyncio.Queue[Any]
+) -> AsyncGenerator[Frame, None]:
     try:
         while (frame := await said.get()) is not _END:
             yield frame

@@ -27,9 +27,18 @@ class ModelCluster:
         self.refused: list[tuple[Entrant, Refusal]] = []
 
     def look(self, entrant: Entrant) -> str | Wait | Refuse:
-        soonest = 0.0 if len(self.running) < self.seats else min(ends for _, ends in self.running) - self.now
+        soonest = (
+            0.0
+            if len(self.running) < self.seats
+            else min(ends for _, ends in self.running) - self.now
+        )
         if entrant.ttft_s is not None and soonest + TAKES_S > entrant.ttft_s:
-            return Refuse("ttft", (soonest + TAKES_S) * 1e3, entrant.ttft_s * 1e3, never=entrant.ttft_s < TAKES_S)
+            return Refuse(
+                "ttft",
+                (soonest + TAKES_S) * 1e3,
+                entrant.ttft_s * 1e3,
+                never=entrant.ttft_s < TAKES_S,
+            )
         return Wait("all seats are taken") if soonest else "a seat"
 
     def ask(self, entrant: Entrant, max_of_key: int = 0) -> str | Wait | Refusal:
@@ -115,7 +124,9 @@ def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_i
 
 
 def test_a_token_that_takes_too_long_anywhere_is_refused_for_good() -> None:
-    found = refusal(Admission(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(entrant()))
+    found = refusal(
+        Admission(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(entrant())
+    )
     assert (found.reason, found.retry_after_s) == ("tpot_never", None)
     assert "12.0 ms" in found.message
 
@@ -151,7 +162,10 @@ def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_pa
         assert isinstance(cluster.ask(each), Wait)
     cluster.admission.queue.remove(gone)
     cluster.run(4)
-    assert {each: why.reason for each, why in cluster.refused} == {patient: "deadline", hurried: "ttft_passed"}
+    assert {each: why.reason for each, why in cluster.refused} == {
+        patient: "deadline",
+        hurried: "ttft_passed",
+    }
     assert gone not in cluster.begun
 
 

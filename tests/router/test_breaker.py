@@ -61,7 +61,9 @@ def test_refusals_and_clients_that_go_away_say_nothing(breaker: Breaker) -> None
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_half_open_lets_one_through_and_closes_when_it_answers(breaker: Breaker, ends: bool) -> None:
+def test_half_open_lets_one_through_and_closes_when_it_answers(
+    breaker: Breaker, ends: bool
+) -> None:
     fail(breaker, FAILURES_IN_A_ROW, 0.0)
     assert breaker.verdict(0.5) is Verdict.LAST
     now = breaker.opens_in(0.0)
@@ -83,7 +85,9 @@ def test_a_probe_that_says_nothing_gives_its_place_back(breaker: Breaker) -> Non
         breaker.leave(enter(breaker, now))
 
 
-def test_openings_double_up_to_a_limit_and_are_forgotten_when_it_goes_well(breaker: Breaker) -> None:
+def test_openings_double_up_to_a_limit_and_are_forgotten_when_it_goes_well(
+    breaker: Breaker,
+) -> None:
     now, lengths = 0.0, []
     fail(breaker, FAILURES_IN_A_ROW, now)
     for _ in range(10):
@@ -127,17 +131,27 @@ def test_legs_sent_before_the_opening_change_nothing_later(breaker: Breaker) -> 
 
 def test_rest_is_as_long_as_the_node_says(breaker: Breaker) -> None:
     breaker.rest(7.0, 1.0)
-    assert [breaker.verdict(now) for now in (2.0, 7.9, 8.0)] == [Verdict.RESTS, Verdict.RESTS, Verdict.TAKES]
+    assert [breaker.verdict(now) for now in (2.0, 7.9, 8.0)] == [
+        Verdict.RESTS,
+        Verdict.RESTS,
+        Verdict.TAKES,
+    ]
     assert breaker.state(2.0) is State.CLOSED
     fail(breaker, FAILURES_IN_A_ROW, 2.0)
     assert breaker.verdict(2.0) is Verdict.NEVER
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["begin", "answer", "good", "bad", "drop", "wait"]), st.floats(0, 40))),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "answer", "good", "bad", "drop", "wait"]), st.floats(0, 40)
+        )
+    ),
     st.integers(),
 )
-def test_whatever_happens_probes_are_few_and_openings_bounded(events: list[tuple[str, float]], seed: int) -> None:
+def test_whatever_happens_probes_are_few_and_openings_bounded(
+    events: list[tuple[str, float]], seed: int
+) -> None:
     breaker, now, legs, probes = Breaker(random.Random(seed)), 0.0, list[object](), list[object]()
     for what, seconds in events:
         if what == "begin" and breaker.verdict(now) in (Verdict.TAKES, Verdict.LAST):

@@ -1,4 +1,6 @@
-"""Connections of clients: what is no HTTP that could be read one way only, too large, too slow, or too many."""
+"""Connections of clients: what is no HTTP that could be read one way only, too large, too slow, or
+too many.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LENGTH = b"content-length: %d\r\n" % len(BODY)
 
 
 @asynccontextmanager
-async def connection(c: Cluster) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connection(
+    c: Cluster,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
     try:
         yield reader, writer
@@ -72,13 +76,19 @@ ONE_LENGTH_TOO_MANY = {
 
 
 @pytest.mark.parametrize("headers", ONE_LENGTH_TOO_MANY.values(), ids=ONE_LENGTH_TOO_MANY.keys())
-async def test_what_two_servers_could_read_differently_is_refused_and_the_connection_closed(headers: bytes) -> None:
+async def test_what_two_servers_could_read_differently_is_refused_and_the_connection_closed(
+    headers: bytes,
+) -> None:
     p = prefill()
     async with cluster(p, decode()) as c:
-        answer = await said(c, CHAT + headers + b"\r\n" + BODY + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await said(
+            c, CHAT + headers + b"\r\n" + BODY + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
         assert status(answer) == 400
         assert answer.count(b"HTTP/1.1") == 1
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        assert (
+            json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        )
         assert p.calls == []
 
 
@@ -110,20 +120,26 @@ async def test_odd_headers_neither_break_the_router_nor_get_anywhere() -> None:
     async with cluster(p, d) as c:
         for _ in range(40):
             headers = b"".join(
-                b"%s: %s\r\n" % (rng.choice(names).encode(), rng.choice(values)) for _ in range(rng.randrange(1, 6))
+                b"%s: %s\r\n" % (rng.choice(names).encode(), rng.choice(values))
+                for _ in range(rng.randrange(1, 6))
             )
             answer = await said(c, CHAT + LENGTH + headers + b"connection: close\r\n\r\n" + BODY)
             assert status(answer) in (200, 400, 429), (headers, answer)
         for call in (*p.calls, *d.calls):
             ours = {LEGS_VERSION_HEADER}  # of the router's own request for the leg stream
-            odd = [name for name in call.headers if name.startswith("x-kvrelay") or name == "cookie"]
+            odd = [
+                name for name in call.headers if name.startswith("x-kvrelay") or name == "cookie"
+            ]
             assert not set(odd) - ours
             assert call.put is not None or call.headers["accept"] == FRAMES_MEDIA_TYPE
         assert await c.text()
 
 
 async def test_a_client_gets_no_frames_whatever_it_accepts() -> None:
-    async with cluster(prefill(), decode()) as c, c.post(headers={"accept": FRAMES_MEDIA_TYPE}) as answer:
+    async with (
+        cluster(prefill(), decode()) as c,
+        c.post(headers={"accept": FRAMES_MEDIA_TYPE}) as answer,
+    ):
         assert answer.content_type == "application/json"
         assert "x-kvrelay-load" not in answer.headers
 
@@ -174,7 +190,9 @@ async def test_no_words_of_a_client_get_into_the_log(caplog: pytest.LogCaptureFi
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads must be there within 0.3 s."""
-    monkeypatch.setattr(server_module, "connections", lambda at_most, of: connections(at_most, 0.3, of))
+    monkeypatch.setattr(
+        server_module, "connections", lambda at_most, of: connections(at_most, 0.3, of)
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +207,9 @@ async def test_slow_heads_are_cut_off(sent: bytes, wanted: bytes, hurried: None)
             assert reader.at_eof()
 
 
-async def test_a_kept_connection_that_trickles_is_cut_off_and_one_that_works_is_not(hurried: None) -> None:
+async def test_a_kept_connection_that_trickles_is_cut_off_and_one_that_works_is_not(
+    hurried: None,
+) -> None:
     async with cluster() as c, connection(c) as (reader, writer):
         for _ in range(3):
             writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -241,7 +261,10 @@ async def test_a_client_that_leaves_while_a_node_tokenizes_for_it_ends_that() ->
     async with cluster(p, decode()) as c:
         async with connection(c) as (_, writer):
             body = b'{"model": "tiny", "prompt": "hi"}'
-            head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            head = (
+                b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: "
+                b"application/json\r\ncontent-length: %d\r\n\r\n"
+            )
             writer.write(head % len(body) + body)
             await until(lambda: len(p.asked) == 1)
         await asyncio.wait_for(p.aborted.wait(), 5)
@@ -256,7 +279,9 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
     large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * (12 << 20)})
 
     async def answer(call: Call) -> None:
-        await call.send(Frame(FrameKind.END, b"data: " + large + b"\n\n" if call.streams else large))
+        await call.send(
+            Frame(FrameKind.END, b"data: " + large + b"\n\n" if call.streams else large)
+        )
 
     d = decode(answer)
     async with cluster(prefill(), d, max_connections=1) as c:
@@ -274,7 +299,9 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
                     await asyncio.sleep(0.02)
 
 
-async def test_a_client_that_reads_slowly_gets_all_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_slowly_gets_all_of_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("openai_api.connections._FLUSH_S", 0.2)
     padding = 12 << 20
     large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * padding})

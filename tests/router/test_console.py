@@ -32,7 +32,13 @@ async def picture(c: Cluster, since: float = 0.0) -> Picture:
 async def decode_with_kv(call: Call) -> None:
     """Tokens 12 and 13, and the times of a fetch."""
     await call.tokens(12, "b", 2)
-    timing = {"transfer": 8.0, "exposed": 0.5, "decode_queue": 1.0, "decode": 20.0, "transfer_bytes": 4096.0}
+    timing = {
+        "transfer": 8.0,
+        "exposed": 0.5,
+        "decode_queue": 1.0,
+        "decode": 20.0,
+        "transfer_bytes": 4096.0,
+    }
     await call.send(Frame(FrameKind.END, b"{}", [13], 3, usage=(3, 3, 1), timing=timing))
 
 
@@ -44,7 +50,9 @@ async def test_the_page_and_its_files_come_from_the_router_alone_and_are_asked_f
         for name in ["", *(f"/{file.name}" for file in FOLDER.iterdir())]:
             status, headers, body = await fetched(c, f"/console{name}")
             assert (status, body) == (200, (FOLDER / (name[1:] or "index.html")).read_bytes())
-            policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+            policy = dict(
+                part.split(" ", 1) for part in headers["content-security-policy"].split("; ")
+            )
             assert policy.pop("default-src") == "'none'"
             assert set(policy.values()) == {"'self'", "'none'"}
             assert headers["x-content-type-options"] == "nosniff"
@@ -57,7 +65,10 @@ async def test_no_other_file_is_served() -> None:
     async with cluster() as c:
         for path in ("nothing.js", "..%2froutes.py", "%2e%2e/routes.py", "routes.py", "a/b.js"):
             status, _, body = await fetched(c, f"/console/{path}")
-            assert (status, msgspec.json.decode(body)["error"]["type"]) == (404, "not_found_error"), path
+            assert (status, msgspec.json.decode(body)["error"]["type"]) == (
+                404,
+                "not_found_error",
+            ), path
 
 
 def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
@@ -69,8 +80,12 @@ def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
             asked |= set(re.findall(r'from "\./([^"]+)"', text))
     assert asked | {"index.html"} == set(files)
     everything = "".join(files.values()).replace("http://www.w3.org/2000/svg", "")
-    assert not re.search(r"https?://\w|url\(|@import|import\(|eval|innerHTML|document\.write", everything)
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", page)  # the policy would not let them
+    assert not re.search(
+        r"https?://\w|url\(|@import|import\(|eval|innerHTML|document\.write", everything
+    )
+    assert not re.search(
+        r"<style|\sstyle=|\son\w+=|<script>", page
+    )  # the policy would not let them
 
 
 def test_the_chat_leaves_the_temperature_to_the_model() -> None:
@@ -107,7 +122,13 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert request.stages_s["transfer"] == 0.008
         assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
         edge = seen.edges[0]
-        assert (edge.prefill, edge.decode, edge.handovers, edge.fetches, edge.bytes) == (p.url, d.url, 1, 1, 4096)
+        assert (edge.prefill, edge.decode, edge.handovers, edge.fetches, edge.bytes) == (
+            p.url,
+            d.url,
+            1,
+            1,
+            4096,
+        )
         assert seen.ttft.count == seen.total.count == 1
         assert sum(seen.series.ended) == 1
         assert seen.counts["requests"] == {"200": 1.0}
@@ -115,18 +136,24 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         assert not (await picture(c, request.ended)).requests  # no news
 
 
-async def test_hand_overs_are_as_many_as_the_counter_says_while_they_run_and_when_nothing_was_fetched() -> None:
+async def test_hand_overs_are_as_many_as_the_counter_says_while_they_run_and_when_nothing_was_fetched() -> (
+    None
+):
     async def held(call: Call) -> None:
         await call.tokens(12, "b", 2)
         await d.resume.wait()
-        await call.send(Frame(FrameKind.END, b"{}", timing={"decode": 20.0}))  # all KV was in its prefix cache
+        await call.send(
+            Frame(FrameKind.END, b"{}", timing={"decode": 20.0})
+        )  # all KV was in its prefix cache
 
     p, d = prefill(), decode(held)
     async with cluster(p, d) as c:
 
         async def both() -> tuple[int, float]:
             seen = await picture(c)
-            return sum(edge.handovers for edge in seen.edges), sum(seen.counts["disaggregated"].values())
+            return sum(edge.handovers for edge in seen.edges), sum(
+                seen.counts["disaggregated"].values()
+            )
 
         async with c.post({"stream": True}):
             await until(lambda: len(d.calls) == 1)
@@ -141,14 +168,27 @@ async def test_hand_overs_are_as_many_as_the_counter_says_while_they_run_and_whe
 
 
 async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
-    load = Load(running=2, waiting=1, waiting_tokens=40, free_blocks=30, total_blocks=40, block_size=16)
+    load = Load(
+        running=2, waiting=1, waiting_tokens=40, free_blocks=30, total_blocks=40, block_size=16
+    )
     p, d = prefill(load=load), decode(health_status=500)
     async with cluster(p, d, ready=False) as c:
         await until(lambda: c.node(p).up and "500" in c.node(d).reason)
         seen = await picture(c)
         first, second = sorted(seen.nodes, key=lambda node: node.role, reverse=True)
-        assert (first.url, first.role, first.up, first.up_in, first.model) == (p.url, "prefill", True, 1, MODEL)
-        assert (first.running, first.waiting, first.free_blocks, first.total_blocks) == (2, 1, 30, 40)
+        assert (first.url, first.role, first.up, first.up_in, first.model) == (
+            p.url,
+            "prefill",
+            True,
+            1,
+            MODEL,
+        )
+        assert (first.running, first.waiting, first.free_blocks, first.total_blocks) == (
+            2,
+            1,
+            30,
+            40,
+        )
         assert first.sources == ["static"]
         assert (second.url, second.up, second.up_in, second.draining) == (d.url, False, 0, False)
         assert seen.health == "unavailable"

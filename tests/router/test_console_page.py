@@ -1,4 +1,6 @@
-"""The console's page in a real browser, over fake nodes: the key it wants, what is hostile, what is stopped or lost."""
+"""The console's page in a real browser, over fake nodes: the key it wants, what is hostile, what is
+stopped or lost.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ from router.roles import Roles
 from wire.config import Role
 from wire.frames import Frame, FrameKind
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (apt install chromium)"),
-    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None, reason="playwright is not installed"
+    ),
 ]
 
 
@@ -88,7 +94,11 @@ async def test_the_key_in_the_address_is_taken_and_does_not_stay_there() -> None
         for way in ("operator", "wrong", "operator"):  # also where the page is open already
             await page.goto(f"{c.url}/console#key={way}")
             if way == "wrong":
-                await page.get_by_role("dialog", name="Admin key").get_by_text("missing or wrong").wait_for()
+                await (
+                    page.get_by_role("dialog", name="Admin key")
+                    .get_by_text("missing or wrong")
+                    .wait_for()
+                )
             else:
                 await page.locator("#health[data-state=ok]").wait_for()
             assert page.url == f"{c.url}/console#/cluster"
@@ -136,7 +146,11 @@ async def test_roles_and_their_last_changes_are_shown() -> None:
         await card.get_by_text(roles.why).wait_for()
         await card.get_by_text("60 %", exact=True).wait_for()
         row = card.locator("#changes tbody tr")
-        assert (await row.inner_text()).split("\t")[1:] == ["d:1 of tiny to prefill", "begun", HOSTILE]
+        assert (await row.inner_text()).split("\t")[1:] == [
+            "d:1 of tiny to prefill",
+            "begun",
+            HOSTILE,
+        ]
         assert await page.locator("img").count() == 0
 
 
@@ -150,6 +164,18 @@ async def test_a_single_value_in_a_chart_is_seen() -> None:
         await page.goto(f"{c.url}/console#key=operator")
         dots = page.locator("#chart-ttft .dots")
         await page.locator("#chart-ttft-now", has_text="highest").wait_for()
-        assert len(re.findall("M", await dots.get_attribute("d"))) == 1  # the two newer ones are a line
-        assert float((await dots.evaluate("path => getComputedStyle(path).strokeWidth")).removesuffix("px")) >= 4
-        assert len(re.findall("[ML]", await page.locator("#chart-ttft .stroke").get_attribute("d"))) == 2
+        assert (
+            len(re.findall("M", await dots.get_attribute("d"))) == 1
+        )  # the two newer ones are a line
+        assert (
+            float(
+                (await dots.evaluate("path => getComputedStyle(path).strokeWidth")).removesuffix(
+                    "px"
+                )
+            )
+            >= 4
+        )
+        assert (
+            len(re.findall("[ML]", await page.locator("#chart-ttft .stroke").get_attribute("d")))
+            == 2
+        )

@@ -1,4 +1,6 @@
-"""What the console remembers is bounded and its percentiles are true; what several workers see becomes one picture."""
+"""What the console remembers is bounded and its percentiles are true; what several workers see
+becomes one picture.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def node(url: str = P, **fields: Any) -> NodeSeen:
     return NodeSeen(**(every | fields))
 
 
-def worker(index: int = 0, recent: Recent | None = None, now: float = 1000.0, **fields: Any) -> WorkerSeen:
+def worker(
+    index: int = 0, recent: Recent | None = None, now: float = 1000.0, **fields: Any
+) -> WorkerSeen:
     recent = recent or Recent()
     every: dict[str, Any] = {
         "index": index,
@@ -116,9 +120,13 @@ def worker(index: int = 0, recent: Recent | None = None, now: float = 1000.0, **
     return WorkerSeen(**(every | fields))
 
 
-def shown(own: WorkerSeen, *others: WorkerSeen, wanted: int = 1, monotonic: float = 1000.0) -> Picture:
+def shown(
+    own: WorkerSeen, *others: WorkerSeen, wanted: int = 1, monotonic: float = 1000.0
+) -> Picture:
     named: dict[str, Any] = {"health": Health.OK, "models": {"m": True}, "version": "1"}
-    return picture_of(own, (own, *others), 0.0, wanted=wanted, now=5000.0, monotonic=monotonic, **named)
+    return picture_of(
+        own, (own, *others), 0.0, wanted=wanted, now=5000.0, monotonic=monotonic, **named
+    )
 
 
 # What is remembered.
@@ -153,7 +161,9 @@ def test_pairs_of_nodes_are_counted_apart_up_to_a_bound() -> None:
     assert not recent.edges(EDGE_SLOTS * SLOT_S)
 
 
-@given(st.lists(st.floats(2e-4, 1000.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99]))
+@given(
+    st.lists(st.floats(2e-4, 1000.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99])
+)
 def test_a_percentile_is_off_by_less_than_three_percent(values: list[float], share: float) -> None:
     counts: dict[int, int] = {}
     for value in values:
@@ -183,25 +193,35 @@ def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
     for recent, size, took_s in ((one, 100, 0.5), (two, 300, 0.25)):
         recent.moved(998.0, Edge(P, D, 1))
         recent.moved(999.0, Edge(P, D, 0, 1, size, took_s, 0.1))
-    seen = shown(worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3)
+    seen = shown(
+        worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3
+    )
     assert (seen.running, seen.waiting, seen.wanted) == (2, 4, 3)
     assert [row.index for row in seen.workers] == [0, 1]
     assert seen.nodes[0].legs == 7
     assert seen.counts == {"requests": {"200": 2.0}}
-    assert (sum(seen.series.ended), sum(seen.series.failed), sum(seen.series.output_tokens)) == (21, 1, 147)
+    assert (sum(seen.series.ended), sum(seen.series.failed), sum(seen.series.output_tokens)) == (
+        21,
+        1,
+        147,
+    )
     assert len(seen.series.ended) == len(seen.series.ttft_p50_s) == SLOTS
     assert (seen.ttft.count, seen.total.count) == (21, 20)
     assert seen.ttft.p50_s == pytest.approx(0.4, rel=0.03)
     assert seen.ttft.p99_s == pytest.approx(0.4, rel=0.03)
     assert seen.requests_per_s == pytest.approx(2.0)
-    assert [(edge.handovers, edge.fetches, edge.bytes, edge.transfer_s) for edge in seen.edges] == [(2, 2, 400, 0.75)]
+    assert [(edge.handovers, edge.fetches, edge.bytes, edge.transfer_s) for edge in seen.edges] == [
+        (2, 2, 400, 0.75)
+    ]
     assert [each.ended for each in seen.requests[:3]] == [4999.5, 4999.0, 4998.5]
 
 
 def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
     half, is_open = BreakerSeen("half_open", "was slow"), BreakerSeen("open", "cut", 3.0)
     own = worker(0, nodes=[node(breakers={Role.DECODE: half})])
-    other = worker(1, nodes=[node(up=False, breakers={Role.DECODE: is_open, Role.PREFILL: half}), node(D)])
+    other = worker(
+        1, nodes=[node(up=False, breakers={Role.DECODE: is_open, Role.PREFILL: half}), node(D)]
+    )
     seen = shown(own, other, wanted=2)
     first, second = seen.nodes
     assert (first.up, first.up_in) == (True, 1)
@@ -214,13 +234,21 @@ def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
     lately, earlier = Recent(), Recent()
     note(lately, 4999.0, 999.0)
     note(earlier, 4990.0, 990.0)
-    parent = worker(0, nodes=[node(legs=0), node(D, legs=0)], failed_pairs=[FailedPair(P, D, "cut")])
-    workers = [worker(0, lately, nodes=[node(legs=3)]), worker(1, earlier, nodes=[node(up=False, legs=4)])]
+    parent = worker(
+        0, nodes=[node(legs=0), node(D, legs=0)], failed_pairs=[FailedPair(P, D, "cut")]
+    )
+    workers = [
+        worker(0, lately, nodes=[node(legs=3)]),
+        worker(1, earlier, nodes=[node(up=False, legs=4)]),
+    ]
     named: dict[str, Any] = {"health": Health.OK, "models": {}, "version": "1", "wanted": 2}
     seen = picture_of(parent, workers, 4995.0, now=5000.0, monotonic=1000.0, **named)
     assert [(each.url, each.legs, each.up_in) for each in seen.nodes] == [(P, 7, 1), (D, 0, 0)]
     assert [row.index for row in seen.workers] == [0, 1]
-    assert (seen.failed_pairs, [each.ended for each in seen.requests]) == (parent.failed_pairs, [4999.0])
+    assert (seen.failed_pairs, [each.ended for each in seen.requests]) == (
+        parent.failed_pairs,
+        [4999.0],
+    )
 
 
 def test_a_picture_of_nothing_is_one() -> None:
@@ -249,10 +277,21 @@ def test_the_json_is_the_same_for_whoever_reads_it() -> None:
 
 
 def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:
-    told = {"picture": Picture, "node": NodeSeen, "request": Ended, "edge": Edge, "worker": WorkerRow}
-    only_here = {("edge", "failed"), ("edge", "reason")}  # rows of pairs that failed, which the page makes
+    told = {
+        "picture": Picture,
+        "node": NodeSeen,
+        "request": Ended,
+        "edge": Edge,
+        "worker": WorkerRow,
+    }
+    only_here = {
+        ("edge", "failed"),
+        ("edge", "reason"),
+    }  # rows of pairs that failed, which the page makes
     read: set[tuple[str, str]] = set()
     for file in (repository / "router" / "console" / "static").glob("*.js"):
         read |= set(re.findall(rf"\b({'|'.join(told)})\.(\w+)", file.read_text(encoding="utf-8")))
     assert {("picture", "series"), ("node", "breakers"), ("request", "stages_s")} <= read
-    assert not {(of, name) for of, name in read - only_here if name not in told[of].__struct_fields__}
+    assert not {
+        (of, name) for of, name in read - only_here if name not in told[of].__struct_fields__
+    }

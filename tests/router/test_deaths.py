@@ -108,12 +108,20 @@ async def test_a_client_that_sends_it_again_gets_one_more_node_not_two() -> None
         assert calls(first, *others) == before + 1
 
 
-async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_computed_there() -> None:
-    """The decode leg that has begun with the ticket computes the prompt when the prefill node has died."""
+async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_computed_there() -> (
+    None
+):
+    """The decode leg that has begun with the ticket computes the prompt when the prefill node has
+    died.
+    """
 
     async def dies_behind_its_ticket(call: Call) -> None:
         ticket = KvTransferParams(
-            do_remote_prefill=True, remote_engine_id="e", remote_request_id="held-1", num_tokens=3, growing=True
+            do_remote_prefill=True,
+            remote_engine_id="e",
+            remote_request_id="held-1",
+            num_tokens=3,
+            growing=True,
         )
         await call.send(Frame(FrameKind.TICKET, params=ticket))
         await until(lambda: calls(*decodes) == 1)
@@ -130,7 +138,9 @@ async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_com
         assert calls(p, *decodes) == 2
 
 
-async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though_the_first_token_is_out() -> None:
+async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though_the_first_token_is_out() -> (
+    None
+):
     async def dies(call: Call) -> None:
         die(next(each for each in nodes if call in each.calls), call)
 

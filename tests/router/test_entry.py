@@ -15,7 +15,9 @@ def test_targets_are_milliseconds_in_headers() -> None:
     assert targets_of({}.get) == (None, None)
 
 
-@pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e99", "x", "5" * 100, "0x10", "1_0_"])
+@pytest.mark.parametrize(
+    "value", ["", "0", "-1", "nan", "inf", "1e99", "x", "5" * 100, "0x10", "1_0_"]
+)
 def test_a_target_that_is_no_time_is_refused_by_name(value: str) -> None:
     with pytest.raises(RequestError) as caught:
         targets_of({"x-slo-tpot-ms": value}.get)
@@ -28,7 +30,9 @@ def test_only_a_trace_as_w3c_has_it_is_passed_on() -> None:
         "traceparent": parent,
         "tracestate": "a=1,b=2",
     }
-    assert sane_trace({"traceparent": parent, "tracestate": "x" * 513}.get) == {"traceparent": parent}
+    assert sane_trace({"traceparent": parent, "tracestate": "x" * 513}.get) == {
+        "traceparent": parent
+    }
     for odd in ("", parent + "x", parent.upper(), "00-" + "z" * 32 + parent[35:], parent + "\n"):
         assert sane_trace({"traceparent": odd, "tracestate": "a=1"}.get) == {}
 

@@ -1,4 +1,6 @@
-"""The walk over fake nodes that come and go: what a part of an answer is worth, and what one lost process is."""
+"""The walk over fake nodes that come and go: what a part of an answer is worth, and what one lost
+process is.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,18 @@ import asyncio
 import time
 
 import pytest
-from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, prefill_ok, refuse, until
+from router_doubles import (
+    DONE,
+    WHOLE,
+    Call,
+    cluster,
+    decode,
+    event,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
 
 import router.walk.handoff
 from router.nodes.breaker import FAILURES_IN_A_ROW, State
@@ -29,7 +42,9 @@ async def rest(call: Call) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_has_begun_waits_for_a_decode_node_while_none_is_up(stream: bool) -> None:
+async def test_an_answer_that_has_begun_waits_for_a_decode_node_while_none_is_up(
+    stream: bool,
+) -> None:
     async def first(call: Call) -> None:
         d.health_status = 503
         await cut_after_token(call)
@@ -194,7 +209,10 @@ async def test_a_request_that_no_node_can_read_is_no_fault_of_any() -> None:
                 assert answer.status == 500
         for node in nodes:
             assert node.calls
-            assert all(each.state(time.monotonic()) is State.CLOSED for each in c.node(node).breakers.values())
+            assert all(
+                each.state(time.monotonic()) is State.CLOSED
+                for each in c.node(node).breakers.values()
+            )
 
 
 async def test_a_node_that_cannot_read_what_others_can_gets_no_more() -> None:

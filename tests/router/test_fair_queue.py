@@ -1,4 +1,6 @@
-"""The order in which requests begin: priority, then shares by weight; and who leaves when there is no room."""
+"""The order in which requests begin: priority, then shares by weight; and who leaves when there is
+no room.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
 
 
-def entrant(key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0) -> Entrant:
+def entrant(
+    key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0
+) -> Entrant:
     return Entrant(key, arrived, weight, priority, tokens=tokens)
 
 
@@ -37,7 +41,9 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     for key, tokens in asked:
         queue.push(entrant(key, tokens, weight[key]))
     got = dict.fromkeys(KEYS, 0.0)
-    largest = {key: max((tokens for name, tokens in asked if name == key), default=0) for key in KEYS}
+    largest = {
+        key: max((tokens for name, tokens in asked if name == key), default=0) for key in KEYS
+    }
     while len(queue):
         both = [key for key in KEYS if queue.waiting(key)]
         for one, other in itertools.combinations(both, 2):
@@ -48,7 +54,9 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     assert got == {key: sum(tokens for name, tokens in asked if name == key) for key in KEYS}
 
 
-def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_other_way_round() -> None:
+def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_other_way_round() -> (
+    None
+):
     queue: FairQueue[Entrant] = FairQueue()
     for _ in range(50):
         queue.push(entrant("heavy"))
@@ -73,7 +81,9 @@ def test_what_begins_without_waiting_counts_too() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-3, 3), sizes), max_size=40))
-def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple[str, int, int]]) -> None:
+def test_the_more_important_begin_first_and_of_a_key_the_older(
+    asked: list[tuple[str, int, int]],
+) -> None:
     queue: FairQueue[Entrant] = FairQueue()
     for at, (key, priority, tokens) in enumerate(asked):
         queue.push(entrant(key, tokens, priority=priority, arrived=float(at)))
@@ -95,7 +105,11 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
         act = data.draw(st.sampled_from(["push", "push", "remove", "begin", "correct"]))
         if act == "push":
             priority = data.draw(st.integers(0, 2))
-            waiting.append(entrant(data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)))
+            waiting.append(
+                entrant(
+                    data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)
+                )
+            )
             queue.push(waiting[-1])
         elif act == "remove" and waiting:
             queue.remove(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))

@@ -21,7 +21,9 @@ def told(fates: Fates, generation: str = "g1", since: float = 1.0) -> list[bool]
     return said
 
 
-def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_the_process_lives(fates: Fates) -> None:
+def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_the_process_lives(
+    fates: Fates,
+) -> None:
     said = told(fates)
     fates.answered("g1", 0.9, drains=False)
     assert said == []
@@ -31,7 +33,9 @@ def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_
     assert said == [False]  # it is told once
 
 
-def test_another_generation_proves_that_the_process_has_died_also_to_who_asks_later(fates: Fates) -> None:
+def test_another_generation_proves_that_the_process_has_died_also_to_who_asks_later(
+    fates: Fates,
+) -> None:
     said = told(fates)
     fates.answered("g2", 0.5, drains=False)
     assert said == told(fates) == [True]

@@ -1,4 +1,6 @@
-"""Answers whose decode leg is ahead of the prefill leg: which of both ends the answer, and what no longer matters."""
+"""Answers whose decode leg is ahead of the prefill leg: which of both ends the answer, and what no
+longer matters.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ STREAMED = (event("a") + event("", "stop") + DONE).decode()
 
 
 async def ticket(call: Call) -> None:
-    await call.send(Frame(FrameKind.TICKET, params=handover(call, generated=[], sent_text=None, growing=True)))
+    await call.send(
+        Frame(FrameKind.TICKET, params=handover(call, generated=[], sent_text=None, growing=True))
+    )
 
 
-async def test_an_end_behind_a_first_token_that_the_decode_leg_has_told_leaves_the_end_to_that_leg() -> None:
+async def test_an_end_behind_a_first_token_that_the_decode_leg_has_told_leaves_the_end_to_that_leg() -> (
+    None
+):
     async def prefill_leg(call: Call) -> None:
         await ticket(call)
         await asyncio.wait_for(told.wait(), 5)
-        await call.send(Frame(FrameKind.END, event("a") + event("", "stop") + DONE, [11], 1, finish=Finish.STOP))
+        await call.send(
+            Frame(FrameKind.END, event("a") + event("", "stop") + DONE, [11], 1, finish=Finish.STOP)
+        )
         ended.set()
 
     async def decode_leg(call: Call) -> None:
@@ -41,7 +49,9 @@ async def test_an_end_behind_a_first_token_that_the_decode_leg_has_told_leaves_t
         assert len(d.calls) == 1
 
 
-async def test_a_prefill_leg_that_is_refused_behind_the_end_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_leg_that_is_refused_behind_the_end_adds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decoded = Walk._decode
 
     async def slowly(walk: Walk) -> None:

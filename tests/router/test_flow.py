@@ -1,4 +1,6 @@
-"""Output tokens are counted while an answer comes, once each, by model and API key, and in the console."""
+"""Output tokens are counted while an answer comes, once each, by model and API key, and in the
+console.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.Mon
     async with cluster(prefill(), decode(slow), keys=keys) as c:
 
         def counted() -> tuple[float, float, float]:
-            tokens = c.metric(TOKENS, model_name=MODEL), c.metric(OF_ALICE, key="alice", kind="output")
+            tokens = (
+                c.metric(TOKENS, model_name=MODEL),
+                c.metric(OF_ALICE, key="alice", kind="output"),
+            )
             return *tokens, sum(slot.output_tokens for slot in c.router.lookout.seen().slots)
 
         async with c.post({"stream": True}, headers={"authorization": "Bearer a"}) as answer:

@@ -1,4 +1,6 @@
-"""Requests free what they took by their counts, however they end: a process may have hundreds of large bodies."""
+"""Requests free what they took by their counts, however they end: a process may have hundreds of
+large bodies.
+"""
 
 import asyncio
 import gc
@@ -7,7 +9,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from router_doubles import Call, Cluster, Script, cluster, decode, decode_ok, prefill, prefill_ok, refuse, until
+from router_doubles import (
+    Call,
+    Cluster,
+    Script,
+    cluster,
+    decode,
+    decode_ok,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
 from starlette.requests import Request
 
 from router.relay import Relay
@@ -50,7 +63,9 @@ async def cut_after_token(call: Call) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_leaves_nothing_for_the_collector(p: Script, d: Script, stream: bool) -> None:
+async def test_a_request_leaves_nothing_for_the_collector(
+    p: Script, d: Script, stream: bool
+) -> None:
     async with cluster(prefill(p), prefill(p), decode(d), decode(d), request_deadline_s=0.5) as c:
         assert await _left_by(lambda: _ask(c, stream)) == Counter()
 
@@ -58,7 +73,10 @@ async def test_a_request_leaves_nothing_for_the_collector(p: Script, d: Script, 
 async def test_a_request_of_several_prompts_leaves_nothing_for_the_collector() -> None:
     async with cluster(prefill(), decode(refuse(400))) as c:
         body = {"prompt": ["a", "b"], "messages": None}
-        assert await _left_by(lambda: _ask(c, stream=True, path="/v1/completions", body=body)) == Counter()
+        assert (
+            await _left_by(lambda: _ask(c, stream=True, path="/v1/completions", body=body))
+            == Counter()
+        )
 
 
 async def test_what_the_router_refuses_itself_leaves_nothing_for_the_collector() -> None:

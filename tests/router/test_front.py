@@ -1,4 +1,6 @@
-"""What is before the routes: pages of other origins in a browser, the path of a proxy, and where the console is."""
+"""What is before the routes: pages of other origins in a browser, the path of a proxy, and where
+the console is.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ ALLOW = "access-control-allow-origin"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def asked(c: Cluster, method: str, path: str, origin: str = PAGE, **more: Any) -> tuple[int, Any, bytes]:
+async def asked(
+    c: Cluster, method: str, path: str, origin: str = PAGE, **more: Any
+) -> tuple[int, Any, bytes]:
     headers = {"origin": origin, **more.pop("headers", {})}
-    async with c.http.request(method, c.url + path, headers=headers, allow_redirects=False, **more) as answer:
+    async with c.http.request(
+        method, c.url + path, headers=headers, allow_redirects=False, **more
+    ) as answer:
         return answer.status, answer.headers, await answer.read()
 
 
@@ -40,11 +46,16 @@ async def test_a_page_of_an_allowed_origin_reads_answers_and_errors(stream: bool
                 assert status == (401 if not headers else 404 if "nothing" in path else 200)
                 assert told.getall(ALLOW) == [PAGE], path
                 assert "Origin" in told.getall("vary"), path
-        _, told, body = await asked(c, "POST", "/v1/chat/completions", json={**CHAT, "stream": stream}, headers=key)
+        _, told, body = await asked(
+            c, "POST", "/v1/chat/completions", json={**CHAT, "stream": stream}, headers=key
+        )
         assert (b"[DONE]" in body) is stream
 
-        # Of another page the browser learns that it may not read the answer; who is no page is told nothing of it.
-        _, told, _ = await asked(c, "POST", "/v1/chat/completions", "https://evil", json=CHAT, headers=key)
+        # Of another page the browser learns that it may not read the answer; who is no page is told
+        # nothing of it.
+        _, told, _ = await asked(
+            c, "POST", "/v1/chat/completions", "https://evil", json=CHAT, headers=key
+        )
         assert ALLOW not in told
         async with c.post(headers=key) as answer:
             assert not {ALLOW, "vary"} & {name.lower() for name in answer.headers}
@@ -52,17 +63,28 @@ async def test_a_page_of_an_allowed_origin_reads_answers_and_errors(stream: bool
 
 async def test_a_stream_that_breaks_before_its_headers_is_an_error_that_a_page_reads() -> None:
     async with cluster(prefill(refuse(400, "top_p is odd")), decode(), allowed_origins=("*",)) as c:
-        status, told, body = await asked(c, "POST", "/v1/chat/completions", json={**CHAT, "stream": True})
+        status, told, body = await asked(
+            c, "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
+        )
         assert (status, told.getall(ALLOW)) == (400, ["*"])
         assert b"top_p is odd" in body
 
 
 async def test_a_browser_that_asks_first_needs_no_key() -> None:
-    wants = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-own"}
-    async with cluster(ready=False, allowed_origins=(PAGE,), allowed_methods=("POST",), api_key="k") as c:
+    wants = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-own",
+    }
+    async with cluster(
+        ready=False, allowed_origins=(PAGE,), allowed_methods=("POST",), api_key="k"
+    ) as c:
         for path in ("/v1/chat/completions", "/v1/responses"):
             status, told, _ = await asked(c, "OPTIONS", path, headers=wants)
-            assert (status, told[ALLOW], told["access-control-allow-methods"]) == (200, PAGE, "POST")
+            assert (status, told[ALLOW], told["access-control-allow-methods"]) == (
+                200,
+                PAGE,
+                "POST",
+            )
             assert told["access-control-allow-headers"] == "authorization,x-own"
             assert "access-control-allow-credentials" not in told
             status, told, _ = await asked(c, "OPTIONS", path, "https://evil", headers=wants)
@@ -87,7 +109,11 @@ async def test_requests_come_with_the_path_of_a_proxy_or_without_it() -> None:
             for headers in (key, {}):
                 status = 200 if headers else 401
                 assert (await asked(c, "GET", f"{root}/v1/models", headers=headers))[0] == status
-                assert (await asked(c, "POST", f"{root}/v1/chat/completions", json=CHAT, headers=headers))[0] == status
+                assert (
+                    await asked(
+                        c, "POST", f"{root}/v1/chat/completions", json=CHAT, headers=headers
+                    )
+                )[0] == status
             assert (await asked(c, "GET", f"{root}/admin/nodes"))[0] == 401
             assert (await asked(c, "GET", f"{root}/load"))[0] == 401
             assert (await asked(c, "GET", f"{root}/admin/nodes", headers=OPERATOR))[0] == 200
@@ -111,8 +137,12 @@ async def test_the_address_alone_leads_to_the_console() -> None:
 
 
 def test_a_node_has_the_same_front() -> None:
-    config = NodeConfig(EngineConfig("nowhere"), api_key="k", allowed_origins=(PAGE,), root_path="/n")
-    app = create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack())
+    config = NodeConfig(
+        EngineConfig("nowhere"), api_key="k", allowed_origins=(PAGE,), root_path="/n"
+    )
+    app = create_node(
+        Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
+    )
     client = TestClient(app)
     told = client.get("/n/v1/models", headers={"origin": PAGE})
     assert (told.status_code, told.headers[ALLOW]) == (401, PAGE)
@@ -133,7 +163,9 @@ def test_a_node_has_the_same_front() -> None:
         ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
     ],
 )
-def test_settings_that_no_browser_or_proxy_could_meet_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_no_browser_or_proxy_could_meet_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         RouterConfig(**settings)
     with pytest.raises(ConfigError, match=said):
@@ -142,7 +174,9 @@ def test_settings_that_no_browser_or_proxy_could_meet_are_refused(settings: dict
 
 @pytest.mark.parametrize("given", [['["a","b"]'], ["a", "b"], ['["a"]', "b"]])
 def test_a_list_is_given_as_json_or_one_by_one(given: list[str]) -> None:
-    assert merge(settings_of(RouterConfig), {"allowed_origins": given}, None) == {"allowed_origins": ("a", "b")}
+    assert merge(settings_of(RouterConfig), {"allowed_origins": given}, None) == {
+        "allowed_origins": ("a", "b")
+    }
 
 
 @pytest.mark.parametrize("given", [['["a",1]'], 5])

@@ -7,7 +7,17 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, handover, prefill, until
+from router_doubles import (
+    WHOLE,
+    Call,
+    Cluster,
+    cluster,
+    decode,
+    decode_ok,
+    handover,
+    prefill,
+    until,
+)
 
 from router.admission.gate import _LOOK_S
 from router.admission.keys import hash_of
@@ -44,7 +54,9 @@ class Held:
         await decode_ok(call)
 
 
-async def asked(c: Cluster, body: dict[str, Any] | None = None, **kwargs: Any) -> tuple[int, Any, Any]:
+async def asked(
+    c: Cluster, body: dict[str, Any] | None = None, **kwargs: Any
+) -> tuple[int, Any, Any]:
     async with c.post(body, **kwargs) as answer:
         return answer.status, await answer.json(), answer.headers
 
@@ -89,7 +101,9 @@ async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_anothe
         first = await one_under_way(c, d)
         second = soon(asked(c))
         await waiting(c, 1)
-        other = soon(asked(c, {"model": "other"}))  # a turn that is given back looks at its own queue only
+        other = soon(
+            asked(c, {"model": "other"})
+        )  # a turn that is given back looks at its own queue only
         assert (await other)[0] == 200
         await asyncio.sleep(5 * _LOOK_S)
         assert (sum(c.router.gate.waiting().values()), len(p.calls)) == (1, 1)
@@ -106,7 +120,11 @@ async def test_a_full_queue_is_a_429_that_says_when_to_return() -> None:
         second = soon(asked(c))
         await waiting(c, 1)
         status, body, headers = await asked(c)
-        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "overloaded_error", "queue_full")
+        assert (status, body["error"]["type"], body["error"]["code"]) == (
+            429,
+            "overloaded_error",
+            "queue_full",
+        )
         assert int(headers["retry-after"]) >= 1
         assert "1 requests wait, and the limit is 1" in body["error"]["message"]
         assert c.metric("kvrelay_router_refused_total", reason="queue_full") == 1
@@ -126,12 +144,24 @@ async def test_those_that_wait_begin_by_priority_and_then_in_turns_of_their_keys
             ("a1", ALICE, 0), ("a2", ALICE, 0), ("a3", ALICE, 0), ("b1", BOB, 0), ("b2", BOB, 5), ("a4", ALICE, -1)
         ):  # fmt: skip
             before = sum(c.router.gate.waiting().values())
-            tasks.append(soon(asked(c, {"user": user, "priority": priority, "max_tokens": 4}, headers=headers)))
+            tasks.append(
+                soon(
+                    asked(c, {"user": user, "priority": priority, "max_tokens": 4}, headers=headers)
+                )
+            )
             await waiting(c, before + 1)
         for _ in tasks:
             held.permits.release()  # one ends, and with nothing under way the next begins
         assert [(await each)[0] for each in tasks] == [200] * len(tasks)
-        assert [call.body.get("user") for call in p.calls] == [None, "a4", "b1", "a1", "a2", "a3", "b2"]
+        assert [call.body.get("user") for call in p.calls] == [
+            None,
+            "a4",
+            "b1",
+            "a1",
+            "a2",
+            "a3",
+            "b2",
+        ]
         assert p.calls[0].body["priority"] == -1  # of its key, for the nodes' own queues
         assert "priority" not in p.calls[1].body or p.calls[1].body["priority"] == -1
 
@@ -198,8 +228,12 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
             assert body["error"]["code"] in ("ttft_never", "tpot_never")
             assert headers["x-should-retry"] == "false"
             assert "retry-after" not in headers
-        assert (await asked(c, headers={"x-slo-ttft-ms": "soon"}))[1]["error"]["param"] == "x-slo-ttft-ms"
-        assert (await asked(c, headers={"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "1000"}))[0] == 200
+        assert (await asked(c, headers={"x-slo-ttft-ms": "soon"}))[1]["error"][
+            "param"
+        ] == "x-slo-ttft-ms"
+        assert (await asked(c, headers={"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "1000"}))[
+            0
+        ] == 200
         assert len(p.calls) == 1
 
 
@@ -225,7 +259,9 @@ async def test_nobody_is_sent_away_for_longer_than_clients_obey() -> None:
 
 
 async def test_questions_count_against_the_limits_of_their_key() -> None:
-    async with cluster(prefill(), decode(), keys=keys(requests_per_minute=3, tokens_per_minute=1000)) as c:
+    async with cluster(
+        prefill(), decode(), keys=keys(requests_per_minute=3, tokens_per_minute=1000)
+    ) as c:
 
         async def ask(path: str, **body: Any) -> tuple[int, str | None]:
             async with c.post(body, path, headers=ALICE) as answer:
@@ -241,7 +277,9 @@ async def test_questions_count_against_the_limits_of_their_key() -> None:
 
 
 async def test_limits_of_a_key_are_told_in_headers_and_are_its_own() -> None:
-    async with cluster(prefill(), decode(), keys=keys(requests_per_minute=2, tokens_per_minute=10_000)) as c:
+    async with cluster(
+        prefill(), decode(), keys=keys(requests_per_minute=2, tokens_per_minute=10_000)
+    ) as c:
         for left in ("1", "0"):
             status, _, headers = await asked(c, headers=ALICE)
             assert (status, headers["x-ratelimit-remaining-requests"]) == (200, left)
@@ -252,9 +290,13 @@ async def test_limits_of_a_key_are_told_in_headers_and_are_its_own() -> None:
         assert 25 <= int(headers["retry-after"]) <= 31
         status, _, headers = await asked(c, headers=BOB)
         assert (status, "x-ratelimit-limit-requests" in headers) == (200, False)
-        await until(lambda: c.metric("kvrelay_router_key_requests_total", key="alice", outcome="begun") == 2)
+        await until(
+            lambda: c.metric("kvrelay_router_key_requests_total", key="alice", outcome="begun") == 2
+        )
         assert c.metric("kvrelay_router_key_requests_total", key="alice", outcome="refused") == 1
-        await until(lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 6)
+        await until(
+            lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 6
+        )
         assert c.metric("kvrelay_router_key_tokens_total", key="alice", kind="prompt") == 6
 
 
@@ -269,7 +311,9 @@ async def test_a_key_may_ask_for_its_models_and_priorities_only() -> None:
             assert [card["id"] for card in (await answer.json())["data"]] == ["sql"]
         async with c.http.get(f"{c.url}/v1/models/tiny", headers=ALICE) as answer:
             assert answer.status == 404
-        async with c.http.post(f"{c.url}/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=ALICE) as answer:
+        async with c.http.post(
+            f"{c.url}/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=ALICE
+        ) as answer:
             assert answer.status == 403
         assert p.told == []
 
@@ -293,7 +337,9 @@ async def test_several_prompts_are_one_turn() -> None:
 
 
 @pytest.mark.parametrize("how", ["one token", "local", "ahead"])
-async def test_a_prompt_that_was_not_handed_over_is_charged_as_its_node_has_counted_it(how: str) -> None:
+async def test_a_prompt_that_was_not_handed_over_is_charged_as_its_node_has_counted_it(
+    how: str,
+) -> None:
     async def ends(call: Call) -> None:
         await call.tokens(11, "a", 1)
         await call.send(Frame(FrameKind.END, WHOLE, usage=(7, 1, 0)))
@@ -302,8 +348,14 @@ async def test_a_prompt_that_was_not_handed_over_is_charged_as_its_node_has_coun
         await call.send(Frame(FrameKind.TICKET, params=handover(call, generated=[], growing=True)))
         await asyncio.sleep(30)
 
-    nodes = [decode(ends)] if how == "local" else [prefill(ends if how == "one token" else waits), decode(ends)]
+    nodes = (
+        [decode(ends)]
+        if how == "local"
+        else [prefill(ends if how == "one token" else waits), decode(ends)]
+    )
     async with cluster(*nodes, keys=keys()) as c:
         assert (await asked(c, headers=ALICE))[0] == 200
-        await until(lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 1)
+        await until(
+            lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 1
+        )
         assert c.metric("kvrelay_router_key_tokens_total", key="alice", kind="prompt") == 7

@@ -31,7 +31,9 @@ class Asked:
             raise ValueError("a defect")
 
 
-async def test_a_check_that_fails_in_any_way_is_a_miss_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_check_that_fails_in_any_way_is_a_miss_and_the_next_one_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool, asked = Pool(["http://p"], []), Asked(2)
     doubles: Any = asked
     with caplog.at_level(logging.WARNING, "kvrelay.router"):

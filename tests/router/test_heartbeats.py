@@ -1,4 +1,6 @@
-"""Nodes that announce themselves: who is believed, who is there, and the way from a node's datagram to a pool."""
+"""Nodes that announce themselves: who is believed, who is there, and the way from a node's datagram
+to a pool.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ KEY = "the nodes' key"
 NOW = 1_700_000_000.0
 
 
-def beat(sent_at: float = NOW, url: str = "http://p", generation: str = "g1", **fields: object) -> Heartbeat:
+def beat(
+    sent_at: float = NOW, url: str = "http://p", generation: str = "g1", **fields: object
+) -> Heartbeat:
     facts = Heartbeat(url, Role.PREFILL, "m", generation, Load(running=2), sent_at)
     return msgspec.structs.replace(facts, **fields)
 
 
 def free_udp_port(host: str = "127.0.0.1") -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
@@ -73,7 +79,9 @@ def test_no_other_bytes_are_taken(noise: bytes, at: int) -> None:
         opened(bytes(flipped), KEY, NOW)
 
 
-@pytest.mark.parametrize("sent_at", [NOW - MAX_SKEW_S - 1, NOW + MAX_SKEW_S + 1, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "sent_at", [NOW - MAX_SKEW_S - 1, NOW + MAX_SKEW_S + 1, float("nan"), float("inf")]
+)
 def test_a_message_of_another_time_is_refused(sent_at: float) -> None:
     with pytest.raises(RequestError):
         opened(sealed(beat(sent_at), KEY), KEY, NOW)
@@ -131,7 +139,9 @@ async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard
 
     async with hearing(pool, "127.0.0.1", port, KEY):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port))
+            stranger.sendto(
+                sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port)
+            )
             stranger.sendto(b"", ("127.0.0.1", port))
         announcer = Announcer([f"udp://127.0.0.1:{port}"], KEY, facts, every_s=0.05)
         task = asyncio.create_task(announcer.run())
@@ -187,8 +197,13 @@ async def test_a_flood_of_strangers_leaves_the_router_serving_and_its_memory_fla
                 sent += 1
 
     async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
-        tasks = [asyncio.create_task(announcer.run()) for announcer in (announcing(p, port), announcing(d, port))]
-        await until(lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes))
+        tasks = [
+            asyncio.create_task(announcer.run())
+            for announcer in (announcing(p, port), announcing(d, port))
+        ]
+        await until(
+            lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes)
+        )
         await c.text()
         before = resident_bytes()
         with caplog.at_level(logging.WARNING, "kvrelay.router"):
@@ -216,7 +231,9 @@ async def test_a_router_that_hears_nodes_serves_with_them() -> None:
     p, d, port = prefill(), decode(), free_udp_port()
     async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
         tasks = [asyncio.create_task(announcing(node, port).run()) for node in (p, d)]
-        await until(lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes))
+        await until(
+            lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes)
+        )
         await c.text()
         for task in tasks:
             task.cancel()
@@ -231,8 +248,12 @@ def test_heartbeats_from_elsewhere_need_a_key() -> None:
     engine = EngineConfig("m")
     with pytest.raises(ConfigError, match="node_api_key"):
         NodeConfig(engine, Role.PREFILL, router=("udp://10.0.0.1:9",))
-    NodeConfig(engine, Role.PREFILL, router=("udp://127.0.0.1:9", "udp://[::1]:9", "udp://localhost:9"))
-    NodeConfig(engine, Role.PREFILL, router=("udp://10.0.0.1:9", "udp://router.kvrelay:9"), api_key="k")
+    NodeConfig(
+        engine, Role.PREFILL, router=("udp://127.0.0.1:9", "udp://[::1]:9", "udp://localhost:9")
+    )
+    NodeConfig(
+        engine, Role.PREFILL, router=("udp://10.0.0.1:9", "udp://router.kvrelay:9"), api_key="k"
+    )
     for wrong in (
         "http://h:9",
         "tcp://h:9",
@@ -250,5 +271,8 @@ def test_heartbeats_from_elsewhere_need_a_key() -> None:
 
 def test_a_node_that_listens_everywhere_is_reached_where_its_kv_is() -> None:
     transfer = TransferConfig(kv_host="10.0.0.7", cluster_secret="s" * 16)
-    assert NodeConfig(EngineConfig("m"), transfer=transfer, host="0.0.0.0", port=81).url == "http://10.0.0.7:81"
+    assert (
+        NodeConfig(EngineConfig("m"), transfer=transfer, host="0.0.0.0", port=81).url
+        == "http://10.0.0.7:81"
+    )
     assert NodeConfig(EngineConfig("m"), host="::1", port=81).url == "http://[::1]:81"

@@ -1,4 +1,6 @@
-"""KV of prompts is shared among the requests of one key, if the router is to keep keys apart; else among all."""
+"""KV of prompts is shared among the requests of one key, if the router is to keep keys apart; else
+among all.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,16 @@ def told(body: bytes) -> Any:
 
 
 def test_it_is_of_the_key_and_of_the_clients_own_and_always_the_same() -> None:
-    salts = [with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
+    salts = [
+        with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")
+    ]
     assert len(set(salts)) == 6
     assert all(len(salt) == 64 for salt in salts)
-    assert salts == [with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
-    # Written down: another release must make the same one, or it would find nothing in the caches of this one.
+    assert salts == [
+        with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")
+    ]
+    # Written down: another release must make the same one, or it would find nothing in the caches
+    # of this one.
     assert salts[0] == "6346a68ced61fd46bb874206b19c06073e0c89d925e20573cc842181d5779f90"
     assert not any(ANN in salt or BOB in salt for salt in salts)
 
@@ -78,7 +85,9 @@ def test_a_router_knows_the_prompts_of_keys_apart() -> None:
     assert first[0] == prefix_of(with_salt_of(job(), ANN)).chunks[0]
 
 
-@pytest.mark.parametrize(("salt", "said"), [(7, "wrong type"), ("", "must not be empty"), (["a"], "wrong type")])
+@pytest.mark.parametrize(
+    ("salt", "said"), [(7, "wrong type"), ("", "must not be empty"), (["a"], "wrong type")]
+)
 def test_a_salt_that_no_node_would_take_is_refused_and_not_replaced(salt: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said) as why:
         job(salt)
@@ -105,7 +114,9 @@ ASKED = (
 
 async def ask(c: Cluster, key: str, path: str, body: Any, **more: Any) -> int:
     headers = {"authorization": f"Bearer {key}"}
-    async with c.http.post(c.url + path, json={"model": MODEL, **body, **more}, headers=headers) as answer:
+    async with c.http.post(
+        c.url + path, json={"model": MODEL, **body, **more}, headers=headers
+    ) as answer:
         await answer.read()
         return answer.status
 
@@ -151,4 +162,7 @@ async def test_otherwise_the_clients_salt_goes_on_as_it_is() -> None:
     async with cluster(p, d, keys=KEYS) as c:
         for more, expected in (({}, None), ({"cache_salt": "mine"}, "mine")):
             assert await ask(c, "ann", COMPLETIONS_PATH, {"prompt": PROMPT}, **more) == 200
-            assert (p.calls[-1].body.get("cache_salt"), d.calls[-1].body.get("cache_salt")) == (expected, expected)
+            assert (p.calls[-1].body.get("cache_salt"), d.calls[-1].body.get("cache_salt")) == (
+                expected,
+                expected,
+            )

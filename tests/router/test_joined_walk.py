@@ -39,7 +39,11 @@ def test_one_prompt_in_any_form_is_one_job(prompt: Any) -> None:
 
 def test_too_many_choices_are_refused_before_any_walk() -> None:
     assert len(parts(prompt=["a"] * 128)) == 128
-    for fields in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 65, "n": 2}, {"prompt": ["a"] * 33, "best_of": 4}):
+    for fields in (
+        {"prompt": ["a"] * 129},
+        {"prompt": ["a"] * 65, "n": 2},
+        {"prompt": ["a"] * 33, "best_of": 4},
+    ):
         with pytest.raises(RequestError, match="the limit of one request is 128"):
             parts(**fields)
 
@@ -57,7 +61,9 @@ def chunk(text: str) -> bytes:
 async def first_token(call: Call) -> None:
     prompt = call.body["prompt"]
     await call.send(Frame(FrameKind.TOKENS, chunk(f"{prompt} 1") if call.streams else b"", [11], 1))
-    await call.hand_over(part=call.params["part"], first_index=call.params["first_index"], prompt_token_ids=None)
+    await call.hand_over(
+        part=call.params["part"], first_index=call.params["first_index"], prompt_token_ids=None
+    )
 
 
 async def rest(call: Call) -> None:
@@ -95,9 +101,17 @@ async def test_events_come_as_they_are_and_the_end_comes_once(usage: bool) -> No
     sent = [msgspec.json.decode(event.removeprefix("data: ")) for event in events[:-2]]
     if usage:
         last = sent.pop()
-        assert (last["choices"], last["usage"], last["object"], last["model"]) == ([], SUM, "text_completion", MODEL)
+        assert (last["choices"], last["usage"], last["object"], last["model"]) == (
+            [],
+            SUM,
+            "text_completion",
+            MODEL,
+        )
     for prompt in PROMPTS:
-        assert [event["text"] for event in sent if prompt in event["text"]] == [f"{prompt} 1", f"{prompt} 2"]
+        assert [event["text"] for event in sent if prompt in event["text"]] == [
+            f"{prompt} 1",
+            f"{prompt} 2",
+        ]
     assert len(sent) == 6
 
 

@@ -19,7 +19,11 @@ KEYS = (
 
 def test_a_key_is_found_among_all_and_anything_else_is_nobody() -> None:
     ring = Keyring("in-clear", KEYS)
-    assert [ring.caller(key).name for key in (ALICE, BOB, "in-clear")] == ["alice", "bob", "api-key"]
+    assert [ring.caller(key).name for key in (ALICE, BOB, "in-clear")] == [
+        "alice",
+        "bob",
+        "api-key",
+    ]
     for wrong in ("", "alice", hash_of(ALICE), ALICE[:-1], ALICE + "x", "\udcff"):
         with pytest.raises(Unauthorized):
             ring.caller(wrong)
@@ -34,7 +38,12 @@ def test_without_keys_anyone_may_do_everything() -> None:
 
 def test_what_a_key_may_do() -> None:
     alice, bob = map(Caller.of, KEYS)
-    assert (alice.requests_per_minute, alice.tokens_per_minute, alice.max_running, alice.weight) == (6, 0, 2, 2)
+    assert (
+        alice.requests_per_minute,
+        alice.tokens_per_minute,
+        alice.max_running,
+        alice.weight,
+    ) == (6, 0, 2, 2)
     assert (alice.check_priority(None), alice.check_priority(9)) == (3, 9)
     with pytest.raises(Forbidden, match="priority 2 is more important"):
         alice.check_priority(2)
@@ -57,14 +66,17 @@ def test_keys_of_a_file_are_those_of_the_flags_that_a_child_gets(tmp_path: objec
     file = f"{tmp_path}/router.yaml"
     with open(file, "w", encoding="utf-8") as out:
         out.write(
-            f"max-queue: 5\nkeys:\n- name: alice\n  sha256: {hash_of(ALICE)}\n  weight: 2\n  priority: 3\n"
+            f"max-queue: 5\nkeys:\n- name: alice\n  sha256: {hash_of(ALICE)}\n  weight: 2\n  "
+            f"priority: 3\n"
             f"  requests-per-minute: 6\n  max_running: 2\n"
             f"- {{name: bob, sha256: {hash_of(BOB)}, models: [tiny], admin: yes}}\n"
         )
     known = settings_of(RouterConfig)
     config = build(RouterConfig, merge(known, {}, file))
     assert config.keys == KEYS
-    given = [flag.removeprefix("--keys=") for flag in flags_of(config) if flag.startswith("--keys=")]
+    given = [
+        flag.removeprefix("--keys=") for flag in flags_of(config) if flag.startswith("--keys=")
+    ]
     assert build(RouterConfig, merge(known, {"keys": given, "max_queue": "5"}, None)) == config
 
 
@@ -78,12 +90,23 @@ def test_keys_of_a_file_are_those_of_the_flags_that_a_child_gets(tmp_path: objec
         ("keys: [{name: a b, sha256: x}]", "a key's name must be"),
         ("keys: [{name: a, sha256: secret-key-in-clear}]", "sha256 of key a must be 64"),
         (f"keys: [{{name: a, sha256: {'a' * 64}, weight: 0}}]", "weight of key a must be between"),
-        (f"keys: [{{name: a, sha256: {'a' * 64}, max_queue: -1}}]", "max_queue of key a must not be negative"),
-        (f"keys: [{{name: a, sha256: {'a' * 64}}}, {{name: a, sha256: {'b' * 64}}}]", "keys have the same name: a"),
-        (f"keys: [{{name: a, sha256: {'a' * 64}}}, {{name: b, sha256: {'a' * 64}}}]", "have the same sha256: a, b"),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}, max_queue: -1}}]",
+            "max_queue of key a must not be negative",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}}}, {{name: a, sha256: {'b' * 64}}}]",
+            "keys have the same name: a",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}}}, {{name: b, sha256: {'a' * 64}}}]",
+            "have the same sha256: a, b",
+        ),
     ],
 )
-def test_a_wrong_key_in_a_file_is_told_and_never_repeated(text: str, said: str, tmp_path: object) -> None:
+def test_a_wrong_key_in_a_file_is_told_and_never_repeated(
+    text: str, said: str, tmp_path: object
+) -> None:
     file = f"{tmp_path}/router.yaml"
     with open(file, "w", encoding="utf-8") as out:
         out.write(text)

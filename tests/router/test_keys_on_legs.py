@@ -64,6 +64,15 @@ async def test_no_redirect_is_followed(status: int) -> None:
         finally:
             await legs.close()
             await chores.finish(1.0)
-    paths = {"/health", "/empty/health", "/empty/version", "/told", "/kv/release", "/kv/renew", "/asked", "/leg"}
+    paths = {
+        "/health",
+        "/empty/health",
+        "/empty/version",
+        "/told",
+        "/kv/release",
+        "/kv/renew",
+        "/asked",
+        "/leg",
+    }
     assert set(asked) == paths | {"/whole"}
     assert told == []

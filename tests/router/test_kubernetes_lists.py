@@ -33,7 +33,9 @@ QUICK = Pace(relist_s=0.2, list_deadline_s=0.5, connect_s=0.5, most_back_off_s=0
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """The client takes a second or more to import: before any deadline, and not when tests are collected."""
+    """The client takes a second or more to import: before any deadline, and not when tests are
+    collected.
+    """
     importlib.import_module("kubernetes.client")
 
 
@@ -54,7 +56,9 @@ async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[
 @asynccontextmanager
 async def following(pace: Pace = QUICK, **config: Any) -> AsyncIterator[Pool]:
     pool = Pool([], [])
-    async with discovering(pool, "app=kvrelay", config.get("namespace", ""), CollectorRegistry(), pace):
+    async with discovering(
+        pool, "app=kvrelay", config.get("namespace", ""), CollectorRegistry(), pace
+    ):
         yield pool
 
 
@@ -78,7 +82,10 @@ async def test_pods_come_change_and_go(api: ApiServer) -> None:
     assert {verb for verb, _ in api.asked} == {"list"}
     first, *later = [params for _, params in api.asked]
     assert "resourceVersion" not in first  # as it is now
-    assert all(params["resourceVersionMatch"] == "NotOlderThan" and "limit" not in params for params in later)
+    assert all(
+        params["resourceVersionMatch"] == "NotOlderThan" and "limit" not in params
+        for params in later
+    )
 
 
 async def test_it_asks_again_after_a_pause(api: ApiServer) -> None:
@@ -114,8 +121,13 @@ async def test_versions_that_are_gone_are_listed_anew(api: ApiServer, how: str) 
         await until(lambda: urls(pool) == [D])
 
 
-async def test_a_restarted_api_server_takes_no_node_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first, second = ApiServer(), ApiServer()  # the second one's versions are older than those of the first
+async def test_a_restarted_api_server_takes_no_node_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = (
+        ApiServer(),
+        ApiServer(),
+    )  # the second one's versions are older than those of the first
     first.version = 7000
     tries = 0
 
@@ -156,7 +168,9 @@ async def test_a_slow_list_is_waited_for_and_one_too_slow_tried_again(api: ApiSe
         await until(lambda: urls(pool) == [D])
 
 
-async def test_what_may_not_be_read_is_said_and_kept_asking(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_may_not_be_read_is_said_and_kept_asking(
+    api: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async with following(namespace="another") as pool:
         await until(lambda: api.count("list") >= 2)
         assert not pool.nodes
@@ -183,8 +197,12 @@ async def test_no_zombie_gets_requests_for_longer_than_five_seconds(api: ApiServ
     async with prefill().running() as p, decode().running() as d, decode().running() as zombie:
         for name, node in (("p", p), ("d", d), ("z", zombie)):
             api.put(pod_of(name, node.url, node.role))
-        async with cluster(ready=False, kubernetes_selector="app=kvrelay", decode_policy="round_robin") as c:
-            await until(lambda: len(c.router.pool.up(Role.DECODE)) == 2 and c.router.pool.up(Role.PREFILL))
+        async with cluster(
+            ready=False, kubernetes_selector="app=kvrelay", decode_policy="round_robin"
+        ) as c:
+            await until(
+                lambda: len(c.router.pool.up(Role.DECODE)) == 2 and c.router.pool.up(Role.PREFILL)
+            )
             await c.text()
             await c.text()
             assert zombie.calls
@@ -211,7 +229,9 @@ async def test_without_an_api_server_health_finds_the_dead_and_the_replaced(api:
         api.list_fails = kmock.KubernetesError(500, "InternalError", "etcd")
         nodes["other"].pod_uid = "another pod"
         nodes["dead"].health_hangs = True
-        await until(lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url], NOT_LONGER_S)
+        await until(
+            lambda: [node.url for node in pool.up(Role.DECODE)] == [nodes["d"].url], NOT_LONGER_S
+        )
         assert "another pod" in c.node(nodes["other"]).reason
         assert await c.text()
 
@@ -235,7 +255,9 @@ async def test_who_is_not_what_the_pod_says_takes_no_legs(api: ApiServer) -> Non
         assert told(pool, P).up
 
 
-async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", "/nonexistent")
     with pytest.raises(ConfigError, match="KUBECONFIG"):
@@ -248,7 +270,9 @@ async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(monkeypa
             pass
 
 
-async def test_in_a_pod_its_service_account_leads_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_in_a_pod_its_service_account_leads_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from kubernetes.config import incluster_config
 
     from router.membership import kubernetes_lists

@@ -37,11 +37,20 @@ def told(*there: Pod) -> list[NodeSpec]:
 
 def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
     assert told(pod()) == [NodeSpec(P, Role.PREFILL, "", "uid-p")]
-    labelled = pod({"metadata|labels|kvrelay/model": "tiny", "metadata|annotations": {"kvrelay/port": "81"}})
+    labelled = pod(
+        {"metadata|labels|kvrelay/model": "tiny", "metadata|annotations": {"kvrelay/port": "81"}}
+    )
     assert told(labelled) == [NodeSpec("http://10.0.0.1:81", Role.PREFILL, "tiny", "uid-p")]
-    slashed = pod({"metadata|labels|kvrelay/model": "tiny", "metadata|annotations": {"kvrelay/model": "org/tiny"}})
+    slashed = pod(
+        {
+            "metadata|labels|kvrelay/model": "tiny",
+            "metadata|annotations": {"kvrelay/model": "org/tiny"},
+        }
+    )
     assert [node.model for node in told(slashed)] == ["org/tiny"]
-    assert [node.url for node in told(pod(url="http://[fd00::1]:8100"))] == ["http://[fd00::1]:8100"]
+    assert [node.url for node in told(pod(url="http://[fd00::1]:8100"))] == [
+        "http://[fd00::1]:8100"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,11 @@ def test_a_pod_is_a_node_by_its_labels_its_port_and_its_uid() -> None:
         {"status|phase": "Failed"},
         {"status|phase": "Succeeded"},
         {"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 1}}}]},
-        {"status|containerStatuses": [{"name": "node", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]},
+        {
+            "status|containerStatuses": [
+                {"name": "node", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+            ]
+        },
         {"status": {}},
     ],
 )
@@ -66,12 +79,18 @@ def test_only_pods_that_are_ready_and_stay_are_nodes(changes: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"metadata|labels": {"kvrelay/role": "both"}}, "kvrelay/role must be prefill or decode, got 'both'"),
+        (
+            {"metadata|labels": {"kvrelay/role": "both"}},
+            "kvrelay/role must be prefill or decode, got 'both'",
+        ),
         ({"spec|containers": [{"name": "node"}]}, "container port named http"),
         ({"spec|containers": None}, "container port named http"),
         ({"metadata|annotations": {"kvrelay/port": "x"}}, "kvrelay/port must be a port, got 'x'"),
         ({"metadata|annotations": {"kvrelay/port": "70000"}}, "kvrelay/port must be a port"),
-        ({"metadata|annotations": {"kvrelay/port": "000001" + "0" * 5000}}, "kvrelay/port must be a port"),
+        (
+            {"metadata|annotations": {"kvrelay/port": "000001" + "0" * 5000}},
+            "kvrelay/port must be a port",
+        ),
         ({"status|podIP": None}, "no address"),
         ({"status|podIP": "not an address"}, "node address"),
     ],
@@ -102,7 +121,9 @@ def test_an_end_is_told_once_and_only_if_it_is_known() -> None:
 def test_a_container_that_ended_is_told_and_may_come_back() -> None:
     pods = Pods()
     pods.listed([pod()])
-    ended = pod({"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 137}}}]})
+    ended = pod(
+        {"status|containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": 137}}}]}
+    )
     assert pods.listed([ended]).gone == {P}
     assert [node.url for node in pods.listed([pod()]).nodes] == [P]
     assert pods.listed([pod({"status|phase": "Failed"})]).gone == {P}
@@ -158,7 +179,9 @@ unique_pods = st.lists(some_pods, max_size=4, unique_by=lambda each: each.metada
 
 
 @given(st.lists(unique_pods, max_size=12), unique_pods)
-def test_after_a_list_all_is_as_it_says_whatever_was_there_before(lists: list[list[Pod]], truth: list[Pod]) -> None:
+def test_after_a_list_all_is_as_it_says_whatever_was_there_before(
+    lists: list[list[Pod]], truth: list[Pod]
+) -> None:
     pods = Pods()
     named: set[str] = set()
     for there in [*lists, truth]:

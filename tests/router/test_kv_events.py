@@ -1,4 +1,6 @@
-"""A node's sockets and a router that listens to them: batches are lost, the buffer overruns, the node is restarted."""
+"""A node's sockets and a router that listens to them: batches are lost, the buffer overruns, the
+node is restarted.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 @asynccontextmanager
 async def telling(**config: Any) -> AsyncIterator[Told]:
     anywhere = "tcp://127.0.0.1:0"
-    node = Told(KvEventsConfig(True, endpoint=anywhere, **{"replay_endpoint": anywhere} | config), 16)
+    node = Told(
+        KvEventsConfig(True, endpoint=anywhere, **{"replay_endpoint": anywhere} | config), 16
+    )
     try:
         yield node
     finally:
@@ -78,7 +82,9 @@ def port_of(node: Told) -> int:
 
 
 class Listening:
-    """A router's end. `has` are the first blocks of chain(…, name) that it believes the node to have."""
+    """A router's end. `has` are the first blocks of chain(…, name) that it believes the node to
+    have.
+    """
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -116,7 +122,8 @@ def test_a_router_follows_what_a_node_holds() -> None:
             await router.trusted()
             assert router.has(before) == 3, "what was held before it listened"
             node.tell(stored(live))
-            # A batch that is told before the subscription is there is lost, and missed at a health report.
+            # A batch that is told before the subscription is there is lost, and missed at a health
+            # report.
             await until(lambda: router.heard(node) or router.has(live) == 5, "what is stored now")
             node.tell(CacheChanges({}, live[2:]))
             await until(lambda: router.has(live) == 2, "what is removed")
@@ -151,8 +158,12 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
             node.tell(stored(chain(3, 1)))
             router.heard(node)  # those may still be on their way
             router.heard(node)
-            await until(lambda: router.has(chain(3)) == router.has(chain(3, 1)) == 3, "a replay of the end")
-            await until(lambda: router.count("kv_event_replays_total", outcome="ok") == 2, "counted")
+            await until(
+                lambda: router.has(chain(3)) == router.has(chain(3, 1)) == 3, "a replay of the end"
+            )
+            await until(
+                lambda: router.count("kv_event_replays_total", outcome="ok") == 2, "counted"
+            )
             assert router.count("kv_event_gaps_total") == 1
             await until(lambda: router.events._sources[URL]._replay is None, "the replay has ended")
             lost = 0
@@ -161,7 +172,10 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
                 await asyncio.sleep(0.02)
             losing = False
             node.tell(stored(chain(3, 3)))
-            await until(lambda: router.has(chain(3, 2)) == router.has(chain(3, 3)) == 3, "a replay of the middle")
+            await until(
+                lambda: router.has(chain(3, 2)) == router.has(chain(3, 3)) == 3,
+                "a replay of the middle",
+            )
             assert router.count("kv_event_gaps_total") == 2
             assert router.count("kv_event_snapshots_total") == 0
 
@@ -169,9 +183,13 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router does not read while a node tells more than its sockets hold, and more than the node keeps."""
+    """The router does not read while a node tells more than its sockets hold, and more than the
+    node keeps.
+    """
     monkeypatch.setattr("router.prefix.kv_events._WAITING_BATCHES", 10)
-    monkeypatch.setattr("router.prefix.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)))
+    monkeypatch.setattr(
+        "router.prefix.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096))
+    )
     monkeypatch.setattr(event_log, "BUFFER_BYTES", 50_000)
 
     async def test() -> None:
@@ -208,7 +226,8 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
             async with telling() as fresh:
                 for _ in range(3):
                     fresh.tell(stored(chain(1, 1)))
-                # As if it were the old one's: same place, higher numbers. Whatever is read of it is another process's.
+                # As if it were the old one's: same place, higher numbers. Whatever is read of it is
+                # another process's.
                 socket = router.events._sources[URL]._socket
                 assert socket is not None
                 socket.connect(f"tcp://127.0.0.1:{port_of(fresh)}")
@@ -234,7 +253,9 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
             with zmq.Context.instance().socket(zmq.ROUTER) as deaf:
                 port = deaf.bind_to_random_port("tcp://127.0.0.1")
                 router.events.heard(URL, "g1", KvEventsReport(port_of(node), port, 1))
-                await until(lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted")
+                await until(
+                    lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted"
+                )
                 assert router.count("kv_event_doubted_nodes") == 1
                 prefix = Prefix.of(0, b"y" * 4_000)
                 router.index.end(router.index.send(prefix, URL))
@@ -344,7 +365,9 @@ def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
         async with telling() as node, listening() as router:
             report = report_of(node)
             for _ in range(3):
-                router.events.heard(URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number))
+                router.events.heard(
+                    URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number)
+                )
                 await asyncio.sleep(0.02)
             assert router.count("kv_event_replays_total", outcome="failed") > 1
             assert sum("cannot listen" in line for line in caplog.messages) == 1
@@ -356,7 +379,9 @@ def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
     run(test)
 
 
-def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A replay failed, and the live batches then filled its gap."""
     monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
 
@@ -373,7 +398,10 @@ def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(monkeypatch: p
             router.index.doubt(URL)
             source.look_again()
             await router.trusted()
-            assert (report.next_number, router.count("kv_event_replays_total", outcome="ok")) == (0, 3)
+            assert (report.next_number, router.count("kv_event_replays_total", outcome="ok")) == (
+                0,
+                3,
+            )
 
     run(test)
 
@@ -411,7 +439,9 @@ class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def test_a_listener_that_speaks_as_vllm_s_do() -> None:
-    """Subscribes to a topic, and asks for what it has missed by REQ, which takes the first answer alone."""
+    """Subscribes to a topic, and asks for what it has missed by REQ, which takes the first answer
+    alone.
+    """
     decoder = msgspec.msgpack.Decoder(_Batch)
 
     async def heard(socket: zmq.asyncio.Socket) -> list[bytes]:
@@ -420,18 +450,26 @@ def test_a_listener_that_speaks_as_vllm_s_do() -> None:
     async def test() -> None:
         async with telling(topic="kv-events") as node:
             context = zmq.asyncio.Context.instance()
-            with context.socket(zmq.SUB) as sub, context.socket(zmq.SUB) as other, context.socket(zmq.REQ) as replay:
+            with (
+                context.socket(zmq.SUB) as sub,
+                context.socket(zmq.SUB) as other,
+                context.socket(zmq.REQ) as replay,
+            ):
                 for socket, topic in ((sub, b"kv-events"), (other, b"something-else")):
                     socket.subscribe(topic)
                     socket.connect(f"tcp://127.0.0.1:{port_of(node)}")
                 replay.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
                 live = asyncio.ensure_future(sub.recv_multipart())
-                while not live.done():  # a subscription takes a moment, and until then nothing is told
+                while (
+                    not live.done()
+                ):  # a subscription takes a moment, and until then nothing is told
                     node.tell(stored(chain(3)))
                     await asyncio.wait({live}, timeout=0.05)
                 topic, _, payload = live.result()
                 assert topic == b"kv-events"
-                assert decoder.decode(payload).events == [BlockStored(chain(3), None, [], 16, None, "GPU")]
+                assert decoder.decode(payload).events == [
+                    BlockStored(chain(3), None, [], 16, None, "GPU")
+                ]
                 node.tell(CacheChanges({}, chain(3)[2:]))
                 told = report_of(node).next_number
                 await replay.send(packed_number(told - 1))
@@ -454,8 +492,14 @@ def test_odd_frames_are_not_answered_and_a_question_is_to_its_end() -> None:
                 await replay.send_multipart((b"", packed_number(1)))
                 _, number, payload = await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S)
                 assert number == packed_number(1)
-                assert read_batch(payload).events == [Stored(chain(3, 1), None, [], 16, medium="GPU")]
-                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [b"", END, b""]
+                assert read_batch(payload).events == [
+                    Stored(chain(3, 1), None, [], 16, medium="GPU")
+                ]
+                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [
+                    b"",
+                    END,
+                    b"",
+                ]
 
     run(test)
 
@@ -486,9 +530,13 @@ def test_a_place_that_is_taken_is_named() -> None:
         async with telling() as node:
             for name in ("endpoint", "replay_endpoint"):
                 taken = KvEventsConfig(
-                    True, **{"endpoint": "tcp://127.0.0.1:0"} | {name: f"tcp://127.0.0.1:{port_of(node)}"}
+                    True,
+                    **{"endpoint": "tcp://127.0.0.1:0"}
+                    | {name: f"tcp://127.0.0.1:{port_of(node)}"},
                 )
-                with pytest.raises(ConfigError, match=f"cannot listen at {name} '127.0.0.1', port {port_of(node)}"):
+                with pytest.raises(
+                    ConfigError, match=f"cannot listen at {name} '127.0.0.1', port {port_of(node)}"
+                ):
                     Told(taken, 16)
 
     run(test)
@@ -542,13 +590,17 @@ def test_a_node_of_vllm_is_listened_to() -> None:
                 await router.trusted()
                 await answering
                 keys = {number: keys_of_prompt([number], 1) for number in batches}
-                held = {number: bool(router.index.blocks.steps(key, ~0)) for number, key in keys.items()}
+                held = {
+                    number: bool(router.index.blocks.steps(key, ~0)) for number, key in keys.items()
+                }
                 assert held == {5: True, 6: False, 7: True}
 
     run(test)
 
 
-def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
     listen, tries = _Source._listen, 0
@@ -565,7 +617,10 @@ def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(monkeypa
         async with listening() as router:
             with zmq.asyncio.Context.instance().socket(zmq.PUB) as pub:
                 router.events._vllm_ports = {"": (pub.bind_to_random_port("tcp://127.0.0.1"), 0)}
-                await until(lambda: router.events.heard_vllm(URL, "", 1, []) or router.index.trusts(URL), "trusted")
+                await until(
+                    lambda: router.events.heard_vllm(URL, "", 1, []) or router.index.trusts(URL),
+                    "trusted",
+                )
                 assert tries == 2
 
     run(test)

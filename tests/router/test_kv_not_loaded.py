@@ -1,4 +1,6 @@
-"""A decode node that may not recompute says so, and the router tells the client instead of asking another node."""
+"""A decode node that may not recompute says so, and the router tells the client instead of asking
+another node.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ async def test_before_the_first_byte_it_is_an_http_error(stream: bool) -> None:
     async with cluster(p, first, second) as c, c.post({"stream": stream}) as answer:
         error = (await answer.json())["error"]
         assert answer.status == 502
-        assert (error["type"], error["code"], error["message"]) == ("kv_not_loaded", "kv_not_loaded", WHY.message)
+        assert (error["type"], error["code"], error["message"]) == (
+            "kv_not_loaded",
+            "kv_not_loaded",
+            WHY.message,
+        )
         assert len(first.calls) + len(second.calls) == 1
         assert c.metric("kvrelay_failovers_total", leg="decode") == 0
         counted = {"path": "/v1/chat/completions", "status": "502"}

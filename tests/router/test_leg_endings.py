@@ -12,13 +12,20 @@ from wire.outputs import Load
 def test_a_client_is_told_when_what_waits_is_computed(backlog_ms: float, seconds: int) -> None:
     load, taken = Load(backlog_ms=backlog_ms), list[Frame]()
     for status, kind in ((429, Refused), (503, LegFailed)):
-        frame = Frame(FrameKind.ERROR, error=ErrorBody("full", "overloaded_error"), status=status, load=load)
+        frame = Frame(
+            FrameKind.ERROR, error=ErrorBody("full", "overloaded_error"), status=status, load=load
+        )
         with pytest.raises(kind) as told:
             ending(frame, taken.append)
         assert told.value.retry_after_s == seconds
     with pytest.raises(Refused) as told:
         ending(
-            Frame(FrameKind.ERROR, error=ErrorBody("wrong", "invalid_request_error"), status=400, load=load),
+            Frame(
+                FrameKind.ERROR,
+                error=ErrorBody("wrong", "invalid_request_error"),
+                status=400,
+                load=load,
+            ),
             taken.append,
         )
     assert told.value.retry_after_s is None

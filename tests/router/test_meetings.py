@@ -30,7 +30,9 @@ def nodes(role: Role, count: int) -> list[Node]:
     return [node(role, at) for at in range(count)]
 
 
-def all_meetings(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0) -> list[Meeting]:
+def all_meetings(
+    pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0
+) -> list[Meeting]:
     """What is begun until nothing is due, each ended at once and well."""
     had: list[Meeting] = []
     while meeting := pairs.begin(prefill, decode, now):
@@ -49,7 +51,9 @@ def begun(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.
 
 @settings(max_examples=60)
 @given(st.integers(0, 7), st.integers(0, 7))
-def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a_time(ps: int, ds: int) -> None:
+def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a_time(
+    ps: int, ds: int
+) -> None:
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, ps), nodes(Role.DECODE, ds)
     seen: set[tuple[str, str]] = set()
     while together := begun(pairs, prefill, decode):
@@ -67,7 +71,9 @@ def test_each_pair_of_a_small_cluster_meets() -> None:
     assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.met()[0] == 15
 
 
-def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_somebody_first() -> None:
+def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_somebody_first() -> (
+    None
+):
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 60), nodes(Role.DECODE, 50)
     had = all_meetings(pairs, prefill, decode)
     for side in (Counter(m.prefill.url for m in had), Counter(m.decode.url for m in had)):
@@ -98,9 +104,15 @@ def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "not_before", "again_at"),
-    [(Outcome("busy", "busy"), 0.5, 1.0), (Outcome("failed", "differs"), 59.0, 60.0), (Outcome("never"), 1e9, None)],
+    [
+        (Outcome("busy", "busy"), 0.5, 1.0),
+        (Outcome("failed", "differs"), 59.0, 60.0),
+        (Outcome("never"), 1e9, None),
+    ],
 )
-def test_what_failed_is_tried_again_in_its_time(outcome: Outcome, not_before: float, again_at: float | None) -> None:
+def test_what_failed_is_tried_again_in_its_time(
+    outcome: Outcome, not_before: float, again_at: float | None
+) -> None:
     pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
     (meeting,) = begun(pairs, prefill, decode)
     pairs.ended(meeting, outcome, 0.0)
@@ -125,7 +137,11 @@ class Probing:
 
     async def offer(self, request: web.Request) -> web.Response:
         self.offered.append(await request.json())
-        ticket = {"do_remote_prefill": True, "remote_request_id": "probe-1", "remote_block_ids": [[1]]}
+        ticket = {
+            "do_remote_prefill": True,
+            "remote_request_id": "probe-1",
+            "remote_block_ids": [[1]],
+        }
         offer = {
             "type": "ProbeOffered",
             "probe_id": "probe-1",
@@ -153,8 +169,17 @@ GOT = {
     "spare_blocks": 9,
     "host": "",
 }
-BUSY = {"type": "ProbeRefused", "probe_id": "x", "reason": "another probe is not over", "busy": True}
-UNLIKE = {"type": "ProbeRefused", "probe_id": "x", "reason": "Incompatible: block_size is 16 here and 64 there"}
+BUSY = {
+    "type": "ProbeRefused",
+    "probe_id": "x",
+    "reason": "another probe is not over",
+    "busy": True,
+}
+UNLIKE = {
+    "type": "ProbeRefused",
+    "probe_id": "x",
+    "reason": "Incompatible: block_size is 16 here and 64 there",
+}
 
 
 def probed(answers: Probing) -> tuple[FakeNode, FakeNode]:

@@ -58,7 +58,9 @@ specs = st.builds(
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Source)), st.lists(specs, max_size=4)), max_size=12))
-def test_the_changes_add_up_to_what_the_sources_want(told: list[tuple[Source, list[NodeSpec]]]) -> None:
+def test_the_changes_add_up_to_what_the_sources_want(
+    told: list[tuple[Source, list[NodeSpec]]],
+) -> None:
     members = Members()
     here: dict[str, Role] = {}
     last: dict[Source, list[NodeSpec]] = {}
@@ -75,7 +77,18 @@ def test_the_changes_add_up_to_what_the_sources_want(told: list[tuple[Source, li
 
 
 @pytest.mark.parametrize(
-    "url", ["", "p:80", "ftp://p", "http://", "http://a b", "http://p:port", "http://u@p", "http://p?x", "http://p\n"]
+    "url",
+    [
+        "",
+        "p:80",
+        "ftp://p",
+        "http://",
+        "http://a b",
+        "http://p:port",
+        "http://u@p",
+        "http://p?x",
+        "http://p\n",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(RequestError, match="node address"):
@@ -104,7 +117,9 @@ def ready_pool() -> tuple[Pool, Node, Node]:
 def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
     pool, first, _ = ready_pool()
     seen: list[str] = []
-    unfollow = pool.follow(lambda node: seen.append(f"+{node.url}"), lambda node: seen.append(f"-{node.url}"))
+    unfollow = pool.follow(
+        lambda node: seen.append(f"+{node.url}"), lambda node: seen.append(f"-{node.url}")
+    )
     pool.add(NodeSpec("http://p2", Role.PREFILL), Source.ADMIN, 2.0)
     pool.add(NodeSpec("http://p2/", Role.PREFILL), Source.ADMIN, 2.0)
     assert len(pool.nodes) == 3

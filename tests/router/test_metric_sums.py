@@ -39,7 +39,9 @@ def worker(requests: int, seconds: list[float], running: int, up: int) -> list[F
 
 def values(families: list[Family]) -> dict[str, float]:
     text = text_of(families).decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {sample.name + "".join(sample.labels.values()): sample.value for sample in samples}
 
 

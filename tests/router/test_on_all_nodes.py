@@ -27,29 +27,40 @@ def answering(asked: list[str], body: Any, status: int = 200) -> Any:
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/start_profile", "/stop_profile"])
 async def test_an_order_goes_to_all_nodes_with_the_nodes_key(path: str) -> None:
     asked: list[str] = []
-    nodes = [prefill(posts={path: answering(asked, {"success": True})}), decode(posts={path: answering(asked, None)})]
+    nodes = [
+        prefill(posts={path: answering(asked, {"success": True})}),
+        decode(posts={path: answering(asked, None)}),
+    ]
     async with cluster(*nodes, node_api_key="k") as c:
         status, told = await said(c, "POST", f"{path}?reset_external=true")
         assert (status, told["success"]) == (200, True)
-        assert [(each["url"], each["status"]) for each in told["nodes"]] == [(node.url, 200) for node in nodes]
+        assert [(each["url"], each["status"]) for each in told["nodes"]] == [
+            (node.url, 200) for node in nodes
+        ]
     assert asked == [f"{path}?reset_external=true Bearer k"] * 2
 
 
-async def test_an_order_that_a_node_refuses_or_does_not_know_is_an_error_with_all_that_was_said() -> None:
+async def test_an_order_that_a_node_refuses_or_does_not_know_is_an_error_with_all_that_was_said() -> (
+    None
+):
     refusal = {"error": {"message": "not now", "type": "node_failed"}}
     p = prefill(posts={"/reset_prefix_cache": answering([], refusal, 502)})
     d = decode(posts={"/reset_prefix_cache": answering([], {"success": True})})
     async with cluster(p, d) as c:
         status, told = await said(c, "POST", "/reset_prefix_cache")
         assert status == 502
-        assert f"1 of 2 nodes did it: prefill node {p.url} (502): not now" in told["error"]["message"]
+        assert (
+            f"1 of 2 nodes did it: prefill node {p.url} (502): not now" in told["error"]["message"]
+        )
         assert (await said(c, "POST", "/start_profile"))[0] == 404
 
 
 @pytest.mark.parametrize("said_too", [{}, {"message": None}, {"message": [1]}])
 async def test_a_vllm_node_that_keeps_blocks_has_not_done_it(said_too: dict[str, Any]) -> None:
     busy = prefill(posts={"/reset_prefix_cache": answering([], {"success": False} | said_too)})
-    async with cluster(busy, decode(posts={"/reset_prefix_cache": answering([], {"success": True})})) as c:
+    async with cluster(
+        busy, decode(posts={"/reset_prefix_cache": answering([], {"success": True})})
+    ) as c:
         status, told = await said(c, "POST", "/reset_prefix_cache")
         assert status == 502
         assert "some of its blocks are in use" in told["error"]["message"]
@@ -82,7 +93,12 @@ async def test_questions_are_asked_of_all_nodes() -> None:
     async with cluster(p, d, api_key="secret-1", node_api_key="secret-2") as c:
         status, told = await said(c, "GET", "/load")
         assert (status, told["server_load"]) == (200, 0)
-        assert told["nodes"][0] == {"url": p.url, "role": "prefill", "status": 200, "server_load": 3}
+        assert told["nodes"][0] == {
+            "url": p.url,
+            "role": "prefill",
+            "status": 200,
+            "server_load": 3,
+        }
         assert (told["nodes"][1]["status"], "server_load" in told["nodes"][1]) == (404, False)
 
         for config_format in ("text", "json"):

@@ -19,7 +19,9 @@ from wire.router_config import RouterConfig
 
 def operated() -> list[tuple[str, str]]:
     """Method and path of every route that an operator has."""
-    routes = [route for route in create_app(RouterConfig()).routes if route.path.startswith(OPERATED)]  # type: ignore[attr-defined]
+    routes = [
+        route for route in create_app(RouterConfig()).routes if route.path.startswith(OPERATED)
+    ]  # type: ignore[attr-defined]
     return sorted((method, route.path) for route in routes for method in route.methods)  # type: ignore[attr-defined]
 
 
@@ -57,7 +59,10 @@ async def relayed(url: str) -> AsyncIterator[str]:
             other_reader, other_writer = await asyncio.open_connection(at.hostname, at.port)
             with contextlib.closing(other_writer), contextlib.suppress(ConnectionError):
                 await asyncio.wait(
-                    [asyncio.create_task(_pump(reader, other_writer)), asyncio.create_task(_pump(other_reader, writer))]
+                    [
+                        asyncio.create_task(_pump(reader, other_writer)),
+                        asyncio.create_task(_pump(other_reader, writer)),
+                    ]
                 )
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
@@ -76,7 +81,9 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def statuses(c: Cluster, url: str, headers: dict[str, str]) -> dict[tuple[str, str], int]:
     told = {}
     for method, path in ROUTES:
-        async with c.http.request(method, url + path, headers=headers, json={"url": "http://127.0.0.1:9"}) as answer:
+        async with c.http.request(
+            method, url + path, headers=headers, json={"url": "http://127.0.0.1:9"}
+        ) as answer:
             told[method, path] = answer.status
             if answer.status == 401:
                 assert (await answer.json())["error"]["type"] == "authentication_error"
@@ -84,7 +91,9 @@ async def statuses(c: Cluster, url: str, headers: dict[str, str]) -> dict[tuple[
 
 
 @pytest.mark.parametrize("key", ["", "operator"])
-async def test_every_route_wants_the_key_from_loopback_too_whatever_the_headers_say(key: str) -> None:
+async def test_every_route_wants_the_key_from_loopback_too_whatever_the_headers_say(
+    key: str,
+) -> None:
     d = decode()
     async with cluster(prefill(), d, admin_key=key, api_key="client") as c:
         for headers in (
@@ -108,7 +117,11 @@ async def test_a_proxy_that_adds_no_header_opens_nothing(key: str) -> None:
 
 async def test_who_has_the_key_needs_nothing_else() -> None:
     async with cluster(prefill(), decode()) as c:
-        elsewhere = {"origin": "http://elsewhere", "host": "router.example:8000", "x-forwarded-for": "10.0.0.1"}
+        elsewhere = {
+            "origin": "http://elsewhere",
+            "host": "router.example:8000",
+            "x-forwarded-for": "10.0.0.1",
+        }
         told = await statuses(c, c.url, elsewhere | OPERATOR)
         assert 401 not in told.values()
 

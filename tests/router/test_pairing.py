@@ -33,7 +33,12 @@ def test_any_tensor_parallel_sizes_can_talk() -> None:
 
 @pytest.mark.parametrize(
     ("field", "mine", "theirs"),
-    [("model", "m", "n"), ("kv_dtype", "bfloat16", "float32"), ("block_size", 64, 16), ("rope", "", "yarn")],
+    [
+        ("model", "m", "n"),
+        ("kv_dtype", "bfloat16", "float32"),
+        ("block_size", 64, 16),
+        ("rope", "", "yarn"),
+    ],
 )
 def test_what_differs_is_named_with_both_values(field: str, mine: object, theirs: object) -> None:
     why = unlike(shaped(**{field: mine}), shaped(**{field: theirs}))
@@ -80,7 +85,9 @@ def test_a_pair_is_avoided_for_a_time_that_doubles_until_kv_comes() -> None:
 
 
 @pytest.mark.parametrize("cause", KV_CAUSES)
-def test_whatever_went_wrong_between_them_is_the_pairs_fault_but_not_a_lease_that_ran_out(cause: str) -> None:
+def test_whatever_went_wrong_between_them_is_the_pairs_fault_but_not_a_lease_that_ran_out(
+    cause: str,
+) -> None:
     pairs = FailedPairs()
     pairs.failed("p", "d", cause, 0.0)
     assert pairs.avoided("p", "d", 1.0) == (cause != "LeaseLost")

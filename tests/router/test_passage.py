@@ -37,7 +37,9 @@ def opened(prefill: Breaker, decode: Breaker, tokens: int) -> Breaker:
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(tokens: int, prefill: Breaker, decode: Breaker) -> None:
+def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(
+    tokens: int, prefill: Breaker, decode: Breaker
+) -> None:
     breaker = opened(prefill, decode, tokens)
     assert breaker is (decode if tokens else prefill)
     now = NOW + breaker.opens_in(NOW)
@@ -46,7 +48,9 @@ def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(tokens: int, prefi
     assert breaker.state(now) is State.CLOSED
 
 
-def test_of_decoding_the_second_token_speaks_and_the_first_does_not(prefill: Breaker, decode: Breaker) -> None:
+def test_of_decoding_the_second_token_speaks_and_the_first_does_not(
+    prefill: Breaker, decode: Breaker
+) -> None:
     now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
     for tokens in (0, 1):
         for _ in range(4):
@@ -64,7 +68,9 @@ def test_a_node_that_breaks_every_stream_is_found_out(decode: Breaker) -> None:
     assert decode.state(now) is State.CLOSED
 
 
-def test_failures_of_decoding_between_good_legs_are_none_in_a_row(prefill: Breaker, decode: Breaker) -> None:
+def test_failures_of_decoding_between_good_legs_are_none_in_a_row(
+    prefill: Breaker, decode: Breaker
+) -> None:
     for at in range(4 * FAILURES_IN_A_ROW):
         passage = leg(prefill, decode, at * 100.0, tokens=1)
         if at % 2:
@@ -75,7 +81,9 @@ def test_failures_of_decoding_between_good_legs_are_none_in_a_row(prefill: Break
     assert prefill.state(0.0) is State.CLOSED
 
 
-def test_what_breaks_before_its_first_token_gives_the_probe_of_decoding_back(prefill: Breaker, decode: Breaker) -> None:
+def test_what_breaks_before_its_first_token_gives_the_probe_of_decoding_back(
+    prefill: Breaker, decode: Breaker
+) -> None:
     now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
     for _ in range(FAILURES_IN_A_ROW - 1):
         leg(prefill, decode, now).failed("it broke", now)

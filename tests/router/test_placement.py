@@ -22,7 +22,11 @@ ROOMY = Load(legs=1, block_size=16, free_blocks=100_000, total_blocks=100_000, s
 
 def node(name: str, load: Load = ROOMY, costs: StepCosts = COSTS, **more: Any) -> NodeLoad:
     made = NodeLoad(name, costs)
-    made.announced(load if not more else Load(**{**{n: getattr(load, n) for n in load.__struct_fields__}, **more}))
+    made.announced(
+        load
+        if not more
+        else Load(**{**{n: getattr(load, n) for n in load.__struct_fields__}, **more})
+    )
     return made
 
 
@@ -71,7 +75,11 @@ def links(prefill: str, decode: str) -> float:
 
 @given(requests, nodes("p", 0), nodes("d", 1), st.booleans(), st.sampled_from([None, links]))
 def test_nothing_is_placed_where_its_kv_cannot_fit(
-    request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], spills: bool, link: Any
+    request: PlacementRequest,
+    prefill: list[NodeLoad],
+    decode: list[NodeLoad],
+    spills: bool,
+    link: Any,
 ) -> None:
     placed = place(request, Cluster(prefill, decode, link, spills))
     by_name = {each.name: each for each in (*prefill, *decode)}
@@ -91,12 +99,20 @@ def test_nothing_is_placed_where_its_kv_cannot_fit(
         assert placed.other_price >= placed.price
 
 
-@given(requests, nodes("p", 0), nodes("d", 1), st.sampled_from([None, links]), st.randoms(use_true_random=False))
+@given(
+    requests,
+    nodes("p", 0),
+    nodes("d", 1),
+    st.sampled_from([None, links]),
+    st.randoms(use_true_random=False),
+)
 def test_the_order_of_nodes_changes_nothing(
     request: PlacementRequest, prefill: list[NodeLoad], decode: list[NodeLoad], link: Any, rng: Any
 ) -> None:
     shuffled = [sorted(each, key=lambda _: rng.random()) for each in (prefill, decode)]
-    assert place(request, Cluster(prefill, decode, link)) == place(request, Cluster(*shuffled, link))
+    assert place(request, Cluster(prefill, decode, link)) == place(
+        request, Cluster(*shuffled, link)
+    )
 
 
 @given(requests, loads(), loads(), st.floats(1, 1_000))
@@ -108,7 +124,9 @@ def test_more_load_never_makes_a_node_cheaper(
 
     def price(of_source: dict[str, float] | None, of_target: dict[str, float]) -> float:
         prefill = [] if of_source is None else [node("p", source, **room, **of_source)]
-        placed = place(request, Cluster(prefill, [node("d", target, **room, **of_target)], spills=False))
+        placed = place(
+            request, Cluster(prefill, [node("d", target, **room, **of_target)], spills=False)
+        )
         return placed.price if isinstance(placed, Placement) else math.inf
 
     def more_of(load: Load, *names: str) -> list[dict[str, float]]:
@@ -120,18 +138,27 @@ def test_more_load_never_makes_a_node_cheaper(
         "running": target.running + 1,
         "context_tokens": target.context_tokens * (1 + 1 / max(1, target.running)) + 1,
     }
-    for each in (rows, *more_of(target, "backlog_ms", "row_weight", "context_tokens", "prompt_share", "token_rate")):
+    for each in (
+        rows,
+        *more_of(
+            target, "backlog_ms", "row_weight", "context_tokens", "prompt_share", "token_rate"
+        ),
+    ):
         assert price(None, each) >= price(None, {}) * (1 - 1e-12)
 
 
 @given(requests, loads())
-def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(request: PlacementRequest, busy: Load) -> None:
+def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(
+    request: PlacementRequest, busy: Load
+) -> None:
     request = replace(request, cached={})
     placed = place(request, Cluster([], [node("d0", busy, pace=1.0), node("d1")]))
     if busy.running or busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.decode == "d1"
-    placed = place(request, Cluster([node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False))
+    placed = place(
+        request, Cluster([node("p0", busy, pace=1.0), node("p1")], [node("d0")], spills=False)
+    )
     if busy.backlog_ms > 1e-3:
         assert isinstance(placed, Placement)
         assert placed.prefill == "p1"
@@ -139,20 +166,34 @@ def test_an_idle_node_is_not_passed_over_for_a_busy_one_that_is_equal(request: P
 
 def price_parts(load: NodeLoad) -> tuple[float, ...]:
     """What the prices of requests are made of there."""
-    return load.wait_ms, load.behind, load.row_ms, load.context_ms, load.stretch, load.lost, load.spill_ms
+    return (
+        load.wait_ms,
+        load.behind,
+        load.row_ms,
+        load.context_ms,
+        load.stretch,
+        load.lost,
+        load.spill_ms,
+    )
 
 
 @given(requests, st.booleans())
-def test_a_cancelled_placement_gives_everything_back(request: PlacementRequest, local: bool) -> None:
+def test_a_cancelled_placement_gives_everything_back(
+    request: PlacementRequest, local: bool
+) -> None:
     request = replace(request, cached={})
     prefill = [] if local else [node("p")]
     target = node("d")
     cluster = Cluster(prefill, [target], spills=False)
     placed = place(request, cluster)
     assert isinstance(placed, Placement)
-    before = [(each.rows, each.kv_free, each.backlog_ms, price_parts(each)) for each in (*prefill, target)]
+    before = [
+        (each.rows, each.kv_free, each.backlog_ms, price_parts(each)) for each in (*prefill, target)
+    ]
     source = prefill[0] if prefill else target
-    for each, share in zip((source, target), taken_by(request, placed, source, target), strict=True):
+    for each, share in zip(
+        (source, target), taken_by(request, placed, source, target), strict=True
+    ):
         if share is not None:
             each.take(share)
             assert each.own == 1
@@ -204,7 +245,12 @@ def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() 
 def test_a_prompt_spills_when_the_prefill_node_is_busy_and_not_beyond_the_limit() -> None:
     request = PlacementRequest(2_048, 64, 125, 20)
     busy, idle = node("p", running=9, backlog_ms=400.0), node("p")
-    decoding = {"running": 20, "context_tokens": 40_000, "row_weight": 20 / 20 / 64, "token_rate": 2.0}
+    decoding = {
+        "running": 20,
+        "context_tokens": 40_000,
+        "row_weight": 20 / 20 / 64,
+        "token_rate": 2.0,
+    }
     target = node("d", **decoding)
     placed = place(request, Cluster([busy], [target]))
     assert isinstance(placed, Placement)
@@ -229,7 +275,10 @@ def test_what_a_node_has_of_the_prompt_is_worth_what_it_saves() -> None:
     placed = place(request, Cluster([fresh, holder], [node("d")]))
     assert isinstance(placed, Placement)
     assert placed.prefill == "p0"
-    placed = place(request, Cluster([fresh, node("p0", running=90, backlog_ms=900.0)], [node("d")], spills=False))
+    placed = place(
+        request,
+        Cluster([fresh, node("p0", running=90, backlog_ms=900.0)], [node("d")], spills=False),
+    )
     assert isinstance(placed, Placement)
     assert placed.prefill == "p1"
 
@@ -247,7 +296,10 @@ def test_a_short_prompt_is_computed_before_a_long_one_where_legs_are_numbered() 
 
 def test_a_slow_link_is_part_of_the_price() -> None:
     request = PlacementRequest(4_000, 64, 300, 20)
-    both = [node("p0"), node("p1")], [node("d0", running=3, context_tokens=900), node("d1", running=2)]
+    both = (
+        [node("p0"), node("p1")],
+        [node("d0", running=3, context_tokens=900), node("d1", running=2)],
+    )
     placed = place(request, Cluster(*both, links))
     assert isinstance(placed, Placement)
     assert (placed.prefill, placed.decode) == ("p1", "d1")
@@ -259,9 +311,16 @@ def test_a_slow_link_is_part_of_the_price() -> None:
 def test_waiting_and_refusing_come_out_of_the_same_sum() -> None:
     request = PlacementRequest(2_000, 100, 200, 20)
     full = node("d", running=5, free_blocks=10)
-    assert place(request, Cluster([node("p")], [full])) == Wait("no decode node has room for its KV")
-    assert isinstance(place(request, Cluster([node("p", backlog_ms=1_001.0)], [node("d")], spills=False)), Wait)
-    late = place(replace(request, ttft_limit_ms=200), Cluster([node("p", backlog_ms=300.0)], [node("d")], spills=False))
+    assert place(request, Cluster([node("p")], [full])) == Wait(
+        "no decode node has room for its KV"
+    )
+    assert isinstance(
+        place(request, Cluster([node("p", backlog_ms=1_001.0)], [node("d")], spills=False)), Wait
+    )
+    late = place(
+        replace(request, ttft_limit_ms=200),
+        Cluster([node("p", backlog_ms=300.0)], [node("d")], spills=False),
+    )
     assert isinstance(late, Refuse)
     assert (late.what, late.never) == ("ttft", False)
     assert late.expected_ms == pytest.approx(300 + 2 + 2 + 2_000 * 0.0215 + 8.7e-7 * 2e6, rel=0.01)
@@ -296,5 +355,6 @@ def test_a_card_that_says_nothing_takes_no_router_down(
         assert each.depth >= 0
     ttft_ms, tpot_ms = default_targets(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), request.tokens)
     assert isinstance(
-        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), Cluster(prefill, decode)), Placement | Wait
+        place(replace(request, ttft_ms=ttft_ms, tpot_ms=tpot_ms), Cluster(prefill, decode)),
+        Placement | Wait,
     )

@@ -1,4 +1,6 @@
-"""What a router asks of placement, and takes: targets, expected answers, and which nodes are asked at all."""
+"""What a router asks of placement, and takes: targets, expected answers, and which nodes are asked
+at all.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ P, D = Role.PREFILL, Role.DECODE
 COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 0.0)
 ROOMY = Load(free_blocks=1_000, total_blocks=1_000, block_size=16, legs=1, spill_ms=250.0)
 BUSY = msgspec.structs.replace(ROOMY, running=4, backlog_ms=900.0)
-OTHER_KV = msgspec.structs.replace(KV, fingerprint=msgspec.structs.replace(KV.fingerprint, kv_dtype="bfloat16"))
+OTHER_KV = msgspec.structs.replace(
+    KV, fingerprint=msgspec.structs.replace(KV.fingerprint, kv_dtype="bfloat16")
+)
 
 
 class Rig:
     """A placer over nodes that have said what they are: `p0`, `p1`, `d0`, `d1`."""
 
     def __init__(self, prefill: int = 1, decode: int = 2, **config: Any) -> None:
-        self.pool = Pool([f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)])
+        self.pool = Pool(
+            [f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)]
+        )
         self.doors = Doors(self.pool, random.Random(1))
         self.placer = Placer(RouterConfig(**config), self.pool, self.doors, random.Random(1))
         for node in self.pool.nodes:
@@ -46,7 +52,9 @@ class Rig:
     def says(self, name: str, load: Load = ROOMY, kv: KvFacts = KV) -> Node:
         node = self.pool.find(f"http://{name}")
         assert node is not None
-        report = HealthReport(node.role, "m", load=load, generation=name, kv=kv, costs=COSTS, max_gap_ms=50.0)
+        report = HealthReport(
+            node.role, "m", load=load, generation=name, kv=kv, costs=COSTS, max_gap_ms=50.0
+        )
         self.pool.report(node, report, 1.0, 1.0)
         return node
 
@@ -62,7 +70,9 @@ def job(targets: Targets = Targets(), **fields: Any) -> Job:  # noqa: B008 - a v
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 4_096])
-def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(max_tokens: int | None) -> None:
+def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(
+    max_tokens: int | None,
+) -> None:
     rig = Rig()
     asked = job(max_tokens=max_tokens)
     assert rig.placer.wanted(asked, None).request.output == 128
@@ -71,7 +81,9 @@ def test_what_an_answer_may_have_says_nothing_of_how_long_it_will_be(max_tokens:
     request = rig.placer.wanted(asked, None).request
     assert request.output == pytest.approx(40, rel=0.01)
     assert request.most_output == (max_tokens or math.inf)
-    assert request.kv_tokens == request.tokens + min(request.output, request.most_output)  # room alone
+    assert request.kv_tokens == request.tokens + min(
+        request.output, request.most_output
+    )  # room alone
     rig.placer.answered("m", 10**9)
     assert rig.placer.expected_output("m") < 400  # one answer is one answer
 
@@ -187,7 +199,9 @@ def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
     before = rig.pool.nodes[0].state.row_ms, rig.pool.nodes[0].state.wait_ms
     node = rig.says("p0", msgspec.structs.replace(ROOMY, **{name: wrong}))
     assert (node.state.row_ms, node.state.wait_ms) == before
-    report = HealthReport(P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0))
+    report = HealthReport(
+        P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0)
+    )
     rig.pool.report(node, report, 2.0, 2.0)
     assert node.state.costs == COSTS
     rig.doors.links.saw("http://p0", "http://d0", wrong)
@@ -246,7 +260,10 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
     for at in range(8):
         for role in "pd":
             like = KV if at % 2 else OTHER_KV
-            rig.says(f"{role}{at}", kv=msgspec.structs.replace(like, planes=("nixl",), host=f"{role}{at}"))
+            rig.says(
+                f"{role}{at}",
+                kv=msgspec.structs.replace(like, planes=("nixl",), host=f"{role}{at}"),
+            )
     rig.pool.blame(rig.pool.nodes[1], "gone", 2.0)
     for at in range(40):
         prefill, decode = rig.found(job(user=str(at)), spills=False)
@@ -269,7 +286,12 @@ def test_nodes_that_rest_are_waited_for() -> None:
 
 
 def test_a_placement_is_told_in_a_few_words() -> None:
-    assert str(Placement("http://p:1", "http://d:2", 0.412, ("http://d:2", "http://d:2"), 0.77, spills=False)) == (
-        "p:1/d:2 price=0.41, d:2 alone 0.77"
+    assert str(
+        Placement(
+            "http://p:1", "http://d:2", 0.412, ("http://d:2", "http://d:2"), 0.77, spills=False
+        )
+    ) == ("p:1/d:2 price=0.41, d:2 alone 0.77")
+    assert (
+        str(Placement("http://d:2", "http://d:2", 1.0, None, math.inf, spills=True))
+        == "d:2 alone price=1.00"
     )
-    assert str(Placement("http://d:2", "http://d:2", 1.0, None, math.inf, spills=True)) == "d:2 alone price=1.00"

@@ -47,7 +47,9 @@ def test_what_was_answered_is_forgotten_unless_it_is_refused() -> None:
     assert poison.refused_s(A, 1.0) > 0
 
 
-def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(poison_module, "_MOST", 2)
     poison = Poison()
     poison.died(A, "p1", 0.0)

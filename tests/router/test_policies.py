@@ -30,10 +30,16 @@ class View:
         return self.requests + self.tokens / TOKENS_PER_REQUEST
 
 
-views = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20_000)), min_size=1, max_size=50).map(
-    lambda pairs: [View(f"http://n{at}", requests, tokens) for at, (requests, tokens) in enumerate(pairs)]
+views = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 20_000)), min_size=1, max_size=50
+).map(
+    lambda pairs: [
+        View(f"http://n{at}", requests, tokens) for at, (requests, tokens) in enumerate(pairs)
+    ]
 )
-cached = st.dictionaries(st.integers(0, 60).map(lambda at: f"http://n{at}"), st.integers(1, 5_000), max_size=40)
+cached = st.dictionaries(
+    st.integers(0, 60).map(lambda at: f"http://n{at}"), st.integers(1, 5_000), max_size=40
+)
 asks = st.builds(
     Ask,
     st.sampled_from([Role.PREFILL, Role.DECODE]),
@@ -77,7 +83,9 @@ def test_a_given_node_is_chosen_and_equal_seeds_choose_equally(
 @pytest.mark.parametrize("name", ["least_queue", "round_robin", "prefix", "session"])
 @given(nodes=st.integers(1, 6), requests=st.integers(1, 40))
 @few_examples
-def test_requests_placed_one_after_the_other_spread_evenly(name: str, nodes: int, requests: int) -> None:
+def test_requests_placed_one_after_the_other_spread_evenly(
+    name: str, nodes: int, requests: int
+) -> None:
     counts = placed(name, nodes, requests)
     assert max(counts) - min(counts) <= 1
 
@@ -113,7 +121,8 @@ def test_round_robin_takes_new_nodes_up_and_forgets_those_that_left() -> None:
     assert "".join(chosen) == "abcdabcdb"
 
 
-# --- prefix ----------------------------------------------------------------------------------------------------------
+# --- prefix
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_longest_prefix_wins_within_the_bound() -> None:
@@ -147,7 +156,8 @@ def test_some_node_is_always_within_the_bound(nodes: list[View]) -> None:
     assert min(node.depth for node in nodes) < most_depth(nodes)
 
 
-# --- session ---------------------------------------------------------------------------------------------------------
+# --- session
+# ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.text(min_size=1, max_size=8), st.integers(2, 20), st.data())
@@ -175,7 +185,11 @@ def test_sessions_spread_over_all_nodes_and_few_move_when_one_joins() -> None:
 
 
 def test_a_session_leaves_a_node_with_too_deep_a_queue_until_that_is_over() -> None:
-    nodes, ask, rng = [View(f"http://n{at}") for at in range(4)], Ask(Role.DECODE, session="s"), random.Random(1)
+    nodes, ask, rng = (
+        [View(f"http://n{at}") for at in range(4)],
+        Ask(Role.DECODE, session="s"),
+        random.Random(1),
+    )
     home = session(ask, nodes, rng)
     home.requests = 50
     assert session(ask, nodes, rng) is not home

@@ -27,7 +27,10 @@ unhurried = settings(max_examples=60)
 
 
 def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 @contextmanager
@@ -101,7 +104,9 @@ def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
 def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
     sent: list[array[int]], asked: array[int]
 ) -> None:
-    """Two blocks to each chunk; the key of a block is its text so far. What is learned is a beginning of the truth."""
+    """Two blocks to each chunk; the key of a block is its text so far. What is learned is a
+    beginning of the truth.
+    """
 
     def truth(chunks: array[int]) -> array[int]:
         seen, keys = 0, array("Q")
@@ -124,7 +129,9 @@ def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
 
 @unhurried
 @given(st.lists(st.tuples(texts, st.integers(0, 3)), max_size=40), st.integers(1, 12))
-def test_the_tree_stays_in_its_limit_and_forgets_the_oldest(legs: list[tuple[array[int], int]], edges: int) -> None:
+def test_the_tree_stays_in_its_limit_and_forgets_the_oldest(
+    legs: list[tuple[array[int], int]], edges: int
+) -> None:
     limit = edges * (EDGE_BYTES + 8 * 8)
     tree = TextTree(limit)
     for chunks, node in legs:
@@ -146,10 +153,15 @@ def test_a_template_that_changes_its_tokens_replaces_what_was_learned() -> None:
 
 @unhurried
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=4)), max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=4)),
+        max_size=40,
+    ),
     st.lists(st.integers(0, 9), max_size=8),
 )
-def test_held_blocks_are_what_nodes_have_told(told: list[tuple[int, bool, list[int]]], asked: list[int]) -> None:
+def test_held_blocks_are_what_nodes_have_told(
+    told: list[tuple[int, bool, list[int]]], asked: list[int]
+) -> None:
     blocks, held = HeldBlocks(), {node: set[int]() for node in range(3)}
     for node, stored, keys in told:
         (blocks.stored if stored else blocks.removed)(1 << node, keys)
@@ -265,7 +277,10 @@ def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
     index.stored("d", whole.keys)
     now = Prefix.of(7, (SYSTEM + "and what was generated").encode())
     assert "d" not in cached(index, now)
-    assert cached(index, now.known(blocks_of([*turn, *range(90)]), len(turn) + 90))["d"] == len(turn) // BLOCK * BLOCK
+    assert (
+        cached(index, now.known(blocks_of([*turn, *range(90)]), len(turn) + 90))["d"]
+        == len(turn) // BLOCK * BLOCK
+    )
 
 
 def test_the_length_of_a_prompt_is_learned() -> None:
@@ -292,7 +307,9 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     prefix = Prefix.of(7, bytes(2 * MAX_TEXT_BYTES))
     assert len(prefix.chunks) == MAX_TEXT_BYTES // CHUNK_BYTES
     tokens = MAX_TEXT_BYTES // 2
-    known = prefix.known(PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens)
+    known = prefix.known(
+        PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens
+    )
     with under_way(index, prefix, "a"):
         index.learn(known)
     keys, _ = index.texts.known_keys(index.texts.path(prefix.chunks))
@@ -328,9 +345,18 @@ def chat(messages: list[dict[str, str]], **more: object) -> Prefix:
 
 def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
     turn = [{"role": "user", "content": SYSTEM}]
-    one, two = chat(turn), chat([*turn, {"role": "assistant", "content": "yes"}], temperature=0.5, seed=3, stream=True)
+    one, two = (
+        chat(turn),
+        chat(
+            [*turn, {"role": "assistant", "content": "yes"}], temperature=0.5, seed=3, stream=True
+        ),
+    )
     assert common(one.chunks, two.chunks) >= len(one.chunks) - 2
-    for other in (chat(turn, tools=[{"type": "function"}]), chat(turn, cache_salt="s"), chat(turn, model="n")):
+    for other in (
+        chat(turn, tools=[{"type": "function"}]),
+        chat(turn, cache_salt="s"),
+        chat(turn, model="n"),
+    ):
         assert common(one.chunks, other.chunks) == 0
 
 

@@ -32,7 +32,12 @@ def refused(limits: KeyLimits, of: Caller, tokens: int = 0, now: float = 0.0) ->
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 600), st.integers(0, 900), st.booleans()), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 20), st.integers(0, 600), st.integers(0, 900), st.booleans()),
+        max_size=40,
+    )
+)
 def test_no_minute_sees_more_requests_than_the_limit_twice_and_the_wait_that_is_told_is_enough(
     asked: list[tuple[float, int, int, bool]],
 ) -> None:
@@ -67,7 +72,9 @@ def test_over_a_long_time_tokens_keep_to_their_rate_whatever_was_thought(used: l
         assert refusal is None
         limits.give_back("k", 1, tokens, now)
         total += tokens
-        assert total <= 600 + now * 10 + 600 + 1e-3  # the bucket, what flowed in, and the last answer
+        assert (
+            total <= 600 + now * 10 + 600 + 1e-3
+        )  # the bucket, what flowed in, and the last answer
 
 
 def test_concurrency_counts_what_is_under_way() -> None:
@@ -93,9 +100,18 @@ def test_another_quota_keeps_what_is_left_as_far_as_it_goes() -> None:
     for _ in range(4):
         take(limits, BOTH, 100)
     more = take(limits, quota(requests_per_minute=60, tokens_per_minute=6_000))
-    assert (more["x-ratelimit-limit-requests"], more["x-ratelimit-remaining-requests"]) == ("60", "1")
-    assert (more["x-ratelimit-limit-tokens"], more["x-ratelimit-remaining-tokens"]) == ("6000", "200")
-    assert refused(limits, quota(requests_per_minute=60, tokens_per_minute=50), 51).retry_after_s is None
+    assert (more["x-ratelimit-limit-requests"], more["x-ratelimit-remaining-requests"]) == (
+        "60",
+        "1",
+    )
+    assert (more["x-ratelimit-limit-tokens"], more["x-ratelimit-remaining-tokens"]) == (
+        "6000",
+        "200",
+    )
+    assert (
+        refused(limits, quota(requests_per_minute=60, tokens_per_minute=50), 51).retry_after_s
+        is None
+    )
     assert take(limits, quota()) == {}
     assert take(limits, quota(tokens_per_minute=10))["x-ratelimit-remaining-tokens"] == "10"
 
@@ -120,7 +136,8 @@ def test_headers_are_those_of_openai() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.0, "0ms"), (0.0201, "21ms"), (7.5, "8s"), (360, "6m0s"), (3600, "1h0m0s"), (60, "1m0s")]
+    ("seconds", "shown"),
+    [(0.0, "0ms"), (0.0201, "21ms"), (7.5, "8s"), (360, "6m0s"), (3600, "1h0m0s"), (60, "1m0s")],
 )
 def test_times_are_shown_as_openai_does(seconds: float, shown: str) -> None:
     assert shown_s(seconds) == shown

@@ -1,4 +1,6 @@
-"""An answer whose decode node is gone gets its prompt's KV from a prefill node again, where that is better."""
+"""An answer whose decode node is gone gets its prompt's KV from a prefill node again, where that is
+better.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,18 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_doubles import DONE, KV, PROMPT_IDS, WHOLE, Call, cluster, decode, event, prefill, refuse
+from router_doubles import (
+    DONE,
+    KV,
+    PROMPT_IDS,
+    WHOLE,
+    Call,
+    cluster,
+    decode,
+    event,
+    prefill,
+    refuse,
+)
 
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load

@@ -1,4 +1,6 @@
-"""A running router takes a new configuration over: all of it or nothing, and nothing that was begun notices."""
+"""A running router takes a new configuration over: all of it or nothing, and nothing that was begun
+notices.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, decode, decode_ok, prefill, router_over, until
+from router_doubles import (
+    MODEL,
+    OPERATOR,
+    Call,
+    Cluster,
+    FakeNode,
+    decode,
+    decode_ok,
+    prefill,
+    router_over,
+    until,
+)
 
 from router.admission.keys import hash_of
 from router.reload import changes
@@ -44,7 +57,10 @@ def test_every_setting_is_live_or_fixed_and_a_fixed_one_is_refused_by_name() -> 
 
 def test_values_of_secrets_are_not_told() -> None:
     with pytest.raises(ConfigError) as told:
-        changes(RouterConfig(node_api_key="secret-1"), RouterConfig(node_api_key="secret-2", api_key="secret-3"))
+        changes(
+            RouterConfig(node_api_key="secret-1"),
+            RouterConfig(node_api_key="secret-2", api_key="secret-3"),
+        )
     assert "secret" not in told.value.message
 
 
@@ -114,7 +130,9 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
         file = File(p, d, keys=(KeyConfig("ann", hash_of("ann")),))
         async with router_over(file.read(), file.read) as c:
             await until(lambda: all(node.up for node in c.router.pool.nodes))
-            begun = asyncio.create_task(c.text({"stream": True}, headers={"authorization": "Bearer ann"}))
+            begun = asyncio.create_task(
+                c.text({"stream": True}, headers={"authorization": "Bearer ann"})
+            )
             await until(lambda: bool(d.calls))
             assert await reloaded(c) == (200, {"changed": []})
             file.write(
@@ -128,12 +146,20 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             assert await reloaded(c) == (
                 200,
                 {
-                    "changed": ["prefill", "decode", "alias", "keys", "max_body_bytes", "max_queue", "prefill_policy"][
-                        1:
-                    ]
+                    "changed": [
+                        "prefill",
+                        "decode",
+                        "alias",
+                        "keys",
+                        "max_body_bytes",
+                        "max_queue",
+                        "prefill_policy",
+                    ][1:]
                 },
             )
-            await until(lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes))
+            await until(
+                lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes)
+            )
             assert c.router.placer._policies[Role.PREFILL] == "round_robin"
             assert await status(c, "ann") == 401
             assert await status(c, "bob", model="best") == 200
@@ -160,7 +186,9 @@ async def test_a_key_that_has_asked_before_gets_its_new_limits() -> None:
             assert [await status(c, "ann") for _ in range(3)] == [200, 200, 429]
 
 
-async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     p, d = prefill(), decode()
     async with running(p, d):
         file = File(p, d)
@@ -170,7 +198,9 @@ async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(caplog: p
             file.write(port=9, workers=2, alias=(f"best={MODEL}",))
             code, told = await reloaded(c)
             assert (code, told["error"]["type"]) == (400, "invalid_request_error")
-            assert told["error"]["message"].startswith("port, workers cannot change while the router runs")
+            assert told["error"]["message"].startswith(
+                "port, workers cannot change while the router runs"
+            )
             assert await status(c, "", model="best") == 404
             assert c.router.config == good
 
@@ -189,7 +219,9 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
         file = File(p, d, e)
         async with router_over(file.read(), file.read) as c:
             await until(lambda: all(node.up for node in c.router.pool.nodes))
-            async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR) as answer:
+            async with c.http.delete(
+                f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR
+            ) as answer:
                 assert (await answer.json())["removed"]
             file.write(attempts=2)
             assert await reloaded(c) == (200, {"changed": ["attempts"]})
@@ -199,10 +231,18 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
 
 def test_all_keys_are_never_taken_away() -> None:
     key, other = KeyConfig("a", "0" * 64), KeyConfig("b", "1" * 64)
-    for old in (RouterConfig(api_key="k"), RouterConfig(keys=(key,)), RouterConfig(api_key="k", keys=(key,))):
+    for old in (
+        RouterConfig(api_key="k"),
+        RouterConfig(keys=(key,)),
+        RouterConfig(api_key="k", keys=(key,)),
+    ):
         with pytest.raises(ConfigError, match="no API keys"):
             changes(old, RouterConfig())
-        for new in (RouterConfig(api_key="n"), RouterConfig(keys=(other,)), RouterConfig(api_key="k", keys=(other,))):
+        for new in (
+            RouterConfig(api_key="n"),
+            RouterConfig(keys=(other,)),
+            RouterConfig(api_key="k", keys=(other,)),
+        ):
             changes(old, new)
     assert changes(RouterConfig(), RouterConfig(keys=(key,))) == ["keys"]
 
@@ -231,7 +271,10 @@ async def test_without_a_file_there_is_nothing_to_reload() -> None:
 
 async def test_without_a_file_sighup_ends_the_router_as_it_should_and_so_does_sigterm() -> None:
     for number in (signal.SIGHUP, signal.SIGTERM):
-        with socket.create_server(("127.0.0.1", 0)) as listening, caplog_of("uvicorn.error") as said:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            caplog_of("uvicorn.error") as said,
+        ):
             serving = asyncio.create_task(serve(RouterConfig(), [listening]))
             await until(lambda said=said: any("startup complete" in line for line in said))
             os.kill(os.getpid(), number)
@@ -245,11 +288,16 @@ async def test_sighup_reloads_and_the_log_says_what_came_of_it(
     p, d = prefill(), decode()
     async with running(p, d), aiohttp.ClientSession() as http:
         file = File(p, d)
-        with socket.create_server(("127.0.0.1", 0)) as listening, caplog.at_level("INFO", "kvrelay.router"):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            caplog.at_level("INFO", "kvrelay.router"),
+        ):
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             serving = asyncio.create_task(serve(file.read(), [listening], file.read))
             try:
-                await until(lambda: any("node" in line and "is up" in line for line in caplog.messages))
+                await until(
+                    lambda: any("node" in line and "is up" in line for line in caplog.messages)
+                )
                 file.write(alias=(f"best={MODEL}",))
                 os.kill(os.getpid(), signal.SIGHUP)
                 await until(lambda: "the configuration is reloaded: new alias" in caplog.messages)
@@ -257,7 +305,11 @@ async def test_sighup_reloads_and_the_log_says_what_came_of_it(
                     assert "best" in [card["id"] for card in (await answer.json())["data"]]
                 file.write(host="0.0.0.0")
                 os.kill(os.getpid(), signal.SIGHUP)
-                await until(lambda: any("not reloaded: host cannot change" in line for line in caplog.messages))
+                await until(
+                    lambda: any(
+                        "not reloaded: host cannot change" in line for line in caplog.messages
+                    )
+                )
             finally:
                 asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
                 serving.cancel()

@@ -1,4 +1,6 @@
-"""Nodes that change their roles while they run: what the pool makes of it, and the route that asks for it."""
+"""Nodes that change their roles while they run: what the pool makes of it, and the route that asks
+for it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from wire.config import Role
 P, D = Role.PREFILL, Role.DECODE
 
 
-def told(node: Node, pool: Pool, role: Role, at: float, flips: int = 0, to: Role | None = None, **more: Any) -> None:
+def told(
+    node: Node,
+    pool: Pool,
+    role: Role,
+    at: float,
+    flips: int = 0,
+    to: Role | None = None,
+    **more: Any,
+) -> None:
     fields = {"generation": "g1", **more}
     pool.report(node, HealthReport(role, "m", flips=flips, flips_to=to, **fields), at, at)
 
@@ -109,7 +119,10 @@ def test_every_way_of_membership_follows_the_node() -> None:
 
 
 def test_nodes_of_the_former_role_meet_the_new_one() -> None:
-    pairs, nodes = Pairs(), [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"]
+    pairs, nodes = (
+        Pairs(),
+        [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"],
+    )
     x, p, d = nodes
     while meeting := pairs.begin([x, p], [d], 1.0):
         pairs.ended(meeting, Outcome("met"), 1.0)
@@ -156,7 +169,10 @@ async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
 async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        for node, role, effect in ((p, "decode", "compute all prompts"), (d, "prefill", "nothing can be answered")):
+        for node, role, effect in (
+            (p, "decode", "compute all prompts"),
+            (d, "prefill", "nothing can be answered"),
+        ):
             status, body = await ask(c, node, role)
             assert (status, body["error"]["code"]) == (409, "last_of_role")
             assert effect in body["error"]["message"]

@@ -1,4 +1,6 @@
-"""Roles that follow the load: when a node should change, which one, and how often if several routers see it."""
+"""Roles that follow the load: when a node should change, which one, and how often if several
+routers see it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from router_doubles import MODEL, OPERATOR, Cluster, FakeNode, cluster, decode, prefill, router_over, until
+from router_doubles import (
+    MODEL,
+    OPERATOR,
+    Cluster,
+    FakeNode,
+    cluster,
+    decode,
+    prefill,
+    router_over,
+    until,
+)
 
 from router import roles as module
 from router.node_load import NodeLoad
@@ -31,7 +43,9 @@ COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 1e-6)
 BUSY = Load(legs=1, prompt_share=1.2)
 
 
-def looked(roles: Roles, up: dict[Role, int], work: dict[Role, float], times: int, begins: float = 0.0) -> list[Any]:
+def looked(
+    roles: Roles, up: dict[Role, int], work: dict[Role, float], times: int, begins: float = 0.0
+) -> list[Any]:
     return [roles.look(up, work, begins + EVERY_S * at) for at in range(times)]
 
 
@@ -40,12 +54,18 @@ def looked(roles: Roles, up: dict[Role, int], work: dict[Role, float], times: in
 
 def test_work_is_reckoned_in_nodes() -> None:
     load = NodeLoad("d", COSTS)
-    load.announced(Load(running=10, context_tokens=10_000, legs=1, pace=2.0, token_rate=2.0, prompt_share=0.25))
+    load.announced(
+        Load(running=10, context_tokens=10_000, legs=1, pace=2.0, token_rate=2.0, prompt_share=0.25)
+    )
     other = NodeLoad("p", COSTS)
     other.announced(Load(legs=1, prompt_share=0.5))
     per_token_ms = 2.0 * (0.01 + 2e-5 * 1_000)
-    assert work_of({P: [other], D: [load]}, 40.0) == pytest.approx({P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 40.0)})
-    assert work_of({P: [other], D: [load]}) == pytest.approx({P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 16.0)})
+    assert work_of({P: [other], D: [load]}, 40.0) == pytest.approx(
+        {P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 40.0)}
+    )
+    assert work_of({P: [other], D: [load]}) == pytest.approx(
+        {P: 0.75, D: 2.0 * per_token_ms / (1 - 8.0 / 16.0)}
+    )
 
 
 def test_requests_that_wait_for_a_seat_are_work() -> None:
@@ -77,7 +97,9 @@ loads = st.lists(
 
 
 @given(loads, loads, st.floats(0.0, 100.0), st.randoms())
-def test_the_order_of_nodes_changes_nothing(of_p: list[Load], of_d: list[Load], tpot_ms: float, rng: Any) -> None:
+def test_the_order_of_nodes_changes_nothing(
+    of_p: list[Load], of_d: list[Load], tpot_ms: float, rng: Any
+) -> None:
     nodes: dict[Role, list[NodeLoad]] = {P: [], D: []}
     for role, said in ((P, of_p), (D, of_d)):
         for load in said:
@@ -97,7 +119,8 @@ def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
     assert looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS) == [None] * (LOOKS - 1) + [P]
     assert (
         roles.why
-        == "one decode node becomes a prefill node: 1 prefill nodes with 120% to do, 3 decode nodes with 20% to do"
+        == "one decode node becomes a prefill node: 1 prefill nodes with 120% to do, 3 decode "
+        "nodes with 20% to do"
     )
     assert roles.use == {P: pytest.approx(1.2), D: pytest.approx(0.2)}
 
@@ -110,7 +133,9 @@ def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
         ({P: 2, D: 2}, {P: 1.9, D: 0.9}, "one decode node less would have too much to do"),
     ],
 )
-def test_all_stay_what_they_are_for_a_reason(up: dict[Role, int], work: dict[Role, float], why: str) -> None:
+def test_all_stay_what_they_are_for_a_reason(
+    up: dict[Role, int], work: dict[Role, float], why: str
+) -> None:
     roles = Roles()
     assert looked(roles, up, work, 9) == [None] * 9
     assert roles.why.startswith(why)
@@ -133,7 +158,10 @@ def test_a_change_rests() -> None:
 
 
 def test_the_way_back_costs_twice_the_margin_for_an_hour() -> None:
-    work = {P: 3, D: 5}, {P: 1.5, D: 4.5}  # 75 % against 90 %: more than the margin, less than twice of it
+    work = (
+        {P: 3, D: 5},
+        {P: 1.5, D: 4.5},
+    )  # 75 % against 90 %: more than the margin, less than twice of it
     roles = Roles()
     roles.changed(P, 0.0)
     assert set(looked(roles, *work, 600, 100.0)) == {None}
@@ -163,7 +191,9 @@ def test_whatever_comes_no_role_has_fewer_nodes_than_it_must(
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.floats(0, 30), st.floats(0, 30))
-def test_under_a_constant_load_nodes_go_one_way_only(of_p: int, of_d: int, work_p: float, work_d: float) -> None:
+def test_under_a_constant_load_nodes_go_one_way_only(
+    of_p: int, of_d: int, work_p: float, work_d: float
+) -> None:
     roles, up, changes = Roles(), {P: of_p, D: of_d}, []
     for at in range(400):
         role = roles.look(up, {P: work_p, D: work_d}, EVERY_S * at)
@@ -177,7 +207,13 @@ def test_under_a_constant_load_nodes_go_one_way_only(of_p: int, of_d: int, work_
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(2, 16), st.floats(0.05, 0.95), st.floats(0.3, 0.95), st.floats(0.0, 0.3), st.integers(0, 1 << 20))
+@given(
+    st.integers(2, 16),
+    st.floats(0.05, 0.95),
+    st.floats(0.3, 0.95),
+    st.floats(0.0, 0.3),
+    st.integers(0, 1 << 20),
+)
 @example(16, 0.875, 0.75, 0.0, 1)  # one node more is less than the margin
 def test_an_hour_of_steady_work_ends_near_the_best_ratio_without_flapping(
     nodes: int, share: float, load: float, noise: float, seed: int
@@ -213,7 +249,9 @@ def told(pool: Pool, node: Node, role: Role, at: float = 1.0, **more: Any) -> No
 
 
 class Fixture:
-    """A pool of which prefill nodes have more work than they can do, and looks that are made by hand."""
+    """A pool of which prefill nodes have more work than they can do, and looks that are made by
+    hand.
+    """
 
     def __init__(self, decodes: int = 3, status: int = 202, **config: Any) -> None:
         self.pool = Pool(["http://p0"], [f"http://d{at}" for at in range(decodes)])
@@ -251,7 +289,10 @@ async def test_the_last_by_address_is_asked_and_nothing_else_begins_until_it_has
     (change,) = seen.changes
     assert (change.role, change.node, change.outcome) == (P, "http://d2", "begun")
     assert "one decode node becomes a prefill node" in change.why
-    assert fixture.registry.get_sample_value("c_total", {"model": "m", "role": P, "outcome": "begun"}) == 1
+    assert (
+        fixture.registry.get_sample_value("c_total", {"model": "m", "role": P, "outcome": "begun"})
+        == 1
+    )
     assert fixture.registry.get_sample_value("g", {"model": "m", "role": P}) == pytest.approx(1.2)
     node = fixture.pool.nodes[-1]
     told(fixture.pool, node, P, at=1e12, flips=1, load=Load(legs=1))
@@ -260,8 +301,12 @@ async def test_the_last_by_address_is_asked_and_nothing_else_begins_until_it_has
     assert seen.why.startswith("no role is short of nodes: 2 prefill nodes")
 
 
-@pytest.mark.parametrize(("status", "asked"), [(404, ["d2", "d1", "d0"]), (409, ["d2"] * 4), (200, ["d2"] * 4)])
-async def test_one_that_refuses_rests_unless_another_router_was_faster(status: int, asked: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "asked"), [(404, ["d2", "d1", "d0"]), (409, ["d2"] * 4), (200, ["d2"] * 4)]
+)
+async def test_one_that_refuses_rests_unless_another_router_was_faster(
+    status: int, asked: list[str]
+) -> None:
     fixture = Fixture(status=status)
     seen = await fixture.look(4 * LOOKS)
     assert fixture.asked == [f"http://{name}" for name in asked]
@@ -293,7 +338,14 @@ async def test_a_change_by_somebody_else_rests_and_a_restart_does_not() -> None:
         last = fixture.pool.nodes[-1]
         told(fixture.pool, last, P, at=2.0, flips=1, load=Load(legs=1, prompt_share=2.0))
         await fixture.look(1)
-        told(fixture.pool, last, D, at=3.0, generation=generation, flips=2 if generation == "g1" else 0)
+        told(
+            fixture.pool,
+            last,
+            D,
+            at=3.0,
+            generation=generation,
+            flips=2 if generation == "g1" else 0,
+        )
         assert last.role is D
         await fixture.look(LOOKS)
         assert fixture.asked == (asked and ["http://d3"])
@@ -325,13 +377,18 @@ async def test_each_model_is_looked_at_by_itself() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-async def test_however_many_routers_look_one_node_changes_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_however_many_routers_look_one_node_changes_once(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "EVERY_S", 1e6)  # all looks are made here
     nodes: list[FakeNode] = [prefill(load=BUSY), *(decode(load=Load(legs=1)) for _ in range(3))]
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(cluster(*nodes, strict_roles=False))
         config = first.router.config
-        routers = [first, *[await stack.enter_async_context(router_over(config)) for _ in range(count - 1)]]
+        routers = [
+            first,
+            *[await stack.enter_async_context(router_over(config)) for _ in range(count - 1)],
+        ]
         await until(lambda: all(node.up for each in routers for node in each.router.pool.nodes))
         for node in (node for each in routers for node in each.router.pool.nodes):
             node.state.measured(COSTS, 50.0)
@@ -347,14 +404,17 @@ async def test_however_many_routers_look_one_node_changes_once(count: int, monke
         await until(lambda: all(each.node(chosen).flips_to is P for each in routers))
         await look(LOOKS)
         chosen.flipped()
-        await until(lambda: all(each.node(chosen).role is P and each.node(chosen).up for each in routers))
+        await until(
+            lambda: all(each.node(chosen).role is P and each.node(chosen).up for each in routers)
+        )
         for at in range(LOOKS + 1, 40):
             await look(at)
         assert [node.role for node in nodes].count(P) == 2
         assert not any(node.flips_to for node in nodes)
         assert sum(node.flips for node in nodes) == 1
         begun = [
-            each.metric("kvrelay_router_role_changes_total", outcome="begun", model_name=MODEL) for each in routers
+            each.metric("kvrelay_router_role_changes_total", outcome="begun", model_name=MODEL)
+            for each in routers
         ]
         assert sum(begun) == 1
         assert first.metric("kvrelay_router_role_use", role=P) == pytest.approx(0.6, rel=0.01)

@@ -1,4 +1,6 @@
-"""Adapters at the router: who is asked, which names are known, and how both legs find nodes that have one."""
+"""Adapters at the router: who is asked, which names are known, and how both legs find nodes that
+have one.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ async def test_both_requests_go_to_all_nodes_with_the_nodes_key() -> None:
             assert answer.status == 404
 
 
-@pytest.mark.parametrize(("statuses", "status"), [((400, 400), 400), ((404, 404), 404), ((200, 400), 502)])
-async def test_what_the_nodes_refuse_is_told_with_all_their_words(statuses: tuple[int, int], status: int) -> None:
+@pytest.mark.parametrize(
+    ("statuses", "status"), [((400, 400), 400), ((404, 404), 404), ((200, 400), 502)]
+)
+async def test_what_the_nodes_refuse_is_told_with_all_their_words(
+    statuses: tuple[int, int], status: int
+) -> None:
     p, d = prefill(adapter_status=statuses[0]), decode(adapter_status=statuses[1])
     async with cluster(p, d) as c, c.http.post(c.url + LOAD, json=BODY) as answer:
         assert answer.status == status

@@ -63,7 +63,11 @@ async def test_a_leg_on_a_node_that_is_removed_ends_by_itself() -> None:
 @pytest.mark.parametrize("url", ["p:80", "http://", 7])
 async def test_what_is_no_node_is_refused_in_the_openai_shape(url: Any) -> None:
     async with cluster() as c:
-        for body in ({"url": url, "role": "decode"}, {"url": "http://p", "role": "aggregated"}, {"role": "decode"}):
+        for body in (
+            {"url": url, "role": "decode"},
+            {"url": "http://p", "role": "aggregated"},
+            {"role": "decode"},
+        ):
             status, told = await admin(c, "POST", "/admin/nodes", body)
             assert (status, told["error"]["type"]) == (400, "invalid_request_error")
         assert (await admin(c, "POST", "/admin/drain", {"url": "http://p"}))[0] == 404
@@ -92,17 +96,30 @@ async def test_only_who_has_the_key_may_ask(caplog: pytest.LogCaptureFixture) ->
 
 async def test_a_node_that_nobody_allowed_gets_neither_the_nodes_key_nor_a_connection() -> None:
     p, d, stranger = prefill(), decode(), decode()
-    async with cluster(p, d, node_api_key="nodes", node_allow=("::1", "10.0.0.0/8")) as c, stranger.running():
+    async with (
+        cluster(p, d, node_api_key="nodes", node_allow=("::1", "10.0.0.0/8")) as c,
+        stranger.running(),
+    ):
         elsewhere = stranger.url.replace("127.0.0.1", "localhost")
-        for url in (elsewhere, elsewhere.upper().replace("HTTP", "http"), elsewhere.replace("localhost", "127.1")):
+        for url in (
+            elsewhere,
+            elsewhere.upper().replace("HTTP", "http"),
+            elsewhere.replace("localhost", "127.1"),
+        ):
             status, told = await admin(c, "POST", "/admin/nodes", {"url": url, "role": "decode"})
-            assert (status, told["error"]["type"], told["error"]["param"]) == (403, "permission_error", "url")
+            assert (status, told["error"]["type"], told["error"]["param"]) == (
+                403,
+                "permission_error",
+                "url",
+            )
             assert "--node-allow" in told["error"]["message"]
         assert len(c.router.pool.nodes) == 2
         # One that is listed stays allowed, removed or not, and others of its host are.
         await admin(c, "DELETE", f"/admin/nodes?url={d.url}")
         for node in (d, stranger):
-            assert (await admin(c, "POST", "/admin/nodes", {"url": node.url, "role": "decode"}))[0] == 200
+            assert (await admin(c, "POST", "/admin/nodes", {"url": node.url, "role": "decode"}))[
+                0
+            ] == 200
             await until(lambda node=node: c.node(node).up)
 
 
@@ -131,7 +148,9 @@ async def test_a_node_that_is_drained_here_comes_back_when_it_is_asked_itself() 
         await until(lambda: node.up)
 
 
-async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another_process_stands_there() -> None:
+async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another_process_stands_there() -> (
+    None
+):
     nodes = [prefill(), decode(), decode(drain_status=404)]
     async with cluster(*nodes) as c:
         _, told = await admin(c, "POST", "/admin/drain", {"url": nodes[2].url})

@@ -79,10 +79,15 @@ async def test_a_broken_body_is_a_400(path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-async def test_what_is_refused_at_the_door_has_its_id_too(path: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_refused_at_the_door_has_its_id_too(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "kvrelay.router")
     headers = {"x-request-id": "mine-1"}
-    async with cluster(prefill(), decode()) as c, c.http.post(c.url + path, data=b"{", headers=headers) as answer:
+    async with (
+        cluster(prefill(), decode()) as c,
+        c.http.post(c.url + path, data=b"{", headers=headers) as answer,
+    ):
         assert answer.status == 400
         assert answer.headers["x-request-id"] == answer.headers["request-id"] == "mine-1"
     assert f"id=mine-1 path={path} status=400" in caplog.text
@@ -168,7 +173,9 @@ async def test_a_node_of_another_role_than_it_is_listed_with_is_kept_out() -> No
     async with cluster(p, d, odd, ready=False) as c:
         await until(lambda: (c.node(p).up and c.node(d).up) or c.node(odd).up)
         odd.role = "aggregated"
-        await until(lambda: not c.node(odd).up and c.node(odd).reason != "not checked yet" and c.node(d).up)
+        await until(
+            lambda: not c.node(odd).up and c.node(odd).reason != "not checked yet" and c.node(d).up
+        )
         assert c.router.pool.up(c.node(d).role) == [c.node(d)]
 
 
@@ -178,7 +185,10 @@ async def test_metrics_are_exposed() -> None:
         await c.text()
         async with c.http.get(f"{c.url}/metrics") as answer:
             text = await answer.text()
-        assert f'kvrelay_router_node_up{{model_name="{MODEL}",node="{p.url}",role="prefill"}} 1.0' in text
+        assert (
+            f'kvrelay_router_node_up{{model_name="{MODEL}",node="{p.url}",role="prefill"}} 1.0'
+            in text
+        )
         assert (
             f'kvrelay_router_requests_total{{model_name="{MODEL}",path="/v1/chat/completions",status="200"}} 1.0'
             in text
@@ -187,7 +197,9 @@ async def test_metrics_are_exposed() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_bodies_are_logged_only_when_asked(asked: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bodies_are_logged_only_when_asked(
+    asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "kvrelay.router")
     async with cluster(prefill(), decode(), log_bodies=asked) as c:
         await c.text({"user": "the secret word"})
@@ -203,7 +215,9 @@ async def test_ids_in_use_or_insane_are_replaced() -> None:
             async with c.post(headers={"x-request-id": wanted}) as answer:
                 given = answer.headers["x-request-id"]
             assert given != wanted
-            assert p.calls[-1].headers["x-request-id"] == d.calls[-1].headers["x-request-id"] == given
+            assert (
+                p.calls[-1].headers["x-request-id"] == d.calls[-1].headers["x-request-id"] == given
+            )
 
 
 async def test_a_body_names_its_request_where_no_header_does() -> None:
@@ -215,7 +229,9 @@ async def test_a_body_names_its_request_where_no_header_does() -> None:
             ("/v1/responses", {"input": "x"}),
         ):
             for headers, given in (({}, "mine"), ({"x-request-id": "header"}, "header")):
-                async with c.post({**fields, "request_id": "mine"}, path, headers=headers) as answer:
+                async with c.post(
+                    {**fields, "request_id": "mine"}, path, headers=headers
+                ) as answer:
                     assert answer.headers["x-request-id"] == given
                 assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")
         c.router.live.add("mine")

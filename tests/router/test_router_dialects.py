@@ -1,4 +1,6 @@
-"""The router in other dialects: official clients, fail-over under them, keys, shapes of errors, kept responses."""
+"""The router in other dialects: official clients, fail-over under them, keys, shapes of errors,
+kept responses.
+"""
 
 from __future__ import annotations
 
@@ -56,21 +58,37 @@ async def decode_tools(asked: Call) -> None:
 
 
 def openai_client(started: Cluster, **fields: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{started.url}/v1", api_key="key", max_retries=0, timeout=10, **fields)
+    return openai.AsyncOpenAI(
+        base_url=f"{started.url}/v1", api_key="key", max_retries=0, timeout=10, **fields
+    )
 
 
 def anthropic_client(started: Cluster, **fields: Any) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=started.url, api_key="key", max_retries=0, timeout=10, **fields)
+    return anthropic.AsyncAnthropic(
+        base_url=started.url, api_key="key", max_retries=0, timeout=10, **fields
+    )
 
 
 async def test_the_openai_client_gets_a_response_whole_and_streamed() -> None:
     p, d = prefill(prefill_first), decode(decode_tools)
     async with cluster(p, d, api_key="key") as started, openai_client(started) as client:
-        tools: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}]
-        asked: dict[str, Any] = {"model": MODEL, "input": "Rome?", "instructions": "Be brief.", "tools": tools}
+        tools: Any = [
+            {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
+        ]
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "input": "Rome?",
+            "instructions": "Be brief.",
+            "tools": tools,
+        }
         told = await client.responses.create(**asked)
         assert told.output_text == "Looking."
-        assert [item.type for item in told.output] == ["reasoning", "message", "function_call", "function_call"]
+        assert [item.type for item in told.output] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call",
+        ]
         assert told.usage is not None
         assert told.usage.input_tokens_details.cached_tokens == 3
         assert p.calls[0].body["messages"][0] == {"role": "system", "content": "Be brief."}
@@ -91,7 +109,9 @@ async def test_a_conversation_goes_on_from_a_kept_response() -> None:
     async with cluster(p, d) as started, openai_client(started) as client:
         first = await client.responses.create(model=MODEL, input="Rome?")
         output: Any = [{"type": "function_call_output", "call_id": "call_a", "output": "sunny"}]
-        second = await client.responses.create(model=MODEL, input=output, previous_response_id=first.id)
+        second = await client.responses.create(
+            model=MODEL, input=output, previous_response_id=first.id
+        )
         roles = [message["role"] for message in p.calls[-1].body["messages"]]
         assert roles == ["user", "assistant", "tool"]
         assert (await client.responses.retrieve(second.id)).previous_response_id == first.id
@@ -116,10 +136,17 @@ async def test_a_conversation_goes_on_from_a_kept_response() -> None:
 async def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused() -> None:
     p, d = prefill(prefill_first), decode(decode_tools)
     async with cluster(p, d, max_body_bytes=2000) as started, openai_client(started) as client:
-        items: Any = [{"type": "reasoning", "summary": [], "note": "x" * 1500}, {"role": "user", "content": "Rome?"}]
+        items: Any = [
+            {"type": "reasoning", "summary": [], "note": "x" * 1500},
+            {"role": "user", "content": "Rome?"},
+        ]
         first = await client.responses.create(model=MODEL, input=items)
-        with pytest.raises(openai.BadRequestError, match=r"bytes .* limit is 2000; begin a new one") as why:
-            await client.responses.create(model=MODEL, input="x" * 300, previous_response_id=first.id)
+        with pytest.raises(
+            openai.BadRequestError, match=r"bytes .* limit is 2000; begin a new one"
+        ) as why:
+            await client.responses.create(
+                model=MODEL, input="x" * 300, previous_response_id=first.id
+            )
         assert why.value.param == "previous_response_id"
         assert len(p.calls) == 1
 
@@ -129,11 +156,17 @@ async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> Non
     p, d = prefill(prefill_first), decode(decode_tools)
     async with cluster(p, d, api_key="key", keys=keys) as c:
 
-        async def ask(key: str, method: str, path: str, body: Any = None) -> tuple[int, str, dict[str, str]]:
+        async def ask(
+            key: str, method: str, path: str, body: Any = None
+        ) -> tuple[int, str, dict[str, str]]:
             headers = {"authorization": f"Bearer {key}"}
             async with c.http.request(method, c.url + path, headers=headers, json=body) as answer:
                 every = {name.lower(): value for name, value in answer.headers.items()}
-                same = {name: every[name] for name in every if name not in ("date", "x-request-id", "request-id")}
+                same = {
+                    name: every[name]
+                    for name in every
+                    if name not in ("date", "x-request-id", "request-id")
+                }
                 return answer.status, await answer.text(), same
 
         asked = {"model": MODEL, "input": "Rome?"}
@@ -150,15 +183,22 @@ async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> Non
                 told = []
                 for response_id in (mine, none):
                     filled = json.loads(json.dumps(body).replace("{}", response_id))
-                    status, text, headers = await ask(other, method, path.format(response_id), filled)
+                    status, text, headers = await ask(
+                        other, method, path.format(response_id), filled
+                    )
                     told.append((status, text.replace(response_id, "ID"), headers))
                 assert told[0] == told[1]
                 assert told[0][0] == 404
         assert len(d.calls) == 1
         assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 200
-        assert (await ask("ann", "POST", "/v1/responses", asked | {"previous_response_id": mine}))[0] == 200
-        # The key counts, not its name: who has the name next has none of it, and a key keeps it under another name.
-        c.router.keyring.take_over("", (KeyConfig("ann", hash_of("new")), KeyConfig("was-ann", hash_of("ann"))))
+        assert (await ask("ann", "POST", "/v1/responses", asked | {"previous_response_id": mine}))[
+            0
+        ] == 200
+        # The key counts, not its name: who has the name next has none of it, and a key keeps it
+        # under another name.
+        c.router.keyring.take_over(
+            "", (KeyConfig("ann", hash_of("new")), KeyConfig("was-ann", hash_of("ann")))
+        )
         assert (await ask("new", "GET", f"/v1/responses/{mine}"))[0] == 404
         assert (await ask("ann", "DELETE", f"/v1/responses/{mine}"))[0] == 200
         assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 404
@@ -174,7 +214,12 @@ async def test_the_anthropic_client_gets_a_message_whole_and_streamed() -> None:
             "tools": [{"name": "weather", "input_schema": WEATHER}],
         }
         told = await client.messages.create(**asked)
-        assert [block.type for block in told.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert [block.type for block in told.content] == [
+            "thinking",
+            "text",
+            "tool_use",
+            "tool_use",
+        ]
         assert (told.stop_reason, told.usage.cache_read_input_tokens) == ("tool_use", 3)
         assert told._request_id
         async with client.messages.stream(**asked) as stream:
@@ -188,7 +233,11 @@ async def test_the_anthropic_client_gets_a_message_whole_and_streamed() -> None:
 async def test_errors_reach_the_anthropic_client_as_its_own() -> None:
     p, d = prefill(refuse(400, "too long")), decode()
     async with cluster(p, d, api_key="key") as started, anthropic_client(started) as client:
-        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "hi"}],
+        }
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.messages.create(**asked)
         assert refused.value.body == {
@@ -202,7 +251,9 @@ async def test_errors_reach_the_anthropic_client_as_its_own() -> None:
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.create(**asked)
         await stranger.close()
-        async with started.http.get(started.url + "/v1/messages", headers={"x-api-key": "key"}) as answer:
+        async with started.http.get(
+            started.url + "/v1/messages", headers={"x-api-key": "key"}
+        ) as answer:
             assert answer.status == 405
             assert (await answer.json())["type"] == "error"
 
@@ -216,7 +267,12 @@ async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect() 
         assert text.rstrip().splitlines()[-2] == "event: response.failed"
         assert "no decode node could serve" in text
         async with cluster(prefill(prefill_first), decode(broken(500))) as again:
-            asked = {"model": MODEL, "stream": True, "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+            asked = {
+                "model": MODEL,
+                "stream": True,
+                "max_tokens": 3,
+                "messages": [{"role": "user", "content": "hi"}],
+            }
             async with again.http.post(again.url + "/v1/messages", json=asked) as answer:
                 text = await answer.text()
         assert text.rstrip().splitlines()[-2] == "event: error"
@@ -228,7 +284,9 @@ async def test_a_decode_node_that_dies_is_replaced_under_a_response_as_under_a_c
         asked.cut()
 
     first, second = decode(dies), decode(decode_tools, generation="g2")
-    async with cluster(prefill(prefill_first), first, second, decode_policy="round_robin") as started:
+    async with cluster(
+        prefill(prefill_first), first, second, decode_policy="round_robin"
+    ) as started:
         asked = {"model": MODEL, "stream": True, "input": "hi", "seed": 1}
         async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
             text = await answer.text()
@@ -238,9 +296,13 @@ async def test_a_decode_node_that_dies_is_replaced_under_a_response_as_under_a_c
 
 async def test_requests_are_counted_under_the_clients_own_path() -> None:
     async with cluster(prefill(prefill_ok), decode(decode_ok)) as started:
-        async with started.http.post(started.url + "/v1/responses", json={"model": MODEL, "input": "hi"}) as answer:
+        async with started.http.post(
+            started.url + "/v1/responses", json={"model": MODEL, "input": "hi"}
+        ) as answer:
             assert answer.status == 200
-        async with started.http.post(started.url + "/v1/responses", json={"model": MODEL}) as answer:
+        async with started.http.post(
+            started.url + "/v1/responses", json={"model": MODEL}
+        ) as answer:
             assert (await answer.json())["error"]["param"] == "input"
         names = {"path": "/v1/responses"}
         async with asyncio.timeout(5):
@@ -269,7 +331,9 @@ async def test_tokenization_is_any_nodes_work() -> None:
         async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
             assert (answer.status, (await answer.json())["tokens"]) == (200, [1, 2, 3])
         asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        async with started.http.post(started.url + "/v1/messages/count_tokens", json=asked) as answer:
+        async with started.http.post(
+            started.url + "/v1/messages/count_tokens", json=asked
+        ) as answer:
             assert await answer.json() == {"input_tokens": 3}
         async with started.http.post(started.url + "/detokenize", json={"tokens": [-1]}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tokens")
@@ -283,10 +347,14 @@ async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None
             async with started.http.request(method, started.url + "/ping") as answer:
                 assert answer.status == 200
         for path in ("/v1/embeddings", "/v1/nothing", "/v1/responses/x/cancel"):
-            async with started.http.post(started.url + path, headers={"authorization": "Bearer key"}) as answer:
+            async with started.http.post(
+                started.url + path, headers={"authorization": "Bearer key"}
+            ) as answer:
                 assert answer.status == 404
                 assert (await answer.json())["error"]["type"] == "not_found_error"
-        async with started.http.get(started.url + "/v1/chat/completions", headers={"x-api-key": "key"}) as answer:
+        async with started.http.get(
+            started.url + "/v1/chat/completions", headers={"x-api-key": "key"}
+        ) as answer:
             assert (answer.status, answer.headers["allow"]) == (405, "POST")
             assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
         async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
@@ -304,4 +372,6 @@ async def test_plain_chat_completions_stay_a_move_of_bytes() -> None:
         await asked.send(Frame(FrameKind.END, odd, [12], 2))
 
     async with cluster(prefill(prefill_first), decode(ends)) as started:
-        assert (await started.text({"stream": True})).encode() == ROLE + chunk({"content": "Looking"}) + odd
+        assert (await started.text({"stream": True})).encode() == ROLE + chunk(
+            {"content": "Looking"}
+        ) + odd

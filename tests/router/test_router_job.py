@@ -23,8 +23,13 @@ def parse(path: str = CHAT_PATH, **fields: Any) -> Job:
     [([7], 1), ([1, 22, 333], 3), (list(range(2_048)), 2_048), ("x" * 398, 100)],
 )
 def test_token_ids_are_counted_and_texts_are_estimated(prompt: object, tokens: int) -> None:
-    for raw in (msgspec.json.encode, lambda body: msgspec.json.format(msgspec.json.encode(body), indent=1)):
-        assert parse_job(raw({"model": "m", "prompt": prompt}), COMPLETIONS_PATH, "id", 0, 0).prompt_tokens in (
+    for raw in (
+        msgspec.json.encode,
+        lambda body: msgspec.json.format(msgspec.json.encode(body), indent=1),
+    ):
+        assert parse_job(
+            raw({"model": "m", "prompt": prompt}), COMPLETIONS_PATH, "id", 0, 0
+        ).prompt_tokens in (
             tokens,
             tokens + 1,
         )
@@ -42,7 +47,12 @@ def prefill(job: Job) -> dict[str, Any]:
 
 def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> None:
     body = prefill(parse(max_tokens=50, min_tokens=7, temperature=0.5, stream=True))
-    assert (body["max_tokens"], body["min_tokens"], body["temperature"], body["stream"]) == (1, 1, 0.5, True)
+    assert (body["max_tokens"], body["min_tokens"], body["temperature"], body["stream"]) == (
+        1,
+        1,
+        0.5,
+        True,
+    )
     assert "max_completion_tokens" not in body
     params = body["kv_transfer_params"]
     assert params == {
@@ -93,7 +103,11 @@ def test_the_decode_leg_keeps_the_prompt_where_no_token_ids_are_known() -> None:
 
 def test_the_decode_leg_keeps_the_prompt_where_the_answer_needs_its_words() -> None:
     params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
-    for fields in ({"echo": True}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+    for fields in (
+        {"echo": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+    ):
         body = msgspec.json.decode(decode_body(parse(**fields), params))
         assert body["messages"] == [{"role": "user", "content": "hi"}]
 
@@ -174,8 +188,12 @@ def test_the_priority_goes_along_and_is_known() -> None:
     assert prefill(parse(priority=-3))["priority"] == -3
 
 
-@pytest.mark.parametrize("fields", [{"n": 9 * 10**18}, {"best_of": 9 * 10**18}, {"n": MAX_CHOICES + 1}])
-def test_more_choices_than_a_request_may_have_are_refused_before_anything_reckons_with_them(fields: Any) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"n": 9 * 10**18}, {"best_of": 9 * 10**18}, {"n": MAX_CHOICES + 1}]
+)
+def test_more_choices_than_a_request_may_have_are_refused_before_anything_reckons_with_them(
+    fields: Any,
+) -> None:
     for path in (CHAT_PATH, COMPLETIONS_PATH):
         with pytest.raises(RequestError, match="the limit of one request is"):
             parse(path, **fields)

@@ -1,4 +1,6 @@
-"""Leg streams: many legs over one connection, each on its own; what breaks with the connection and what does not."""
+"""Leg streams: many legs over one connection, each on its own; what breaks with the connection and
+what does not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from router.nodes.node import HealthReport, Lease, Node
 from wire.config import Role
 from wire.errors import ErrorBody
 from wire.frames import Frame, FrameKind
-from wire.leg_stream import WINDOW_BYTES, Answer, Kind, MessageReader, credit_of, frame_message, message
+from wire.leg_stream import (
+    WINDOW_BYTES,
+    Answer,
+    Kind,
+    MessageReader,
+    credit_of,
+    frame_message,
+    message,
+)
 from wire.outputs import Load
 from wire.transfer import packed
 from wire.versions import LEGS
@@ -66,7 +76,9 @@ class Stream:
         self.node = Node("http://n", role=Role.DECODE)
 
     def leg(self, take: Callable[[Frame], Awaitable[None] | None]) -> asyncio.Task[FrameKind]:
-        return asyncio.ensure_future(self.end.run(Lease(self.node, 0), "/v1/completions", b"{}", {}, take))
+        return asyncio.ensure_future(
+            self.end.run(Lease(self.node, 0), "/v1/completions", b"{}", {}, take)
+        )
 
     def hear(self, *messages: bytes) -> None:
         self.end.data_received(answer(*messages))
@@ -76,7 +88,10 @@ def answer(*messages: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in messages)
 
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.kvrelay.legs\r\ntransfer-encoding: chunked\r\n\r\n"
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.kvrelay.legs\r\ntransfer-encoding: "
+    b"chunked\r\n\r\n"
+)
 TAKEN = message(Kind.ANSWER, 1, msgspec.msgpack.encode(Answer(200, Load(running=3))))
 FRAMES = [
     Frame(FrameKind.TOKENS, b"a", [1], 1),
@@ -94,7 +109,9 @@ async def stream() -> Stream:
 
 
 async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
-    said = HEAD + answer(message(Kind.PONG), TAKEN, b"".join(frame_message(1, frame) for frame in FRAMES))
+    said = HEAD + answer(
+        message(Kind.PONG), TAKEN, b"".join(frame_message(1, frame) for frame in FRAMES)
+    )
     for at in range(len(said)):
         stream, taken = Stream(), list[Frame]()
         leg = stream.leg(lambda frame, taken=taken: taken.append(frame))  # type: ignore[misc]
@@ -127,7 +144,9 @@ async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> Non
         await asyncio.sleep(0)
         error = ErrorBody("no", "some_error", "top_p")
         number = stream.end._numbers
-        stream.hear(message(Kind.ANSWER, number, msgspec.msgpack.encode(Answer(status, None, error, 7))))
+        stream.hear(
+            message(Kind.ANSWER, number, msgspec.msgpack.encode(Answer(status, None, error, 7)))
+        )
         with pytest.raises(kind, match="no") as why:
             await leg
         assert (why.value.status, why.value.retry_after_s) == (status, 7)
@@ -150,7 +169,9 @@ async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> Non
     ],
     ids=["frame", "length", "http", "end", "answer"],
 )
-async def test_what_no_node_says_ends_the_stream_and_all_of_its_legs(stream: Stream, said: bytes) -> None:
+async def test_what_no_node_says_ends_the_stream_and_all_of_its_legs(
+    stream: Stream, said: bytes
+) -> None:
     legs = [stream.leg(lambda _: None) for _ in range(2)]
     await asyncio.sleep(0)
     stream.end.data_received(said)
@@ -190,7 +211,9 @@ async def test_a_silent_stream_is_given_up(stream: Stream) -> None:
     assert "silent for 6.5 s" in why.value.detail
 
 
-async def test_frames_of_a_client_that_does_not_read_wait_and_give_no_credit(stream: Stream) -> None:
+async def test_frames_of_a_client_that_does_not_read_wait_and_give_no_credit(
+    stream: Stream,
+) -> None:
     reads = asyncio.Event()
     slow: list[Frame] = []
     quick: list[Frame] = []
@@ -209,7 +232,9 @@ async def test_frames_of_a_client_that_does_not_read_wait_and_give_no_credit(str
     reads.set()
     await until(lambda: len(slow) == 4)
     await asyncio.sleep(0)
-    given = [(leg, credit_of(body)) for leg, kind, body in stream.transport.said() if kind == Kind.CREDIT]
+    given = [
+        (leg, credit_of(body)) for leg, kind, body in stream.transport.said() if kind == Kind.CREDIT
+    ]
     size = len(frame_message(1, large))
     assert given == [(2, 2 * size), (2, 2 * size), (1, 2 * size), (1, 2 * size)]
     stream.hear(frame_message(1, FRAMES[2]))
@@ -261,7 +286,10 @@ async def test_a_node_without_streams_is_asked_over_http_and_one_that_refuses_th
 
 
 async def test_the_highest_common_version_is_asked_for_and_told() -> None:
-    p, d = prefill(), decode(legs_newest=LEGS.newest + 1)  # one that says no newest version, and one of a later release
+    p, d = (
+        prefill(),
+        decode(legs_newest=LEGS.newest + 1),
+    )  # one that says no newest version, and one of a later release
     async with cluster(p, d) as c:
         await c.text({"stream": True})
         assert [p.asked_versions, d.asked_versions] == [[str(LEGS.oldest)], [str(LEGS.newest)]]
@@ -276,17 +304,26 @@ async def test_a_node_of_version_1_is_told_a_prompt_as_version_1_has_it() -> Non
     ids = [1, 2, 3]
 
     async def packs(call: Call) -> None:
-        told = {"packed_prompt": packed(ids), "prompt_token_ids": None} if call.params["leg_version"] > 1 else {}
+        told = (
+            {"packed_prompt": packed(ids), "prompt_token_ids": None}
+            if call.params["leg_version"] > 1
+            else {}
+        )
         await call.tokens(11, "a", 1)
         await call.hand_over(**told)
 
     p, old, new = prefill(packs, legs_newest=2), decode(), decode(legs_newest=2)
-    for d, prompt in ((old, {"prompt_token_ids": ids}), (new, {"packed_prompt": "AQAAAAIAAAADAAAA", "leg_version": 2})):
+    for d, prompt in (
+        (old, {"prompt_token_ids": ids}),
+        (new, {"packed_prompt": "AQAAAAIAAAADAAAA", "leg_version": 2}),
+    ):
         async with cluster(p, d) as c:
             await c.text({"stream": True})
         assert d.calls[0].body["messages"] == []
         names = ("prompt_token_ids", "packed_prompt", "leg_version")
-        assert {name: d.calls[0].params[name] for name in names if name in d.calls[0].params} == prompt
+        assert {
+            name: d.calls[0].params[name] for name in names if name in d.calls[0].params
+        } == prompt
     assert [call.params["leg_version"] for call in p.calls] == [2, 2]
     p1, d = prefill(packs), decode(legs_newest=2)
     async with cluster(p1, d) as c:
@@ -300,7 +337,8 @@ async def test_a_node_without_a_common_version_is_kept_out_and_the_reason_names_
     async with cluster(p, far, decode(), ready=False) as c:
         await until(lambda: c.node(far).reason.startswith("it speaks") and c.node(p).up)
         assert c.node(far).reason == (
-            f"it speaks version {LEGS.newest + 1} to {LEGS.newest + 2} of the leg stream and this router {LEGS}: "
+            f"it speaks version {LEGS.newest + 1} to {LEGS.newest + 2} of the leg stream and this "
+            f"router {LEGS}: "
             "upgrade the router, one release at a time"
         )
         await until(lambda: all(node.up for node in c.router.pool.nodes if node.url != far.url))
@@ -323,7 +361,9 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_only() -> Non
     async def flood(call: Call) -> None:
         nonlocal sent
         for at in range(100):
-            await call.send(Frame(FrameKind.TOKENS, b"data: " + b"x" * MEGABYTE + b"\n\n", [12 + at], 2 + at))
+            await call.send(
+                Frame(FrameKind.TOKENS, b"data: " + b"x" * MEGABYTE + b"\n\n", [12 + at], 2 + at)
+            )
             sent += 1
         await call.end()
 
@@ -331,7 +371,10 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_only() -> Non
         await (flood if call.body["max_tokens"] == 1000 else decode_ok)(call)
 
     asked = {"stream": True, "max_tokens": 1000}
-    async with cluster(prefill(), decode(flood_or_not)) as c, c.post(asked, read_bufsize=1 << 16) as answer:
+    async with (
+        cluster(prefill(), decode(flood_or_not)) as c,
+        c.post(asked, read_bufsize=1 << 16) as answer,
+    ):
         await until(lambda: sent > 0)
         before = -1
         while before != sent:  # until it stands still, others go on

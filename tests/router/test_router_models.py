@@ -25,7 +25,10 @@ async def asked(c: Cluster, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 async def test_requests_go_to_the_nodes_of_their_model_and_aliases_stand_for_names() -> None:
-    small, other = [prefill(), decode(adapters=["x"])], [prefill(model="other"), decode(model="other")]
+    small, other = (
+        [prefill(), decode(adapters=["x"])],
+        [prefill(model="other"), decode(model="other")],
+    )
     small[0].adapters = ["x"]
     async with cluster(*small, *other, alias=("gpt=other", "mine=x", "lost=nothing")) as c:
         for name, expected in (("other", "other"), ("gpt", "other"), (MODEL, MODEL), ("mine", "x")):
@@ -45,7 +48,9 @@ async def test_requests_go_to_the_nodes_of_their_model_and_aliases_stand_for_nam
         client = anthropic.AsyncAnthropic(base_url=c.url, api_key="key", max_retries=0, timeout=10)
         page = await client.models.list()
         names = ["other", MODEL, "x", "gpt", "mine"]
-        assert [(card.id, card.display_name, card.type) for card in page.data] == [(n, n, "model") for n in names]
+        assert [(card.id, card.display_name, card.type) for card in page.data] == [
+            (n, n, "model") for n in names
+        ]
         assert abs(page.data[0].created_at.timestamp() - time.time()) < 600
         assert (page.first_id, page.last_id, page.has_more) == ("other", "mine", False)
         assert (await client.models.retrieve("gpt")).display_name == "gpt"
@@ -66,7 +71,9 @@ async def test_readiness_is_told_by_model_and_one_model_that_is_ready_is_enough(
         await c.text()
         async with c.post({"model": "other"}) as answer:
             assert answer.status == 503
-            assert "no decode node that is up has 'other'" in (await answer.json())["error"]["message"]
+            assert (
+                "no decode node that is up has 'other'" in (await answer.json())["error"]["message"]
+            )
         nodes[1].health_status = 503
         await until(lambda: not c.node(nodes[1]).up)
         async with c.http.get(f"{c.url}/health") as answer:

@@ -11,7 +11,9 @@ from wire.errors import NoNode
 from wire.outputs import Load
 
 
-def report(role: str = "prefill", model: str = "m", generation: str = "g1", load: Load | None = None) -> HealthReport:
+def report(
+    role: str = "prefill", model: str = "m", generation: str = "g1", load: Load | None = None
+) -> HealthReport:
     return HealthReport(Role(role), model, generation=generation, load=load or Load())
 
 
@@ -49,14 +51,18 @@ def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Poo
     assert node.up
 
 
-def test_a_node_of_another_role_is_kept_out_with_one_sentence(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_of_another_role_is_kept_out_with_one_sentence(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     node = pool.nodes[0]
     for at in (1.0, 2.0):
         pool.report(node, report("decode"), at, at)
     assert not node.up
-    assert [line for line in caplog.messages if "listed as a prefill node and says that it is decode" in line] == [
-        f"prefill node http://p0 is kept out: {node.reason}"
-    ]
+    assert [
+        line
+        for line in caplog.messages
+        if "listed as a prefill node and says that it is decode" in line
+    ] == [f"prefill node http://p0 is kept out: {node.reason}"]
 
 
 def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Pool) -> None:
@@ -87,7 +93,9 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
     assert pool.adapters() == {"x": "a", "a": "a"}
     for role in (Role.PREFILL, Role.DECODE):
         assert [node.model for node in pool.up(role, model="x")] == ["a"]
-        assert [node.model for node in pool.up(role, model="a")] == ["a"]  # a model's own name comes first
+        assert [node.model for node in pool.up(role, model="a")] == [
+            "a"
+        ]  # a model's own name comes first
 
 
 def test_the_longest_context_of_a_model_is_what_each_of_its_nodes_can_take(pool: Pool) -> None:
@@ -100,7 +108,9 @@ def test_a_node_that_was_never_up_says_nothing_of_the_longest_context(pool: Pool
     for node in pool.nodes:
         pool.report(node, HealthReport(node.role, "m", max_model_len=100), 1.0, 1.0)
     for url in ("http://new", "http://newer"):
-        pool.add(NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0)  # its pod is labelled with the model
+        pool.add(
+            NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0
+        )  # its pod is labelled with the model
         assert pool.models() == {"m": 100}
 
 

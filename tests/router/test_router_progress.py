@@ -68,9 +68,23 @@ def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     state = handed_over()
     take(state, tokens(12, 13, sent=4))
     params = state.decode_params()
-    assert (params.generated, params.sent_text, params.prompt_token_ids) == ([11, 12, 13], 4, [1, 2])
-    assert (params.do_remote_prefill, params.seed, params.created, params.cached_tokens) == (True, 5, 99, 2)
-    remote = (params.remote_engine_id, params.remote_block_ids, params.remote_request_id, params.remote_host)
+    assert (params.generated, params.sent_text, params.prompt_token_ids) == (
+        [11, 12, 13],
+        4,
+        [1, 2],
+    )
+    assert (params.do_remote_prefill, params.seed, params.created, params.cached_tokens) == (
+        True,
+        5,
+        99,
+        2,
+    )
+    remote = (
+        params.remote_engine_id,
+        params.remote_block_ids,
+        params.remote_request_id,
+        params.remote_host,
+    )
     assert remote == (None, None, None, None)
     assert (params.remote_port, params.generation, params.num_tokens) == (None, None, 0)
     assert state.settled
@@ -111,7 +125,9 @@ def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it
     assert not state.settled
 
 
-TICKET = msgspec.structs.replace(HANDOVER, generated=[], generated_logprobs=[], sent_text=None, growing=True)
+TICKET = msgspec.structs.replace(
+    HANDOVER, generated=[], generated_logprobs=[], sent_text=None, growing=True
+)
 
 
 def begun(**fields: Any) -> tuple[Progress, Place, Place]:
@@ -154,7 +170,9 @@ def test_a_second_decode_leg_begins_with_the_ticket_too(seen: bool) -> None:
 
 
 @pytest.mark.parametrize("ids", [(99,), (11, 12)])
-def test_a_decode_leg_that_tells_of_other_tokens_than_the_client_has_is_given_up(ids: tuple[int, ...]) -> None:
+def test_a_decode_leg_that_tells_of_other_tokens_than_the_client_has_is_given_up(
+    ids: tuple[int, ...],
+) -> None:
     state, prefill, decode = begun()
     state.take(tokens(11, sent=1), prefill)
     with pytest.raises(Diverged):
@@ -165,7 +183,9 @@ def test_a_decode_leg_that_tells_of_other_tokens_than_the_client_has_is_given_up
     assert state.decode_params() is HANDOVER
 
 
-def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_has_another() -> None:
+def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_has_another() -> (
+    None
+):
     state, prefill, decode = begun()
     assert state.take(tokens(99, sent=1), decode)
     assert not state.take(tokens(11, sent=1), prefill)
@@ -183,7 +203,12 @@ def test_every_choice_goes_on_where_the_client_has_it() -> None:
     assert state.take(tokens(22, sent=4, choice=1, finish=Finish.STOP), decode)
     state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
     params = state.decode_params()
-    assert (params.generated, params.sent_text, params.finish, params.remote_engine_id) == ([11, 12], 2, None, None)
+    assert (params.generated, params.sent_text, params.finish, params.remote_engine_id) == (
+        [11, 12],
+        2,
+        None,
+        None,
+    )
     ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
     assert params.so_far(3) == [ChoiceSoFar(generated=[11, 12], sent_text=2), ended, ChoiceSoFar()]
     again = Place.behind(params)
@@ -204,7 +229,9 @@ def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:
     assert state.decode_params() is over
     assert state.take(tokens(21, sent=1, choice=1), decode)
     assert state.decode_params().so_far(2) == [
-        ChoiceSoFar(generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP),
+        ChoiceSoFar(
+            generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP
+        ),
         ChoiceSoFar(generated=[21], sent_text=1),
     ]
 
@@ -219,7 +246,10 @@ def test_of_an_answer_whose_choices_have_all_ended_only_the_end_is_missing() -> 
 
 
 LEG = st.tuples(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8), st.booleans(), st.booleans(), st.booleans()
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -227,8 +257,12 @@ LEG = st.tuples(
 def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
     lengths: list[int], legs: list[Any], data: st.DataObject
 ) -> None:
-    """Choice i is i0, i1, ...; decode legs tell of it in pieces and break anywhere, the last one does not."""
-    answer = {choice: [choice * 10 + at for at in range(length)] for choice, length in enumerate(lengths)}
+    """Choice i is i0, i1, ...; decode legs tell of it in pieces and break anywhere, the last one
+    does not.
+    """
+    answer = {
+        choice: [choice * 10 + at for at in range(length)] for choice, length in enumerate(lengths)
+    }
     state, prefill, heard = progress(n=len(lengths)), Place(), {choice: [] for choice in answer}  # type: ignore[var-annotated]
     ends = dict.fromkeys(answer, 0)
 
@@ -240,15 +274,23 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
     first = tokens(0, sent=1, logprobs=[TokenLogprobs(0, -1.0)])
     ticket = msgspec.structs.replace(TICKET, generated=[])
     over = msgspec.structs.replace(
-        HANDOVER, generated=[0], generated_logprobs=[TokenLogprobs(0, -1.0)], sent_text=1, finish=None
+        HANDOVER,
+        generated=[0],
+        generated_logprobs=[TokenLogprobs(0, -1.0)],
+        sent_text=1,
+        finish=None,
     )
     late = [(first, prefill), (Frame(FrameKind.HANDOVER, params=over), prefill)]
     state.take(Frame(FrameKind.TICKET, params=ticket), prefill)
     for pieces, *_ in [*legs, ([(choice, 3) for choice in range(4)] * 5, False)]:
         params = state.decode_params()
         place = Place.behind(params)
-        said = {choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))}
-        over_already = {choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish}
+        said = {
+            choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))
+        }
+        over_already = {
+            choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish
+        }
         for each in params.so_far(len(lengths)):
             assert len(each.logprobs) == len(each.generated)
         for choice, count in pieces:
@@ -264,7 +306,10 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
             said[choice] += len(ids)
             finish = Finish.LENGTH if said[choice] == lengths[choice] else None
             logprobs = [TokenLogprobs(token, -1.0) for token in ids]
-            tell(tokens(*ids, sent=said[choice], choice=choice, finish=finish, logprobs=logprobs), place)
+            tell(
+                tokens(*ids, sent=said[choice], choice=choice, finish=finish, logprobs=logprobs),
+                place,
+            )
     assert heard == answer
     assert ends == dict.fromkeys(answer, 1)
 

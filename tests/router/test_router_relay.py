@@ -3,7 +3,17 @@
 import asyncio
 
 import pytest
-from router_doubles import NO_PROMPTS, Call, cluster, decode, event, prefill, prefill_ok, refuse, until
+from router_doubles import (
+    NO_PROMPTS,
+    Call,
+    cluster,
+    decode,
+    event,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
 
 import router.relay
 from router.reply import Reply
@@ -22,7 +32,9 @@ async def test_headers_are_held_until_the_first_payload() -> None:
     async with cluster(p, decode()) as c:
         request = asyncio.create_task(c.text({"stream": True}))
         headers = asyncio.create_task(c.post({"stream": True}).__aenter__())
-        await until(lambda: len(p.calls) == 2 and all(call.response is not None for call in p.calls))
+        await until(
+            lambda: len(p.calls) == 2 and all(call.response is not None for call in p.calls)
+        )
         done, _ = await asyncio.wait((headers,), timeout=0.05)
         assert not done
         p.resume.set()
@@ -31,7 +43,9 @@ async def test_headers_are_held_until_the_first_payload() -> None:
         assert (await request).startswith(event("a").decode())
 
 
-async def test_after_the_hold_time_comments_keep_the_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_the_hold_time_comments_keep_the_connection_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def wait_then_fail(call: Call) -> None:
         await p.resume.wait()
         call.cut()

@@ -19,7 +19,9 @@ async def test_two_routers_with_the_same_request_id_do_not_meet_on_a_node() -> N
     p, d = prefill(), decode(held)
     async with cluster(p, d) as one, router_over(one.router.config) as two:
         await until(lambda: all(node.up for node in two.router.pool.nodes))
-        asked = [asyncio.create_task(each.text(headers={"x-request-id": "mine"})) for each in (one, two)]
+        asked = [
+            asyncio.create_task(each.text(headers={"x-request-id": "mine"})) for each in (one, two)
+        ]
         await until(lambda: len(d.calls) == 2)
         ids = [call.headers["x-request-id"] for call in d.calls]
         assert len(set(ids)) == 2

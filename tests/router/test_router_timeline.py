@@ -12,7 +12,14 @@ from router.timeline import Timeline
 from wire.frames import Frame, FrameKind
 
 PREFILL = {"queue": 2.0, "prefill": 30.0}
-DECODE = {"transfer": 25.0, "exposed": 1.0, "decode_queue": 0.5, "first_step": 4.0, "decode": 200.0, "told": 6.0}
+DECODE = {
+    "transfer": 25.0,
+    "exposed": 1.0,
+    "decode_queue": 0.5,
+    "first_step": 4.0,
+    "decode": 200.0,
+    "told": 6.0,
+}
 
 
 def rounded(stages_s: dict[str, float]) -> dict[str, float]:
@@ -44,7 +51,9 @@ def test_all_stages_of_a_hand_over() -> None:
     }
 
 
-def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_not_waited_for() -> None:
+def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_not_waited_for() -> (
+    None
+):
     timeline = Timeline(10.0, sent=10.0, prefilled=10.034, stepped=10.034, decode_ms=DECODE)
     assert timeline.stages_s(10.2)["announce"] == 0.0
 
@@ -54,7 +63,10 @@ def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
     told = {"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}
     timeline.inside(told, timeline.begins(10.1, decoding=True))
     stages = timeline.stages_s(10.2)
-    assert (stages["prefill"], stages["decode_queue"]) == (pytest.approx(0.07), pytest.approx(0.003))
+    assert (stages["prefill"], stages["decode_queue"]) == (
+        pytest.approx(0.07),
+        pytest.approx(0.003),
+    )
 
 
 def test_a_request_that_was_never_sent_has_waited() -> None:
@@ -129,7 +141,11 @@ def test_who_waits_for_a_decode_node_until_the_end_has_waited() -> None:
     timeline.told(first, 1, 10.03)
     timeline.inside({"prefill": 30.0}, first)
     timeline.ends(first, 10.03, more=True)
-    assert rounded(timeline.stages_s(40.03)) == {"queue": 30_000.0, "prefill": 30.0, "total": 30_030.0}
+    assert rounded(timeline.stages_s(40.03)) == {
+        "queue": 30_000.0,
+        "prefill": 30.0,
+        "total": 30_030.0,
+    }
 
 
 async def test_the_time_of_a_request_that_timed_out_is_where_it_was_spent() -> None:
@@ -153,7 +169,9 @@ async def prefill_timed(call: Call) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("asked", [True, False, None])
-async def test_a_client_that_asks_finds_the_stages_at_the_end_of_its_answer(stream: bool, asked: bool | None) -> None:
+async def test_a_client_that_asks_finds_the_stages_at_the_end_of_its_answer(
+    stream: bool, asked: bool | None
+) -> None:
     ends = {True: event("", "stop") + b"data: [DONE]\n\n", False: b'{"id":"chatcmpl-x"}'}
 
     async def decode_timed(call: Call) -> None:

@@ -95,17 +95,23 @@ async def test_the_openai_client_streams_and_asks_for_a_whole_answer() -> None:
     async with cluster(prefill(), decode(), api_key="key") as c:
         base_url = f"{c.url}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="key", max_retries=0) as client:
-            whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+            whole = await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hi"}]
+            )
             assert whole.choices[0].message.content == "abc"
             stream = await client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
             )
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            assert (
+                "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            )
             assert [model.id async for model in client.models.list()] == ["tiny"]
             with pytest.raises(openai.NotFoundError, match="'tiny'"):
                 await client.chat.completions.create(model="x", messages=[])
             with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
-                await client.chat.completions.create(model="tiny", messages=[], extra_body={"kv_transfer_params": {}})
+                await client.chat.completions.create(
+                    model="tiny", messages=[], extra_body={"kv_transfer_params": {}}
+                )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -170,25 +176,47 @@ async def test_a_refused_decode_leg_is_bound_again_from_the_same_lease(script: o
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(stream: bool) -> None:
+async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(
+    stream: bool,
+) -> None:
     async def dies(call: Call) -> None:
-        p.load = Load(waiting=9, waiting_tokens=20_000)  # so that its prompt is better computed by the next one
+        p.load = Load(
+            waiting=9, waiting_tokens=20_000
+        )  # so that its prompt is better computed by the next one
         await until(lambda: c.node(p).state.backlog_ms > 1_000)
         await decode_cut_after_token(call)
 
-    p, bad, good = prefill(), decode(dies), decode(decode_rest, load=Load(5, legs=9, spill_ms=100.0))
+    p, bad, good = (
+        prefill(),
+        decode(dies),
+        decode(decode_rest, load=Load(5, legs=9, spill_ms=100.0)),
+    )
     async with cluster(p, bad, good, strict_roles=False) as c:
         assert await c.text({"stream": stream}) == (STREAMED if stream else WHOLE.decode())
         params = params_of(good.calls[0])
-        assert (params.prompt_token_ids, params.generated, params.sent_text) == (PROMPT_IDS, [11, 12], 2)
-        assert (params.do_remote_prefill, params.remote_engine_id, params.remote_request_id) == (True, None, None)
+        assert (params.prompt_token_ids, params.generated, params.sent_text) == (
+            PROMPT_IDS,
+            [11, 12],
+            2,
+        )
+        assert (params.do_remote_prefill, params.remote_engine_id, params.remote_request_id) == (
+            True,
+            None,
+            None,
+        )
         assert good.calls[0].body["messages"] == []
         assert good.calls[0].body["seed"] == p.calls[0].body["seed"]
         assert p.released == []
 
 
-async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_a_decode_node() -> None:
-    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(waiting=5, waiting_tokens=5000)), decode()
+async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_a_decode_node() -> (
+    None
+):
+    p, other, d = (
+        prefill(prefill_cut_after_token),
+        prefill(load=Load(waiting=5, waiting_tokens=5000)),
+        decode(),
+    )
     async with cluster(p, other, d) as c:
         assert await c.text({"stream": True}) == STREAMED
         assert other.calls == []
@@ -198,7 +226,11 @@ async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_
 
 
 async def test_a_prefill_leg_that_dies_unseen_is_done_again_elsewhere() -> None:
-    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(waiting=5, waiting_tokens=5000)), decode()
+    p, other, d = (
+        prefill(prefill_cut_after_token),
+        prefill(load=Load(waiting=5, waiting_tokens=5000)),
+        decode(),
+    )
     async with cluster(p, other, d) as c:
         assert await c.text({"stream": False}) == WHOLE.decode()
         assert len(other.calls) == 1
@@ -209,7 +241,13 @@ async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_
     def told(choice: int, token: int, sent: int, finish: Finish | None = None) -> Frame:
         logprobs = [TokenLogprobs(token, -token / 10)]
         return Frame(
-            FrameKind.TOKENS, event(f"<{token}>"), [token], sent, choice=choice, logprobs=logprobs, finish=finish
+            FrameKind.TOKENS,
+            event(f"<{token}>"),
+            [token],
+            sent,
+            choice=choice,
+            logprobs=logprobs,
+            finish=finish,
         )
 
     async def dies(call: Call) -> None:
@@ -227,11 +265,21 @@ async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_
     p, bad, good = prefill(first), decode(dies), decode(goes_on, load=Load(running=5))
     async with cluster(p, bad, good) as c:
         text = await c.text({"stream": True, "logprobs": True, "n": 3})
-    assert text == "".join(event(f"<{token}>").decode() for token in (11, 21, 12, 31, 13, 22)) + DONE.decode()
+    assert (
+        text
+        == "".join(event(f"<{token}>").decode() for token in (11, 21, 12, 31, 13, 22))
+        + DONE.decode()
+    )
     assert params_of(good.calls[0]).so_far(3) == [
-        ChoiceSoFar(generated=[11, 12], logprobs=[TokenLogprobs(11, -1.1), TokenLogprobs(12, -1.2)], sent_text=5),
+        ChoiceSoFar(
+            generated=[11, 12],
+            logprobs=[TokenLogprobs(11, -1.1), TokenLogprobs(12, -1.2)],
+            sent_text=5,
+        ),
         ChoiceSoFar(generated=[21], logprobs=[TokenLogprobs(21, -2.1)], sent_text=4),
-        ChoiceSoFar(generated=[31], logprobs=[TokenLogprobs(31, -3.1)], sent_text=4, finish=Finish.STOP),
+        ChoiceSoFar(
+            generated=[31], logprobs=[TokenLogprobs(31, -3.1)], sent_text=4, finish=Finish.STOP
+        ),
     ]
 
 
@@ -261,7 +309,9 @@ async def test_a_leg_is_tried_on_no_more_nodes_than_configured() -> None:
 
 @pytest.mark.parametrize("at", ["prefill", "decode"])
 @pytest.mark.parametrize("by_frame", [True, False])
-async def test_a_4xx_of_a_node_goes_to_the_client_and_blames_nobody(at: str, by_frame: bool) -> None:
+async def test_a_4xx_of_a_node_goes_to_the_client_and_blames_nobody(
+    at: str, by_frame: bool
+) -> None:
     script = broken(400) if by_frame else refuse(400, "top_p is wrong")
     p, d = (prefill(script), decode()) if at == "prefill" else (prefill(), decode(script))
     async with cluster(p, d) as c:
@@ -278,7 +328,10 @@ async def test_a_4xx_of_a_node_goes_to_the_client_and_blames_nobody(at: str, by_
 
 
 async def test_a_nodes_429_keeps_its_retry_after() -> None:
-    async with cluster(prefill(refuse(429, "full", {"retry-after": "7"})), decode()) as c, c.post() as answer:
+    async with (
+        cluster(prefill(refuse(429, "full", {"retry-after": "7"})), decode()) as c,
+        c.post() as answer,
+    ):
         assert (answer.status, answer.headers["retry-after"]) == (429, "7")
 
 
@@ -291,7 +344,9 @@ async def test_a_node_that_refuses_the_routers_key_is_not_the_clients_401() -> N
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("at", ["prefill", "decode", "decoding"])
-async def test_a_client_that_goes_away_stops_its_leg_and_frees_the_kv(stream: bool, at: str) -> None:
+async def test_a_client_that_goes_away_stops_its_leg_and_frees_the_kv(
+    stream: bool, at: str
+) -> None:
     async def one_token_then_hold(call: Call) -> None:
         await call.tokens(12, "b", 2)
         await hold(call)
@@ -465,7 +520,9 @@ async def test_a_decode_leg_begins_with_the_ticket_and_the_first_token_comes_onc
         assert p.released == []
 
 
-async def test_a_decode_leg_that_tells_of_another_first_token_is_begun_again_behind_the_clients() -> None:
+async def test_a_decode_leg_that_tells_of_another_first_token_is_begun_again_behind_the_clients() -> (
+    None
+):
     async def prefill_leg(call: Call) -> None:
         await call.send(Frame(FrameKind.TICKET, params=ticket(call)))
         await call.tokens(11, "a", 1)
@@ -514,7 +571,11 @@ async def test_a_hand_over_without_kv_is_computed_by_the_decode_node() -> None:
             Frame(
                 FrameKind.HANDOVER,
                 params=KvTransferParams(
-                    do_remote_prefill=True, prompt_token_ids=PROMPT_IDS, generated=[11], sent_text=1, seed=1
+                    do_remote_prefill=True,
+                    prompt_token_ids=PROMPT_IDS,
+                    generated=[11],
+                    sent_text=1,
+                    seed=1,
                 ),
             )
         )

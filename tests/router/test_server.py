@@ -15,10 +15,17 @@ from router.server import make_server
 from wire.errors import ConfigError, Draining
 from wire.router_config import RouterConfig
 
-BODY = {"model": "tiny", "stream": True, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+BODY = {
+    "model": "tiny",
+    "stream": True,
+    "max_tokens": 9,
+    "messages": [{"role": "user", "content": "hi"}],
+}
 
 
-async def asked(http: aiohttp.ClientSession, port: int, body: dict[str, object], said: bytearray) -> None:
+async def asked(
+    http: aiohttp.ClientSession, port: int, body: dict[str, object], said: bytearray
+) -> None:
     """Ask, and add what comes to `said`."""
     with contextlib.suppress(aiohttp.ClientError):
         async with http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
@@ -27,7 +34,9 @@ async def asked(http: aiohttp.ClientSession, port: int, body: dict[str, object],
 
 
 async def ends(drain_deadline_s: float, *, goes_on: bool, stream: bool = True) -> bytes:
-    """What a client has of an answer in whose middle the router is told to end; the node goes on, or never."""
+    """What a client has of an answer in whose middle the router is told to end; the node goes on,
+    or never.
+    """
 
     async def slow(call: Call) -> None:
         await call.tokens(12, "b", 2)
@@ -73,7 +82,9 @@ async def test_a_stream_that_takes_longer_ends_with_an_error() -> None:
 
 
 async def test_an_answer_in_one_piece_that_takes_longer_is_an_error_too() -> None:
-    assert json.loads(await ends(0.5, goes_on=False, stream=False))["error"]["type"] == Draining.type
+    assert (
+        json.loads(await ends(0.5, goes_on=False, stream=False))["error"]["type"] == Draining.type
+    )
 
 
 @pytest.mark.parametrize("drain_deadline_s", [0.0, -1.0, 3601.0])

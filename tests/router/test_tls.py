@@ -73,7 +73,8 @@ async def test_new_connections_get_the_certificate_that_is_in_the_file_now(
         assert await served(c, made) == "second"
         assert await alive(*old) == b"HTTP/1.1 200 OK"
 
-        # A certificate without its key, half a file, no file: what was served before is served on, and told once.
+        # A certificate without its key, half a file, no file: what was served before is served on,
+        # and told once.
         shutil.copy(made / "first.pem", tmp_path / FILES[0])
         assert [await served(c, made) for _ in range(3)] == ["second"] * 3
         (tmp_path / FILES[0]).write_text("-----BEGIN CERTIFICATE-----\nMIIB")
@@ -101,24 +102,36 @@ async def test_the_files_are_looked_at_once_a_second_at_most(made: Path, tmp_pat
         assert set(looked) <= {"first"}
 
 
-async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(made: Path, tmp_path: Path) -> None:
+async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(
+    made: Path, tmp_path: Path
+) -> None:
     ca = str(made / "ca.pem")
     context = ssl.create_default_context(cafile=ca)
-    async with cluster(**put(made, "first", tmp_path)) as inner:  # stands in for an https node: it has a /health
+    async with cluster(
+        **put(made, "first", tmp_path)
+    ) as inner:  # stands in for an https node: it has a /health
         inner_url = inner.url.replace("http://", "https://")
         async with inner.http.get(f"{inner_url}/health", ssl=context) as answer:
             assert answer.status == 503
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await inner.http.get(f"{inner_url}/health")
-        for trusted, told in (("", "CERTIFICATE_VERIFY_FAILED"), (ca, "its health check answers 503")):
+        for trusted, told in (
+            ("", "CERTIFICATE_VERIFY_FAILED"),
+            (ca, "its health check answers 503"),
+        ):
             config = RouterConfig(
-                prefill=(inner_url,), ssl_ca_certs=trusted, health_interval_s=0.05, health_deadline_s=2.0
+                prefill=(inner_url,),
+                ssl_ca_certs=trusted,
+                health_interval_s=0.05,
+                health_deadline_s=2.0,
             )
             async with router_over(config) as outer:
                 await until(lambda: told in outer.router.pool.nodes[0].reason)  # noqa: B023
 
 
-async def test_who_has_no_certificate_is_not_served_where_one_is_wanted(made: Path, tmp_path: Path) -> None:
+async def test_who_has_no_certificate_is_not_served_where_one_is_wanted(
+    made: Path, tmp_path: Path
+) -> None:
     ca = str(made / "ca.pem")
     wanted = {"ssl_ca_certs": ca, "ssl_cert_reqs": 2}
     async with cluster(**put(made, "first", tmp_path), **wanted) as c:
@@ -132,7 +145,9 @@ async def test_who_has_no_certificate_is_not_served_where_one_is_wanted(made: Pa
             assert answer.status == 200
 
 
-def test_files_that_cannot_be_used_are_told_before_anything_listens(made: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_told_before_anything_listens(
+    made: Path, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")
     for setting in ("ssl_certfile", "ssl_ca_certs", "node_ssl_certfile"):
@@ -140,19 +155,26 @@ def test_files_that_cannot_be_used_are_told_before_anything_listens(made: Path, 
             with pytest.raises(ConfigError, match=f"{setting} .*cannot be used"):
                 make_server(RouterConfig(**{setting: str(file)}))
     with pytest.raises(ConfigError, match="key values mismatch"):
-        make_server(RouterConfig(ssl_certfile=str(made / "first.pem"), ssl_keyfile=str(made / "second.key")))
+        make_server(
+            RouterConfig(ssl_certfile=str(made / "first.pem"), ssl_keyfile=str(made / "second.key"))
+        )
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
-        ({"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"}, "ssl_cert_reqs must be 0, 1 or 2, got 3"),
+        (
+            {"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"},
+            "ssl_cert_reqs must be 0, 1 or 2, got 3",
+        ),
         ({"ssl_cert_reqs": 2, "ssl_ca_certs": "a"}, "ssl_cert_reqs 2 needs ssl_certfile"),
         ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "ssl_cert_reqs 2 needs .* ssl_ca_certs"),
     ],
 )
-def test_settings_that_do_not_belong_together_are_refused(settings: dict[str, object], said: str) -> None:
+def test_settings_that_do_not_belong_together_are_refused(
+    settings: dict[str, object], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         RouterConfig(**settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=said):
@@ -167,5 +189,10 @@ def test_only_a_router_has_a_use_for_authorities_or_a_second_certificate() -> No
 
 
 def test_a_node_with_a_certificate_announces_an_https_address() -> None:
-    assert NodeConfig(EngineConfig("m"), port=8100, ssl_certfile="c").url == "https://127.0.0.1:8100"
-    assert NodeConfig(EngineConfig("m"), host="::1", port=8100, ssl_certfile="c").url == "https://[::1]:8100"
+    assert (
+        NodeConfig(EngineConfig("m"), port=8100, ssl_certfile="c").url == "https://127.0.0.1:8100"
+    )
+    assert (
+        NodeConfig(EngineConfig("m"), host="::1", port=8100, ssl_certfile="c").url
+        == "https://[::1]:8100"
+    )

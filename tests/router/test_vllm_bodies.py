@@ -31,7 +31,8 @@ from wire.errors import NodeFailed
 from wire.outputs import Load
 
 MODELS = (
-    b'{"object":"list","data":[{"id":"m","parent":null,"max_model_len":64},{"id":"alias"},{"id":"x","parent":"m"}]}'
+    b'{"object":"list","data":[{"id":"m","parent":null,"max_model_len":64},'
+    b'{"id":"alias"},{"id":"x","parent":"m"}]}'
 )
 
 
@@ -55,7 +56,11 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
     }
     asked = job(**fields)
     told = json.loads(prefill_body(asked))
-    own = {k: v for k, v in fields.items() if k not in ("min_tokens", "stream_options", "stop_token_ids")}
+    own = {
+        k: v
+        for k, v in fields.items()
+        if k not in ("min_tokens", "stream_options", "stop_token_ids")
+    }
     one_token = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
     assert told == {"model": "m"} | own | one_token | {"kv_transfer_params": ASKED}
     assert "kv_transfer_params" not in json.loads(prefill_body(asked, named_by_id=True))
@@ -64,12 +69,21 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
 
 @given(
     st.dictionaries(
-        st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1) | st.text()
+        st.text(),
+        st.floats(allow_nan=False, allow_infinity=False)
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.text(),
     )
 )
 def test_a_hand_over_is_passed_on_byte_for_byte(extra: dict[str, Any]) -> None:
-    given_away = json.dumps({**extra, "do_remote_prefill": True, "remote_num_tokens": 1.0e3}, indent=1)
-    body = b'{"choices":[{}],"usage":{"prompt_tokens":7},"kv_transfer_params":' + given_away.encode() + b"}"
+    given_away = json.dumps(
+        {**extra, "do_remote_prefill": True, "remote_num_tokens": 1.0e3}, indent=1
+    )
+    body = (
+        b'{"choices":[{}],"usage":{"prompt_tokens":7},"kv_transfer_params":'
+        + given_away.encode()
+        + b"}"
+    )
     handover = handover_of(body)
     assert handover.prompt_tokens == 7
     assert given_away.encode() in decode_body(job(messages=[]), handover.params)
@@ -81,7 +95,9 @@ def test_what_is_no_hand_over_is_not_passed_on(params: bytes) -> None:
     assert handover_of(b'{"choices":[{}]}').params is None
 
 
-@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{}]', b"<html>"])
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{}]', b"<html>"]
+)
 def test_what_is_no_answer_is_a_failure_of_the_node(body: bytes) -> None:
     for read in (handover_of, plain_answer):
         with pytest.raises(NodeFailed):
@@ -90,9 +106,15 @@ def test_what_is_no_answer_is_a_failure_of_the_node(body: bytes) -> None:
 
 def test_one_hand_over_is_for_one_sequence_without_log_probabilities_of_its_prompt() -> None:
     for path, fields in (
-        (CHAT_PATH, {"messages": [], "n": 1, "logprobs": True, "echo": None, "prompt_logprobs": None}),
+        (
+            CHAT_PATH,
+            {"messages": [], "n": 1, "logprobs": True, "echo": None, "prompt_logprobs": None},
+        ),
         (COMPLETIONS_PATH, {"prompt": "a", "echo": True, "logprobs": None, "best_of": 1}),
-        (COMPLETIONS_PATH, {"prompt": [1, 2], "echo": False, "logprobs": 3, "use_beam_search": False}),
+        (
+            COMPLETIONS_PATH,
+            {"prompt": [1, 2], "echo": False, "logprobs": 3, "use_beam_search": False},
+        ),
     ):
         assert undivided_because(job(path, **fields)) is None
     assert undivided_because(job(COMPLETIONS_PATH, prompt="a", best_of=2, n=1)) == "choices"
@@ -101,12 +123,18 @@ def test_one_hand_over_is_for_one_sequence_without_log_probabilities_of_its_prom
 
 def test_forced_tool_calls_are_known() -> None:
     named = {"type": "function", "function": {"name": "f"}}
-    assert [forces_tools(job(messages=[], tool_choice=choice)) for choice in ("required", named)] == [True, True]
-    assert [forces_tools(job(messages=[], tool_choice=choice)) for choice in ("auto", "none", None)] == [False] * 3
+    assert [
+        forces_tools(job(messages=[], tool_choice=choice)) for choice in ("required", named)
+    ] == [True, True]
+    assert [
+        forces_tools(job(messages=[], tool_choice=choice)) for choice in ("auto", "none", None)
+    ] == [False] * 3
 
 
 @given(st.integers(0, 4), st.booleans(), st.integers(400, 599))
-def test_an_error_event_is_found_wherever_it_stands(before: int, wrapped: bool, status: int) -> None:
+def test_an_error_event_is_found_wherever_it_stands(
+    before: int, wrapped: bool, status: int
+) -> None:
     events = b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n' * before
     assert error_in(events + DONE.encode()) is None
     told = b"data: " + json.dumps(error(status, "why", wrapped=wrapped)).encode() + b"\n\n"
@@ -146,18 +174,24 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
     on_prefill = report_of(Role.PREFILL, "", MODELS, text)
     assert isinstance(on_prefill, HealthReport)
     assert (on_prefill.load.running, on_prefill.load.waiting) == (0, 5)
-    older = report_of(Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode())
+    older = report_of(
+        Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode()
+    )
     assert isinstance(older, HealthReport)
     assert (older.load.free_blocks, older.kind) == (100, NodeKind.VLLM_P2P_NCCL)
 
 
 @given(st.binary(max_size=200))
 def test_metrics_of_any_kind_are_read_without_an_error(text: bytes) -> None:
-    report = report_of(Role.PREFILL, "", MODELS, b"vllm:num_requests_running{} " + text + b"\n" + text)
+    report = report_of(
+        Role.PREFILL, "", MODELS, b"vllm:num_requests_running{} " + text + b"\n" + text
+    )
     assert isinstance(report, HealthReport)
 
 
-@pytest.mark.parametrize("models", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"x","parent":"m"}]}'])
+@pytest.mark.parametrize(
+    "models", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"x","parent":"m"}]}']
+)
 def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
     assert isinstance(report_of(Role.PREFILL, "", models, b""), str)
 

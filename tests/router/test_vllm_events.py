@@ -1,4 +1,6 @@
-"""KV events of vLLM nodes: their blocks are found by the text of a prompt, and requests go to where they are."""
+"""KV events of vLLM nodes: their blocks are found by the text of a prompt, and requests go to where
+they are.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 from router.prefix.contents import BlockContents, keys_of_prompt
 from tests.router.router_doubles import Cluster, router_over, until
 from tests.router.vllm_doubles import MODEL, Store, VllmNode
-from tests.router.vllm_events_double import BLOCK, VllmCache, VllmEvents, counted, packed, prompt_of, tokens_of
+from tests.router.vllm_events_double import (
+    BLOCK,
+    VllmCache,
+    VllmEvents,
+    counted,
+    packed,
+    prompt_of,
+    tokens_of,
+)
 from wire.errors import ConfigError
 from wire.kv_events import AllBlocksCleared, BlockStored, read_batch
 from wire.router_config import RouterConfig
@@ -35,10 +45,13 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.1)
 
 
-# --- pure -------------------------------------------------------------------------------------------------------------
+# --- pure
+# -------------------------------------------------------------------------------------------------------------
 
 prompts = st.tuples(
-    st.lists(st.integers(0, 2), max_size=5).map(lambda blocks: [each for each in blocks for _ in range(BLOCK)]),
+    st.lists(st.integers(0, 2), max_size=5).map(
+        lambda blocks: [each for each in blocks for _ in range(BLOCK)]
+    ),
     st.sampled_from(["", "lora"]),
     st.sampled_from(["", "salt"]),
     st.booleans(),
@@ -46,9 +59,14 @@ prompts = st.tuples(
 
 
 @settings(max_examples=80)
-@given(st.lists(st.one_of(prompts, st.just("reset")), max_size=30), st.sampled_from(["0.13.0", "0.25.1"]))
+@given(
+    st.lists(st.one_of(prompts, st.just("reset")), max_size=30),
+    st.sampled_from(["0.13.0", "0.25.1"]),
+)
 def test_keys_are_held_as_the_node_holds_blocks(steps: list[Any], version: str) -> None:
-    """However blocks come and go, twice or once, with adapters and salts; by the bytes of each version."""
+    """However blocks come and go, twice or once, with adapters and salts; by the bytes of each
+    version.
+    """
     cache, contents = VllmCache(blocks=9), BlockContents(whole=True)
     held: set[int] = set()
     for step in steps:
@@ -66,7 +84,10 @@ def test_keys_are_held_as_the_node_holds_blocks(steps: list[Any], version: str) 
             else:
                 held.difference_update(contents.removed(event))
         cache.events = []
-        expected = {keys_of_prompt(tokens, BLOCK, adapter, salt)[-1] for tokens, adapter, salt in cache.held()}
+        expected = {
+            keys_of_prompt(tokens, BLOCK, adapter, salt)[-1]
+            for tokens, adapter, salt in cache.held()
+        }
         assert held == expected
         assert contents.whole
         assert len(contents) == len(expected)
@@ -106,7 +127,9 @@ def test_what_cannot_be_told_apart_is_not_held(monkeypatch: pytest.MonkeyPatch) 
     assert not contents.whole
 
 
-@pytest.mark.parametrize("given", ["x", "0", "5557:70000", "5557:1:2", "p:8100=5557", "http://p:1=", "a=b"])
+@pytest.mark.parametrize(
+    "given", ["x", "0", "5557:70000", "5557:1:2", "p:8100=5557", "http://p:1=", "a=b"]
+)
 def test_ports_that_are_none_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="vllm_kv_events"):
         RouterConfig(vllm_kv_events=(given,))
@@ -119,7 +142,8 @@ def test_ports_are_for_all_nodes_or_for_one() -> None:
         RouterConfig(vllm_kv_events=("1", "2"))
 
 
-# --- the router -------------------------------------------------------------------------------------------------------
+# --- the router
+# -------------------------------------------------------------------------------------------------------
 
 
 class Rig:
@@ -132,7 +156,9 @@ class Rig:
     async def ask(self, prompt: str | list[int], **fields: Any) -> int:
         """Through the router; which node computed it."""
         before = [len(node.calls) for node in self.nodes]
-        await self.cluster.text({"prompt": prompt, "max_tokens": 3, **fields}, path="/v1/completions")
+        await self.cluster.text(
+            {"prompt": prompt, "max_tokens": 3, **fields}, path="/v1/completions"
+        )
         (which,) = [at for at, node in enumerate(self.nodes) if len(node.calls) > before[at]]
         return which
 
@@ -177,7 +203,11 @@ async def rig(
         ]
         nodes = [
             VllmNode(
-                "prefill", each.script(), store, version if version in ("0.9.2", "0.13.0") else "0.25.1", engines=1
+                "prefill",
+                each.script(),
+                store,
+                version if version in ("0.9.2", "0.13.0") else "0.25.1",
+                engines=1,
             )
             for each in events
         ]
@@ -211,13 +241,16 @@ async def rig(
 async def test_a_request_goes_to_where_the_blocks_of_its_text_are(
     version: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.vllm.walk.prefilled", lambda *_: None)  # a pause of this machine is no speed of a node
+    monkeypatch.setattr(
+        "router.vllm.walk.prefilled", lambda *_: None
+    )  # a pause of this machine is no speed of a node
     async with rig(version, blocks=400, prefill_policy=policy) as r:
         one = await r.ask(DOCUMENT + "What is sentence 7?")
         other = 1 - one
         assert r.nodes[one].calls[0].body["return_token_ids"] is True
         await r.taken()
-        # It goes where it was; and what has been evicted there, and is elsewhere now, is sought elsewhere.
+        # It goes where it was; and what has been evicted there, and is elsewhere now, is sought
+        # elsewhere.
         assert await r.ask(DOCUMENT + "And sentence 9?") == one
         r.elsewhere(other, DOCUMENT)
         for at in range(20):
@@ -234,8 +267,9 @@ async def test_a_request_goes_to_where_the_blocks_of_its_text_are(
 async def test_hits_that_events_are_worth() -> None:
     """Twelve documents, caches that hold five each, and as many requests that other routers send.
 
-    Of the tokens that the better of both nodes had at each request, with events nearly all are found: what is missed
-    are texts that this router has not seen before."""
+    Of the tokens that the better of both nodes had at each request, with events nearly all are
+    found: what is missed are texts that this router has not seen before.
+    """
 
     async def hits(*, follow: bool) -> tuple[float, float]:
         rng, had = random.Random(5), 0
@@ -264,7 +298,8 @@ async def test_adapters_salts_chats_and_prompts_of_ids_are_kept_apart() -> None:
             for _ in range(2):
                 await r.ask(prompt, cache_salt=salt)
                 await r.taken()
-        # The second time each was found, but for less than a block and the last one, which is computed always.
+        # The second time each was found, but for less than a block and the last one, which is
+        # computed always.
         assert r.cached("report") >= 4 * (len(ids) - 2 * BLOCK)
         assert r.error() <= 8 * 2 * BLOCK
         chat = {"messages": [{"role": "user", "content": DOCUMENT}]}
@@ -287,7 +322,9 @@ async def test_an_adapter_s_blocks_are_not_the_model_s() -> None:
         assert r.error() <= 2 * BLOCK
 
 
-async def test_a_version_that_tells_no_tokens_is_known_by_what_it_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_version_that_tells_no_tokens_is_known_by_what_it_was_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with rig("0.9.2") as r:
         one = await r.ask(DOCUMENT)
         await r.taken()
@@ -349,7 +386,9 @@ async def test_a_restarted_node_has_nothing(told: bool) -> None:
         assert await r.ask(DOCUMENT) == 1 - one
 
 
-async def test_a_cache_that_was_reset_is_empty_and_engines_behind_one_address_are_not_followed() -> None:
+async def test_a_cache_that_was_reset_is_empty_and_engines_behind_one_address_are_not_followed() -> (
+    None
+):
     async with rig() as r:
         one = await r.ask(DOCUMENT)
         r.elsewhere(1 - one, DOCUMENT)

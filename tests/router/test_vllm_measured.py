@@ -33,7 +33,9 @@ def test_a_stream_teaches_what_a_step_takes() -> None:
 
 
 @pytest.mark.parametrize("held_up", [False, True])
-async def test_a_stream_that_its_client_held_up_teaches_nothing(held_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_its_client_held_up_teaches_nothing(
+    held_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def paced(call: Call) -> web.StreamResponse:
         response = await call.stream()
         for event in [call.event("x")] * 9 + [DONE]:
@@ -72,7 +74,9 @@ async def test_a_slow_prefill_node_of_vllm_is_left_alone() -> None:
     lame = VllmNode("prefill", slow(0.25), store)  # type: ignore[arg-type]
     async with cluster(fast, lame, decode, health_deadline_s=2.0) as c:
         for at in range(24):
-            await c.text({"messages": [{"role": "user", "content": f"{at} is new"}], "stream": bool(at % 2)})
+            await c.text(
+                {"messages": [{"role": "user", "content": f"{at} is new"}], "stream": bool(at % 2)}
+            )
         costs = {each.url: c.node(each).state.costs for each in (fast, lame)}
         assert costs[lame.url].prompt_token > costs[fast.url].prompt_token
         assert len(lame.calls) < len(fast.calls)

@@ -68,7 +68,10 @@ def test_what_is_no_ping_is_refused(message: bytes) -> None:
 
 def test_where_nodes_want_a_key_only_hosts_that_are_allowed_can_be_named() -> None:
     config = RouterConfig(
-        prefill=("http://10.0.0.9:8100",), decode=("http://d:1",), node_api_key="k", node_allow=("10.1.0.0/16",)
+        prefill=("http://10.0.0.9:8100",),
+        decode=("http://d:1",),
+        node_api_key="k",
+        node_allow=("10.1.0.0/16",),
     )
     book = PingBook(config.may_be_node)
     with pytest.raises(RequestError, match="--node-allow"):
@@ -100,7 +103,9 @@ async def pinged(*nodes: VllmNode) -> AsyncIterator[Cluster]:
                 await pings.send(b"no ping")
                 await pings.send(ping("P" if node.role == "prefill" else "D", http, node.by_id))
             pool = c.router.pool
-            await until(lambda: len(pool.nodes) == len(nodes) and all(node.up for node in pool.nodes))
+            await until(
+                lambda: len(pool.nodes) == len(nodes) and all(node.up for node in pool.nodes)
+            )
             yield c
     finally:
         context.destroy(0)
@@ -125,25 +130,37 @@ async def test_pings_are_heard_at_ipv6_addresses(host: str) -> None:
         context.destroy(0)
 
 
-async def test_requests_go_to_nodes_that_have_named_themselves_with_both_addresses_in_their_id() -> None:
+async def test_requests_go_to_nodes_that_have_named_themselves_with_both_addresses_in_their_id() -> (
+    None
+):
     store = Store()
-    p, d = VllmNode("prefill", ok, store, by_id="10.0.0.1:21001"), VllmNode("decode", ok, store, by_id="10.0.0.2:22001")
+    p, d = (
+        VllmNode("prefill", ok, store, by_id="10.0.0.1:21001"),
+        VllmNode("decode", ok, store, by_id="10.0.0.2:22001"),
+    )
     async with p.running(), d.running(), pinged(p, d) as c:
         assert c.node(d).kind is NodeKind.VLLM_P2P_NCCL
         for fields in ({}, {"n": 2}, {"stream": True, "min_tokens": 3, "max_tokens": 5}):
             text = await c.text({"model": MODEL, **fields}, headers={"x-request-id": "a:1"})
             assert (
-                deltas(text) if "stream" in fields else json.loads(text)["choices"][0]["message"]["content"]
+                deltas(text)
+                if "stream" in fields
+                else json.loads(text)["choices"][0]["message"]["content"]
             ) == "abc"
             first, second = p.calls[-1], d.calls[-1]
             assert first.request_id == second.request_id
-            assert first.request_id.startswith("___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_")
+            assert first.request_id.startswith(
+                "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_"
+            )
         assert store.pushed == {}
 
 
 async def test_kv_that_went_to_a_decode_node_that_broke_is_computed_again_for_another() -> None:
     store = Store()
-    p, bad = VllmNode("prefill", ok, store, by_id="p:1"), VllmNode("decode", cut, store, by_id="bad:1")
+    p, bad = (
+        VllmNode("prefill", ok, store, by_id="p:1"),
+        VllmNode("decode", cut, store, by_id="bad:1"),
+    )
     good = VllmNode("decode", ok, store, by_id="good:1", running_requests=9)
     async with p.running(), bad.running(), good.running(), pinged(p, bad, good) as c:
         assert deltas(await c.text({"stream": True})) == "abc"

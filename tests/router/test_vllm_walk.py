@@ -41,7 +41,9 @@ def cluster(*nodes: Any, **config: Any) -> AbstractAsyncContextManager[Cluster]:
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
-async def said(started: Cluster, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions") -> str:
+async def said(
+    started: Cluster, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions"
+) -> str:
     """The text of an answer that must be 200, streamed or whole."""
     text = await started.text(body, path=path)
     if (body or {}).get("stream"):
@@ -67,12 +69,23 @@ def cut_after(*pieces: str) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_a_request_walks_through_both_legs_of_every_version(version: str, stream: bool) -> None:
+async def test_a_request_walks_through_both_legs_of_every_version(
+    version: str, stream: bool
+) -> None:
     p, d = pair(version=version)
     async with cluster(p, d, node_api_key="nodes") as c:
-        body = {"stream": stream, "max_tokens": 9, "min_tokens": 5, "stop_token_ids": [7], "temperature": 0.5}
+        body = {
+            "stream": stream,
+            "max_tokens": 9,
+            "min_tokens": 5,
+            "stop_token_ids": [7],
+            "temperature": 0.5,
+        }
         body |= {"stream_options": {"include_usage": True}} if stream else {}
-        headers = {"x-request-id": "my.id-1", "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+        headers = {
+            "x-request-id": "my.id-1",
+            "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        }
         text = await c.text(body, headers=headers)
         if stream:
             assert text == "".join(d.calls[0].events())
@@ -84,12 +97,24 @@ async def test_a_request_walks_through_both_legs_of_every_version(version: str, 
         for call in (first, second):
             assert call.headers["x-request-id"] == first.headers["x-request-id"]
             assert call.headers["x-request-id"].startswith("my.id-1.")
-            assert call.headers["traceparent"] == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+            assert (
+                call.headers["traceparent"]
+                == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+            )
             assert call.headers["authorization"] == "Bearer nodes"
-        own = {k: v for k, v in second.body.items() if k not in ("kv_transfer_params", "model", "messages")}
+        own = {
+            k: v
+            for k, v in second.body.items()
+            if k not in ("kv_transfer_params", "model", "messages")
+        }
         assert own == body
         node = c.node(d)
-        assert (node.kind, node.model, node.max_model_len, node.load.total_blocks) == (NodeKind.VLLM, MODEL, 128, 200)
+        assert (node.kind, node.model, node.max_model_len, node.load.total_blocks) == (
+            NodeKind.VLLM,
+            MODEL,
+            128,
+            200,
+        )
         await until(lambda: c.metric("kvrelay_router_time_to_first_token_seconds_count") == 1)
 
 
@@ -138,11 +163,15 @@ async def test_official_clients_of_three_apis_are_served() -> None:
     p, d = pair()
     async with cluster(p, d, api_key="key") as c:
         asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="key", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{c.url}/v1", api_key="key", max_retries=0
+        ) as client:
             whole = await client.chat.completions.create(**asked)
             assert whole.choices[0].message.content == "abc"
             stream = await client.chat.completions.create(**asked, stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            assert (
+                "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            )
             assert [model.id async for model in client.models.list()] == [MODEL]
             assert (await client.responses.create(model=MODEL, input="hi")).output_text == "abc"
             async with client.responses.stream(model=MODEL, input="hi") as events:
@@ -154,7 +183,9 @@ async def test_official_clients_of_three_apis_are_served() -> None:
                 assert await told.get_final_text() == "abc"
             message = await other.messages.create(**asked)
             assert message.content[0].text == "abc"  # type: ignore[union-attr]
-            assert (await other.messages.count_tokens(model=MODEL, messages=asked["messages"])).input_tokens == 3
+            assert (
+                await other.messages.count_tokens(model=MODEL, messages=asked["messages"])
+            ).input_tokens == 3
 
 
 async def test_text_completions_and_tokens_of_a_text_come_through() -> None:
@@ -162,7 +193,9 @@ async def test_text_completions_and_tokens_of_a_text_come_through() -> None:
     async with cluster(p, d) as c:
         assert await said(c, {"prompt": "hi"}, "/v1/completions") == "abc"
         assert '"text": "b"' in await said(c, {"prompt": [1, 2], "stream": True}, "/v1/completions")
-        async with c.http.post(f"{c.url}/tokenize", json={"model": MODEL, "prompt": "hi"}) as answer:
+        async with c.http.post(
+            f"{c.url}/tokenize", json={"model": MODEL, "prompt": "hi"}
+        ) as answer:
             assert (await answer.json())["tokens"] == [1, 2, 3]
 
 
@@ -189,7 +222,9 @@ async def test_what_one_hand_over_cannot_serve_is_done_by_the_decode_node_alone(
         assert c.metric("kvrelay_router_undivided_total", why=why) == 1
 
 
-async def test_a_prefill_node_without_a_connector_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_prefill_node_without_a_connector_is_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     p, d = pair(hands_over=False)
     async with cluster(p, d) as c:
         with caplog.at_level(logging.WARNING, "kvrelay.router"):
@@ -212,7 +247,9 @@ async def test_a_version_that_fails_on_forced_tools_is_asked_for_them_once() -> 
 
 async def test_kv_offered_back_by_a_decode_node_is_kept_from_clients() -> None:
     async def offers(call: Call) -> web.Response:
-        return web.json_response(call.answer(kv_transfer_params={"remote_host": "10.0.0.1", "do_remote_decode": True}))
+        return web.json_response(
+            call.answer(kv_transfer_params={"remote_host": "10.0.0.1", "do_remote_decode": True})
+        )
 
     p, d = pair()
     d.script = offers
@@ -239,7 +276,11 @@ async def in_band_error(call: Call) -> web.StreamResponse:
 
 
 async def empty(call: Call) -> web.StreamResponse:
-    return await call.stream() if call.body.get("stream") else web.Response(content_type="application/json")
+    return (
+        await call.stream()
+        if call.body.get("stream")
+        else web.Response(content_type="application/json")
+    )
 
 
 async def half_an_event(call: Call) -> web.StreamResponse:
@@ -248,7 +289,9 @@ async def half_an_event(call: Call) -> web.StreamResponse:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("broken", [cut, refuse(500), in_band_error, empty, half_an_event])
-async def test_a_decode_leg_that_breaks_before_its_first_byte_is_prefilled_again(broken: Any, stream: bool) -> None:
+async def test_a_decode_leg_that_breaks_before_its_first_byte_is_prefilled_again(
+    broken: Any, stream: bool
+) -> None:
     """The store asserts that no KV is read twice; a real node would answer with another request's."""
     store = Store()
 
@@ -268,17 +311,24 @@ async def test_a_decode_leg_that_breaks_before_its_first_byte_is_prefilled_again
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_then(role: str) -> None:
+async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_then(
+    role: str,
+) -> None:
     async def dies(call: Call) -> None:
         call.node.started += 10.0
         call.cut()
 
     store = Store()
-    nodes = [VllmNode(each, dies if each == role else ok, store) for each in ("prefill", "decode") * 3]
+    nodes = [
+        VllmNode(each, dies if each == role else ok, store) for each in ("prefill", "decode") * 3
+    ]
     async with cluster(*nodes) as c:
         for _ in range(2):
             async with c.post() as answer:
-                assert (answer.status, (await answer.json())["error"]["code"]) == (503, "poison_request")
+                assert (answer.status, (await answer.json())["error"]["code"]) == (
+                    503,
+                    "poison_request",
+                )
             assert sum(len(node.calls) for node in nodes if node.role == role) == 2
 
 
@@ -294,7 +344,9 @@ async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_when_no_node_is_left_the_client_gets_an_error_and_not_an_empty_200(stream: bool) -> None:
+async def test_when_no_node_is_left_the_client_gets_an_error_and_not_an_empty_200(
+    stream: bool,
+) -> None:
     p, d = pair()
     d.script = empty
     async with cluster(p, d) as c, c.post({"stream": stream}) as answer:
@@ -434,7 +486,10 @@ async def test_nodes_of_two_kinds_are_no_cluster() -> None:
 async def test_a_client_cannot_point_a_node_at_an_address() -> None:
     p, d = pair()
     async with cluster(p, d) as c:
-        for fields in ({"kv_transfer_params": ASKED}, {"vllm_xargs": {"kv_transfer_params": {"remote_host": "x"}}}):
+        for fields in (
+            {"kv_transfer_params": ASKED},
+            {"vllm_xargs": {"kv_transfer_params": {"remote_host": "x"}}},
+        ):
             async with c.post(fields) as answer:
                 assert answer.status == 400
         assert p.calls + d.calls == []
@@ -458,7 +513,11 @@ async def test_a_draining_node_and_one_that_is_no_vllm_node_are_kept_out() -> No
 async def test_retries_are_counted_against_all_requests() -> None:
     """Ten within ten seconds are free; beyond, a fifth of the requests."""
     store = Store()
-    bad, good, d = VllmNode("prefill", ok, store), VllmNode("prefill", ok, store), VllmNode("decode", ok, store)
+    bad, good, d = (
+        VllmNode("prefill", ok, store),
+        VllmNode("prefill", ok, store),
+        VllmNode("decode", ok, store),
+    )
     async with cluster(bad, good, d) as c:
         for _ in range(40):
             assert await said(c, {"stream": True})

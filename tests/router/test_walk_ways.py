@@ -81,7 +81,8 @@ def other_kind(**changes: object) -> KvFacts:
     )
 
 
-# --- one decode node alone ---------------------------------------------------------------------------------------
+# --- one decode node alone
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -89,12 +90,18 @@ async def test_without_a_prefill_node_a_decode_node_answers_alone(stream: bool) 
     p, d = prefill(health_status=503), decode(all_of_it, kv=KV)
     async with cluster(p, d, ready=False) as c:
         await until(lambda: c.node(d).up)
-        assert await c.text({"stream": stream, "max_tokens": 9}) == (STREAMED if stream else WHOLE.decode())
+        assert await c.text({"stream": stream, "max_tokens": 9}) == (
+            STREAMED if stream else WHOLE.decode()
+        )
         (call,) = d.calls
         assert call.body["messages"] == [{"role": "user", "content": "hi"}]
         assert call.body["max_tokens"] == 9
         params = params_of(call)
-        assert (params.do_remote_prefill, params.remote_engine_id, params.generated) == (True, None, [])
+        assert (params.do_remote_prefill, params.remote_engine_id, params.generated) == (
+            True,
+            None,
+            [],
+        )
         assert (params.client_max_tokens, params.seed) == (9, call.body["seed"])
         assert c.metric("kvrelay_router_local_prefills_total", reason="no_prefill_node") == 1
         assert c.metric("kvrelay_router_disaggregated_total") == 0
@@ -117,7 +124,9 @@ async def test_a_decode_node_whose_operator_wants_no_prompts_on_it_gets_none() -
         assert d.calls == []
 
 
-async def test_when_the_only_prefill_node_is_lost_before_the_first_byte_a_decode_node_answers_alone() -> None:
+async def test_when_the_only_prefill_node_is_lost_before_the_first_byte_a_decode_node_answers_alone() -> (
+    None
+):
     async def die(call: Call) -> None:
         call.cut()
 
@@ -166,12 +175,18 @@ BUSY = Load(waiting=9, waiting_tokens=20_000, legs=1, backlog_ms=400.0)
 
 
 async def priced(p: FakeNode, d: FakeNode, **config: object) -> tuple[int, int, float]:
-    """One request to nodes that have said what they cost: the legs of both, and the prompts that have spilled."""
+    """One request to nodes that have said what they cost: the legs of both, and the prompts that
+    have spilled.
+    """
     async with cluster(p, d, **{"strict_roles": False} | config) as c:
         for node in (p, d):
             c.node(node).state.measured(COSTS, 50.0)
         assert await c.text({"stream": True}) == STREAMED
-        return len(p.calls), len(d.calls), c.metric("kvrelay_router_local_prefills_total", reason="price")
+        return (
+            len(p.calls),
+            len(d.calls),
+            c.metric("kvrelay_router_local_prefills_total", reason="price"),
+        )
 
 
 async def test_an_idle_cluster_keeps_its_roles_and_a_busy_prefill_node_is_relieved() -> None:
@@ -182,8 +197,12 @@ async def test_an_idle_cluster_keeps_its_roles_and_a_busy_prefill_node_is_reliev
 @pytest.mark.parametrize("why", ["strict", "policy", "not wanted", "no time"])
 async def test_no_prompt_spills_where_it_is_not_wanted(why: str) -> None:
     kv, load = NO_PROMPTS if why == "not wanted" else KV, Load(legs=1) if why == "no time" else IDLE
-    config = {"strict": {"strict_roles": True}, "policy": {"decode_policy": "round_robin"}}.get(why, {})
-    assert await priced(prefill(kv=KV, load=BUSY), decode(whichever, kv=kv, load=load), **config) == (1, 1, 0)
+    config = {"strict": {"strict_roles": True}, "policy": {"decode_policy": "round_robin"}}.get(
+        why, {}
+    )
+    assert await priced(
+        prefill(kv=KV, load=BUSY), decode(whichever, kv=kv, load=load), **config
+    ) == (1, 1, 0)
 
 
 async def test_a_prompt_that_its_decode_node_refuses_goes_the_other_way() -> None:
@@ -198,11 +217,16 @@ async def test_a_prompt_that_its_decode_node_refuses_goes_the_other_way() -> Non
     assert [bool(call.params.get("spill")) for call in d.calls] == [True, False]
 
 
-# --- pairs -------------------------------------------------------------------------------------------------------
+# --- pairs
+# -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_decode_node_that_cannot_take_the_kv_is_not_chosen_while_another_can() -> None:
-    p, other, fits = prefill(kv=KV), decode(whichever, kv=other_kind()), decode(whichever, kv=KV, load=Load(running=9))
+    p, other, fits = (
+        prefill(kv=KV),
+        decode(whichever, kv=other_kind()),
+        decode(whichever, kv=KV, load=Load(running=9)),
+    )
     async with cluster(p, other, fits) as c:
         for _ in range(4):
             assert await c.text({"stream": True}) == STREAMED
@@ -217,12 +241,17 @@ async def test_where_no_pair_can_talk_a_decode_node_answers_alone() -> None:
         assert c.metric("kvrelay_router_local_prefills_total", reason="incompatible") == 1
 
 
-async def test_where_no_pair_can_talk_and_no_prompts_are_wanted_the_error_names_both_values() -> None:
+async def test_where_no_pair_can_talk_and_no_prompts_are_wanted_the_error_names_both_values() -> (
+    None
+):
     p, d = prefill(kv=KV), decode(kv=other_kind(computes_prompts=False))
     async with cluster(p, d) as c, c.post() as answer:
         error = (await answer.json())["error"]
         assert (answer.status, error["code"]) == (502, "kv_not_loaded")
-        assert "kv_dtype is 'float32' on the prefill node and 'bfloat16' on the decode node" in error["message"]
+        assert (
+            "kv_dtype is 'float32' on the prefill node and 'bfloat16' on the decode node"
+            in error["message"]
+        )
         assert p.calls == d.calls == []
 
 
@@ -233,7 +262,11 @@ async def test_kv_whose_only_taker_went_away_is_computed_on_the_other_kind_and_g
         await call.hand_over()
 
     gone = asyncio.Event()
-    p, fits, other = prefill(wait_then_hand_over, kv=KV), decode(kv=KV), decode(decode_ok, kv=other_kind())
+    p, fits, other = (
+        prefill(wait_then_hand_over, kv=KV),
+        decode(kv=KV),
+        decode(decode_ok, kv=other_kind()),
+    )
     async with cluster(p, fits, other) as c:
         answer = asyncio.create_task(c.text({"stream": True}))
         await p.called.wait()
@@ -254,7 +287,11 @@ async def test_a_pair_between_which_kv_did_not_come_is_avoided_for_a_while() -> 
         await call.tokens(13, "c", 3)
         await call.end()
 
-    p, bad, good = prefill(), decode(computed_here, generation="d1"), decode(generation="d2", load=Load(running=5))
+    p, bad, good = (
+        prefill(),
+        decode(computed_here, generation="d1"),
+        decode(generation="d2", load=Load(running=5)),
+    )
     async with cluster(p, bad, good) as c:
         for _ in range(3):
             assert await c.text({"stream": True}) == STREAMED
@@ -272,9 +309,15 @@ async def test_a_request_that_ended_for_want_of_its_kv_spares_the_next_one() -> 
     why = KvNotLoaded.because("PeerLost")
 
     async def not_loaded(call: Call) -> None:
-        await call.send(Frame(FrameKind.ERROR, status=why.status, error=why.body(), kv_error="PeerLost"))
+        await call.send(
+            Frame(FrameKind.ERROR, status=why.status, error=why.body(), kv_error="PeerLost")
+        )
 
-    p, bad, good = prefill(), decode(not_loaded, generation="d1"), decode(generation="d2", load=Load(running=5))
+    p, bad, good = (
+        prefill(),
+        decode(not_loaded, generation="d1"),
+        decode(generation="d2", load=Load(running=5)),
+    )
     async with cluster(p, bad, good) as c:
         async with c.post() as answer:
             assert answer.status == 502
@@ -282,7 +325,8 @@ async def test_a_request_that_ended_for_want_of_its_kv_spares_the_next_one() -> 
         assert (len(bad.calls), len(good.calls)) == (1, 1)
 
 
-# --- room --------------------------------------------------------------------------------------------------------
+# --- room
+# --------------------------------------------------------------------------------------------------------
 
 
 def full(retry_after: str = "30") -> object:
@@ -299,12 +343,17 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
         assert c.metric("kvrelay_router_full_nodes_total", leg="decode") == 1
         assert c.metric("kvrelay_failovers_total", leg="decode") == 0
         assert c.node(busy).up
-        assert c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic()).state == "closed"
+        assert (
+            c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic()).state
+            == "closed"
+        )
         assert p.released == []
 
 
 @pytest.mark.parametrize("status", [429, 500])
-async def test_what_a_decode_node_does_not_take_goes_to_one_that_can_fetch_it_too(status: int) -> None:
+async def test_what_a_decode_node_does_not_take_goes_to_one_that_can_fetch_it_too(
+    status: int,
+) -> None:
     """Where decode nodes compute no prompts, and where one of them could not take the KV."""
     for other in (None, decode(load=Load(running=2), kv=other_kind())):
         p, bad = prefill(kv=KV), decode(refuse(status), kv=NO_PROMPTS)
@@ -346,7 +395,9 @@ async def test_when_all_prefill_nodes_rest_the_client_is_told_for_how_long() -> 
                 assert (answer.status, answer.headers["retry-after"]) == (429, "7")
 
 
-async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.walk.handoff._RENEW_S", 0.05)
 
     async def full_once(call: Call) -> object:
@@ -362,7 +413,8 @@ async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatc
         assert c.metric("kvrelay_router_waiting_for_room") == 0
 
 
-# --- breakers, lost nodes, silence ---------------------------------------------------------------------------------
+# --- breakers, lost nodes, silence
+# ---------------------------------------------------------------------------------
 
 
 async def test_a_node_that_answers_500_stays_up_until_its_breaker_opens() -> None:
@@ -472,7 +524,9 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
         assert c.metric("kvrelay_router_retries_refused_total") > 0
 
 
-async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(router.legs.leg_watch, "_LOOK_S", 0.02)
     hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))

@@ -31,7 +31,9 @@ from wire.key_config import KeyConfig
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-KEY = KeyConfig("a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0)
+KEY = KeyConfig(
+    "a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0
+)
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KEY,))
 PAIR = ("http://p:1", "http://d:1")
 SNAPSHOT = Snapshot(
@@ -64,7 +66,13 @@ def test_a_snapshot_comes_as_it_was_however_it_is_cut(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [(MAX_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2\x93\x93", framed(SNAPSHOT)[:-1], framed(Report(1, {}))]
+    "data",
+    [
+        (MAX_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\2\x93\x93",
+        framed(SNAPSHOT)[:-1],
+        framed(Report(1, {})),
+    ],
 )
 def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
     with pytest.raises(LinkBroken):
@@ -74,7 +82,12 @@ def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
 def test_limits_are_divided_and_rounded_up() -> None:
     share, key = share_of(CONFIG, 7), share_of(CONFIG, 7).keys[0]
     assert (share.max_queue, share.port, share.prefill) == (500, 7, ())
-    assert (key.max_queue, key.max_running, key.requests_per_minute, key.tokens_per_minute) == (3, 1, 4, 0)
+    assert (key.max_queue, key.max_running, key.requests_per_minute, key.tokens_per_minute) == (
+        3,
+        1,
+        4,
+        0,
+    )
 
 
 class Cluster:
@@ -92,7 +105,9 @@ class Cluster:
         """One more, which takes connections."""
         index = len(self.workers)
         ours, its = socket.socketpair()
-        self.tasks.append(asyncio.create_task(self.parent.hear(index, ours, lambda: self.killed.append(index))))
+        self.tasks.append(
+            asyncio.create_task(self.parent.hear(index, ours, lambda: self.killed.append(index)))
+        )
         reader, writer = await asyncio.open_connection(sock=its)
         worker = Worker(index, self.folder, writer)
         begin = await received(reader, Snapshot)
@@ -130,7 +145,9 @@ async def cluster(folder: Path, workers: int = 2) -> AsyncIterator[Cluster]:
         await until(lambda: made.parent.listening() == 0)
 
 
-async def test_what_nodes_died_of_reaches_all_workers_and_so_does_what_they_did_not(tmp_path: Path) -> None:
+async def test_what_nodes_died_of_reaches_all_workers_and_so_does_what_they_did_not(
+    tmp_path: Path,
+) -> None:
     async with cluster(tmp_path) as c:
         one, two = c.workers
         for fingerprint, process in ((b"a", "p1"), (b"b", "p1"), (b"b", "p2")):
@@ -153,7 +170,9 @@ async def test_a_snapshot_from_before_a_death_does_not_take_it_back(tmp_path: Pa
         assert not worker.poison.processes(b"a", 0.0)
 
 
-async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later(tmp_path: Path) -> None:
+async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later(
+    tmp_path: Path,
+) -> None:
     async with cluster(tmp_path) as c:
         c.pool.tell(Source.HEARTBEATS, [NodeSpec("http://h:1", Role.DECODE, generation="g")], 0.0)
         c.pool.note_p2p_address("http://h:1", "h:2")
@@ -206,14 +225,21 @@ async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) ->
         c.pool.heard(node.url, Load(), 0.0, draining=True)
         await c.parent.settled()
         assert [each.reason for each in c.nodes(node.url)] == [DRAINS] * 3
-        assert [news.what for news in late.router.pool.news] == ["flips", "loaded", "unloaded", "drains"]
+        assert [news.what for news in late.router.pool.news] == [
+            "flips",
+            "loaded",
+            "unloaded",
+            "drains",
+        ]
 
 
 async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as c:
         worker, told = c.workers[0], c.parent._told
         doors, now = worker.router.doors, time.monotonic()
-        failed = msgspec.structs.replace(told, met=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)]))
+        failed = msgspec.structs.replace(
+            told, met=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)])
+        )
         for _ in range(3):  # once, however often it is told
             worker.apply(failed)
         link_ms = doors.link_ms(now + 74)
@@ -223,8 +249,12 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path
         assert link_ms is not None
         assert link_ms(*PAIR) < 1_000
         pairs = msgspec.json.decode(worker.router.health()[1])["pairs"]
-        assert (pairs["met"], [pair["prefill"] for pair in pairs["failed"]]) == (2, [PAIR[0], "http://x"])
-        # While they meet again it is not known how that goes; when it has failed again, that is news.
+        assert (pairs["met"], [pair["prefill"] for pair in pairs["failed"]]) == (
+            2,
+            [PAIR[0], "http://x"],
+        )
+        # While they meet again it is not known how that goes; when it has failed again, that is
+        # news.
         worker.apply(told)
         worker.apply(msgspec.structs.replace(told, met=(1, [(*PAIR, "cut", 120.0)])))
         link_ms = doors.link_ms(now + 76)
@@ -232,7 +262,9 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path
         assert link_ms(*PAIR) > 1_000
 
 
-async def test_a_parent_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_parent_that_was_stopped_blames_no_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(parent_module, "HANGS_S", 0.3)
     async with cluster(tmp_path) as c, c.parent.running():
         await asyncio.sleep(0.15)
@@ -261,7 +293,9 @@ async def test_a_worker_that_has_ended_is_told_nothing(tmp_path: Path) -> None:
         assert c.parent._peers[0].sent < c.parent._told.version == c.parent._peers[1].sent
 
 
-async def test_a_worker_that_reports_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_worker_that_reports_nothing_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(parent_module, "HANGS_S", 0.3)
     async with cluster(tmp_path) as c, c.parent.running():
 

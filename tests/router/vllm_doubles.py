@@ -1,5 +1,7 @@
-"""Doubles of vLLM nodes, strict about the contract of their KV connectors: what a real one refuses is a 400 here, and
-what it gets wrong silently is an assertion. They speak OpenAI's bytes as vLLM does, and know no frames."""
+"""Doubles of vLLM nodes, strict about the contract of their KV connectors: what a real one refuses
+is a 400 here, and what it gets wrong silently is an assertion. They speak OpenAI's bytes as vLLM
+does, and know no frames.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ VERSIONS = {"0.9.2": old, "0.13.0": middle, "0.25.1": new}
 
 @dataclass
 class Store:
-    """KV that prefill nodes hold, by what they gave away. Read once, it is gone: blocks are freed after one read."""
+    """KV that prefill nodes hold, by what they gave away. Read once, it is gone: blocks are freed
+    after one read.
+    """
 
     held: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
@@ -118,21 +122,36 @@ class Call:
             "created": 1,
             "model": MODEL,
             "choices": choices,
-            "usage": {"prompt_tokens": 3, "completion_tokens": len(text), "total_tokens": 3 + len(text)},
+            "usage": {
+                "prompt_tokens": 3,
+                "completion_tokens": len(text),
+                "total_tokens": 3 + len(text),
+            },
             "kv_transfer_params": None,
             **fields,
         }
 
     def event(self, text: str, finish: str | None = None, **delta: Any) -> str:
-        said: dict[str, Any] = {"delta": {"content": text, **delta}} if self.chat else {"text": text}
+        said: dict[str, Any] = (
+            {"delta": {"content": text, **delta}} if self.chat else {"text": text}
+        )
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish, "token_ids": None}
-        chunk = {"id": f"x-{self.request_id}", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}
+        chunk = {
+            "id": f"x-{self.request_id}",
+            "object": kind,
+            "created": 1,
+            "model": MODEL,
+            "choices": [choice],
+        }
         return f"data: {json.dumps(chunk)}\n\n"
 
     def events(self) -> list[str]:
         """A whole stream: the role, three tokens, the end, and [DONE]."""
-        told = [self.event("", role="assistant") if self.chat else "", *(self.event(text) for text in PIECES[1:])]
+        told = [
+            self.event("", role="assistant") if self.chat else "",
+            *(self.event(text) for text in PIECES[1:]),
+        ]
         told.append(self.event("", "stop"))
         if (self.body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
@@ -158,7 +177,12 @@ Script = Callable[[Call], Awaitable[web.StreamResponse | None]]
 
 def error(status: int, message: str = "no", *, wrapped: bool = True) -> dict[str, Any]:
     """An error's body, in the newer or the older form."""
-    told: dict[str, Any] = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    told: dict[str, Any] = {
+        "message": message,
+        "type": "BadRequestError",
+        "param": None,
+        "code": status,
+    }
     return {"error": told} if wrapped else {"object": "error", **told}
 
 
@@ -200,7 +224,9 @@ async def ok(call: Call) -> web.StreamResponse:
 
 
 async def by_id(call: Call) -> web.StreamResponse:
-    """What a node with a P2pNcclConnector answers: KV is pushed to, and found by, what stands in the request's id."""
+    """What a node with a P2pNcclConnector answers: KV is pushed to, and found by, what stands in
+    the request's id.
+    """
     node, body = call.node, call.body
     ids = [f"{at}_{call.request_id}" for at in range(body.get("n") or 1)]
     if node.role == "prefill":
@@ -245,12 +271,19 @@ class VllmNode:
     called: asyncio.Event = field(default_factory=asyncio.Event)
 
     def give_away(self, request_id: str) -> dict[str, Any] | None:
-        return VERSIONS[self.version](self.engine, request_id, 2 * len(self.store.held)) if self.hands_over else None
+        return (
+            VERSIONS[self.version](self.engine, request_id, 2 * len(self.store.held))
+            if self.hands_over
+            else None
+        )
 
     def complaint(self, call: Call) -> str | None:
         """Why vLLM would refuse this body, or None."""
         body = call.body
-        stray = {"client_max_tokens", "pipelined", "generated"} & {*body, *(body.get("kv_transfer_params") or ())}
+        stray = {"client_max_tokens", "pipelined", "generated"} & {
+            *body,
+            *(body.get("kv_transfer_params") or ()),
+        }
         assert not stray, f"{stray} are no business of a vLLM node"
         assert "application/vnd.kvrelay.frames" not in call.headers.get("accept", "")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -266,7 +299,11 @@ class VllmNode:
                 return "a prefill leg at a decode node"
             if params != ASKED:
                 return f"kv_transfer_params of a prefill leg are {params}"
-            if (body.get("max_tokens"), body.get("stream"), body.get("max_completion_tokens") or 1) != (1, False, 1):
+            if (
+                body.get("max_tokens"),
+                body.get("stream"),
+                body.get("max_completion_tokens") or 1,
+            ) != (1, False, 1):
                 return "a prefill leg is one token, and no stream"
             return None
         if not params.get("do_remote_prefill") or self.role != "decode":
@@ -274,7 +311,9 @@ class VllmNode:
         return self.store.fetch(params, call.request_id)
 
     async def leg(self, request: web.Request) -> web.StreamResponse:
-        call = Call(self, await request.json(), {k.lower(): v for k, v in request.headers.items()}, request)
+        call = Call(
+            self, await request.json(), {k.lower(): v for k, v in request.headers.items()}, request
+        )
         self.calls.append(call)
         self.called.set()
         try:
@@ -292,16 +331,33 @@ class VllmNode:
         return web.json_response({"version": self.version})
 
     async def models(self, request: web.Request) -> web.Response:
-        card = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": MODEL, "parent": None, "max_model_len": 128}
-        cards = [card, *(card | {"id": name, "parent": MODEL, "max_model_len": None} for name in self.adapters)]
+        card = {
+            "id": MODEL,
+            "object": "model",
+            "owned_by": "vllm",
+            "root": MODEL,
+            "parent": None,
+            "max_model_len": 128,
+        }
+        cards = [
+            card,
+            *(
+                card | {"id": name, "parent": MODEL, "max_model_len": None}
+                for name in self.adapters
+            ),
+        ]
         return web.json_response({"object": "list", "data": cards})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        text = metrics_text(self.running_requests, self.waiting_requests, engines=self.engines, started=self.started)
+        text = metrics_text(
+            self.running_requests, self.waiting_requests, engines=self.engines, started=self.started
+        )
         return web.Response(text=text)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"count": 3, "max_model_len": 128, "tokens": [1, 2, 3], "token_strs": None})
+        return web.json_response(
+            {"count": 3, "max_model_len": 128, "tokens": [1, 2, 3], "token_strs": None}
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[VllmNode]:
@@ -343,7 +399,9 @@ def metrics_text(
             f"vllm:{cache}{labels} {used}",
             f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="100",engine="{engine}"}} 1.0',
         ]
-    return "\n".join([*samples, *([f"process_start_time_seconds {started:.10e}"] if started else []), ""])
+    return "\n".join(
+        [*samples, *([f"process_start_time_seconds {started:.10e}"] if started else []), ""]
+    )
 
 
 def pair(store: Store | None = None, **fields: Any) -> tuple[VllmNode, VllmNode]:
@@ -354,6 +412,12 @@ def pair(store: Store | None = None, **fields: Any) -> tuple[VllmNode, VllmNode]
 
 def deltas(text: str) -> str:
     """The text of a streamed chat completion."""
-    told = [line.removeprefix("data: ") for line in text.split("\n\n") if line and line != "data: [DONE]"]
+    told = [
+        line.removeprefix("data: ")
+        for line in text.split("\n\n")
+        if line and line != "data: [DONE]"
+    ]
     chunks = [msgspec.json.decode(data) for data in told]
-    return "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk.get("choices", ()))
+    return "".join(
+        c["delta"].get("content") or "" for chunk in chunks for c in chunk.get("choices", ())
+    )

@@ -1,9 +1,9 @@
 """The prefix cache of a vLLM node, and the events that it tells, in the form of three versions.
 
-The cache does what vLLM's block pool does: chains of hashes with a seed of its process, blocks that are freed stay
-until others need their place, the longest unused goes first and the end of a chain before its beginning, equal blocks
-may be there twice and are then told of twice. The sockets do what its publisher's do; who speaks otherwise to them
-breaks a test.
+The cache does what vLLM's block pool does: chains of hashes with a seed of its process, blocks that
+are freed stay until others need their place, the longest unused goes first and the end of a chain
+before its beginning, equal blocks may be there twice and are then told of twice. The sockets do
+what its publisher's do; who speaks otherwise to them breaks a test.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class VllmCache:
         """By hash, what the block and all before it are made of."""
         self.events: list[Event] = []
 
-    def run(self, tokens: Sequence[int], adapter: str = "", salt: str = "", *, reads: bool = True) -> int:
+    def run(
+        self, tokens: Sequence[int], adapter: str = "", salt: str = "", *, reads: bool = True
+    ) -> int:
         """Compute a prompt; how many of its tokens were cached.
 
         `reads` no cache if its log-probabilities are wanted."""
@@ -105,7 +107,9 @@ class VllmCache:
         return cached * BLOCK
 
     def has(self, tokens: Sequence[int], adapter: str = "", salt: str = "") -> int:
-        """How many tokens of a prompt are cached; of the last one the logits are wanted, so it never is."""
+        """How many tokens of a prompt are cached; of the last one the logits are wanted, so it
+        never is.
+        """
         hashes, _, _ = self._chain(tokens[: (len(tokens) - 1) // BLOCK * BLOCK], adapter, salt)
         cached = 0
         while cached < len(hashes) and hashes[cached] in self._held:
@@ -128,7 +132,9 @@ class VllmCache:
             del self._held[each][block]
             if not self._held[each]:
                 del self._held[each]
-            self.events.append({"type": "BlockRemoved", "block_hashes": [each], "medium": "GPU", "group_idx": 0})
+            self.events.append(
+                {"type": "BlockRemoved", "block_hashes": [each], "medium": "GPU", "group_idx": 0}
+            )
 
     def _chain(
         self, tokens: Sequence[int], adapter: str, salt: str
@@ -139,7 +145,9 @@ class VllmCache:
         before = self._seed
         for at in range(0, len(tokens), BLOCK):
             extra = [each for each in (adapter, "" if at else salt) if each] or None
-            before = hashlib.sha256(repr((before, list(tokens[at : at + BLOCK]), extra)).encode()).digest()
+            before = hashlib.sha256(
+                repr((before, list(tokens[at : at + BLOCK]), extra)).encode()
+            ).digest()
             hashes.append(before)
             extras.append(extra)
             known[before] = (tuple(tokens[: at + BLOCK]), adapter, salt)
@@ -158,7 +166,10 @@ def packed(events: Iterable[Event], version: str, ts: float) -> bytes:
     """One batch, as a version writes it."""
     if version.startswith("0.25"):
         optional = ("extra_keys", "group_idx", "kv_cache_spec_kind")
-        told = [{name: it for name, it in event.items() if it is not None or name not in optional} for event in events]
+        told = [
+            {name: it for name, it in event.items() if it is not None or name not in optional}
+            for event in events
+        ]
         return msgspec.msgpack.encode({"ts": ts, "events": told, "data_parallel_rank": 0})
     fields, rows = _FIRST_FIELDS if version.startswith("0.9") else _LATER_FIELDS, []
     for event in events:

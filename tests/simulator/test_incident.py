@@ -39,14 +39,36 @@ def line(at_s: float, template: str, *values: object) -> bytes:
 
 
 def request(
-    at_s: float, prompt: object, output: int, total_ms: float, status: int = 200, model: str = "", decode: str = D
+    at_s: float,
+    prompt: object,
+    output: int,
+    total_ms: float,
+    status: int = 200,
+    model: str = "",
+    decode: str = D,
 ) -> bytes:
     """As router/endings.py writes it."""
     stages = Fields(queue_ms=5.0, prefill_ms=45.0, total_ms=total_ms)
-    template = "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s"
+    template = (
+        "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s "
+        "decode=%s %s %s"
+    )
     more = Fields(model=model, client_gone="no")
     prefill = P if decode == D else "-"
-    return line(at_s, template, "r1", "/v1/completions", status, "-", prompt, output, prefill, decode, stages, more)
+    return line(
+        at_s,
+        template,
+        "r1",
+        "/v1/completions",
+        status,
+        "-",
+        prompt,
+        output,
+        prefill,
+        decode,
+        stages,
+        more,
+    )
 
 
 def refused(at_s: float, tokens: int) -> bytes:
@@ -73,9 +95,19 @@ LOG = [
 
 def test_a_log_tells_of_requests_and_nodes() -> None:
     incident = of_log(LOG)
-    assert incident.nodes == [NodeNamed(P, Role.PREFILL), NodeNamed(D, Role.DECODE), NodeNamed(E, Role.DECODE)]
+    assert incident.nodes == [
+        NodeNamed(P, Role.PREFILL),
+        NodeNamed(D, Role.DECODE),
+        NodeNamed(E, Role.DECODE),
+    ]
     first, second = incident.requests
-    assert (first.at_ms, first.prompt, first.output, first.ttft_ms, first.total_ms) == (0.0, 1_000, 20, 50.0, 1_000.0)
+    assert (first.at_ms, first.prompt, first.output, first.ttft_ms, first.total_ms) == (
+        0.0,
+        1_000,
+        20,
+        50.0,
+        1_000.0,
+    )
     assert (second.at_ms, second.prompt) == (500.0, 500)
     told = [(each.at_ms, each.name, each.what, each.role) for each in incident.happened]
     assert told == [
@@ -88,7 +120,9 @@ def test_a_log_tells_of_requests_and_nodes() -> None:
     assert incident.left_out == LeftOut(refused=1, tokens=700, unanswered=1)
 
 
-def told_of(*lines: bytes) -> tuple[list[tuple[str, Role]], list[tuple[float, str, What, Role | None]]]:
+def told_of(
+    *lines: bytes,
+) -> tuple[list[tuple[str, Role]], list[tuple[float, str, What, Role | None]]]:
     """The nodes, and what happened, of a log with these lines about nodes and a request before."""
     incident = of_log([line(-1.0, "%s node %s is up", "prefill", P), line(-1.0, "%s node %s is up", "decode", D),
                        request(1.0, 100, 5, 1_000.0), *lines])  # fmt: skip
@@ -98,7 +132,13 @@ def told_of(*lines: bytes) -> tuple[list[tuple[str, Role]], list[tuple[float, st
 
 def test_a_node_that_is_told_to_change_its_role_is_not_lost() -> None:
     nodes, happened = told_of(
-        line(2.0, "%s node %s is kept out: %s", "decode", D, "it changes its role from decode to prefill"),
+        line(
+            2.0,
+            "%s node %s is kept out: %s",
+            "decode",
+            D,
+            "it changes its role from decode to prefill",
+        ),
         line(3.0, "%s node %s is up", "prefill", D),
     )
     assert nodes == [(P, Role.PREFILL), (D, Role.DECODE)]
@@ -127,16 +167,27 @@ def test_what_a_request_showed_of_a_node_is_older_than_what_was_told_later() -> 
     """The beginning of the log is lost: the node was a decode node and is back as a prefill node."""
     incident = of_log([request(1.0, 100, 5, 1_000.0), line(2.0, "%s node %s is up", "prefill", D)])
     assert incident.nodes == [NodeNamed(P, Role.PREFILL), NodeNamed(D, Role.DECODE)]
-    assert [(each.at_ms, each.what, each.role) for each in incident.happened] == [(2_000.0, What.ROLE, Role.PREFILL)]
+    assert [(each.at_ms, each.what, each.role) for each in incident.happened] == [
+        (2_000.0, What.ROLE, Role.PREFILL)
+    ]
 
 
 def test_a_drained_node_takes_nothing_new_until_it_is_back() -> None:
-    events = [NodeEvent(0.0, 2, What.AWAY), NodeEvent(0.0, 0, What.AWAY), NodeEvent(9_000.0, 0, What.UP)]
+    events = [
+        NodeEvent(0.0, 2, What.AWAY),
+        NodeEvent(0.0, 0, What.AWAY),
+        NodeEvent(9_000.0, 0, What.UP),
+    ]
     streams = [Stream(1.0 + at, 500, 400) for at in range(0, 20_000, 500)]
     for policy in ("round_robin", "price"):
-        result = simulate(copy.deepcopy(streams), Setting(policy, 1, 2, strict_roles=True, events=events))
+        result = simulate(
+            copy.deepcopy(streams), Setting(policy, 1, 2, strict_roles=True, events=events)
+        )
         assert all(stream.answered and not stream.moved for stream in result.streams)
-        assert all(stream.local == (stream.at < 9_500) or 9_000 < stream.at < 10_000 for stream in result.streams)
+        assert all(
+            stream.local == (stream.at < 9_500) or 9_000 < stream.at < 10_000
+            for stream in result.streams
+        )
     events.append(NodeEvent(0.0, 1, What.AWAY))
     gone = simulate(copy.deepcopy(streams), Setting(prefill=1, decode=2, events=events))
     assert all(stream.refused for stream in gone.streams)
@@ -168,7 +219,11 @@ def test_blocks_of_an_incident_are_those_of_a_trace() -> None:
 def test_an_incident_is_what_it_was_when_it_is_read_again() -> None:
     incident = of_log(LOG)
     again = read_incident(incident.lines())
-    assert (again.nodes, again.requests, again.happened) == (incident.nodes, incident.requests, incident.happened)
+    assert (again.nodes, again.requests, again.happened) == (
+        incident.nodes,
+        incident.requests,
+        incident.happened,
+    )
     assert (again.of_model("any"), read_incident(LOG)) == (again, incident)
     assert events_of(again, 1, 2)[0] == NodeEvent(2_000.0, 2, What.DOWN)
     assert events_of(again, 1, 1) == []
@@ -181,7 +236,10 @@ def test_an_incident_is_what_it_was_when_it_is_read_again() -> None:
         ([b'{"kind":"nodes","nodes":[]}', b'{"kind":"request"}'], "line 2"),
         ([b'{"kind":"nodes","nodes":[],"version":9}'], "version 9"),
         ([b'{"kind":"nodes","nodes":[{"name":"a","role":"decode"}]}'], "needs a request"),
-        ([b'{"kind":"nodes","nodes":[]}', b'{"kind":"node","at_ms":1,"name":"x","what":"down"}'], "happened to x"),
+        (
+            [b'{"kind":"nodes","nodes":[]}', b'{"kind":"node","at_ms":1,"name":"x","what":"down"}'],
+            "happened to x",
+        ),
         ([b"{}"], "no request"),
     ],
 )
@@ -203,7 +261,10 @@ def test_the_command_replays_with_other_nodes_and_another_policy(
     assert "TTFT then" in out
     assert "TTFT 2P3D, round_robin" in out
     assert "5 of 5 events" in out
-    assert "1 requests that were refused then, with about 700 tokens of prompts, and 1 that began" in out
+    assert (
+        "1 requests that were refused then, with about 700 tokens of prompts, and 1 that began"
+        in out
+    )
     with pytest.raises(ConfigError, match="P:D"):
         size_of(of_log(LOG), "2:0")
     with pytest.raises(ConfigError, match="none of least_queue"):

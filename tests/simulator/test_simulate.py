@@ -1,4 +1,6 @@
-"""`python -m benchmarks.simulate`: known answers of tiny cases, equal seeds, every request ends once."""
+"""`python -m benchmarks.simulate`: known answers of tiny cases, equal seeds, every request ends
+once.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def test_steps_in_closed_form_are_those_one_by_one() -> None:
     """Two that overlap: the second joins at the end of a step, and leaves first."""
     first, second = Stream(0.0, 1_000, 401), Stream(333.0, 2_000, 51)
     run([first, second], prefill=2, decode=1)
-    now, context, left = first.first + SPEEDS.fetch_ms(1_000), {first: 1_000}, {first: 400, second: 50}
+    now, context, left = (
+        first.first + SPEEDS.fetch_ms(1_000),
+        {first: 1_000},
+        {first: 400, second: 50},
+    )
     joins = second.first + SPEEDS.fetch_ms(2_000)
     ends = {}
     while left:
@@ -98,7 +104,9 @@ def test_every_request_ends_once_and_in_order(policy: str) -> None:
     speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=16_000, max_num_seqs=12))
     streams = streams_of(WORKLOADS["sessions"], 300, 2, 1)
     streams = [stream for stream in streams if stream.prompt + stream.output < 10_000]
-    result = run(streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, speeds=speeds)
+    result = run(
+        streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, speeds=speeds
+    )
     assert result.preemptions > 0
     for stream in streams:
         assert stream.at <= stream.begun < stream.first < stream.last
@@ -123,7 +131,15 @@ def test_old_news_of_others_cost_little() -> None:
     def p99(policy: str, routers: int, stale_ms: float) -> float:
         streams = streams_of(SCALE, 2_000, 30, 0)
         more: dict[str, object] = {"prefixes": False, "strict_roles": True}
-        run(streams, policy=policy, prefill=30, decode=30, routers=routers, stale_ms=stale_ms, **more)
+        run(
+            streams,
+            policy=policy,
+            prefill=30,
+            decode=30,
+            routers=routers,
+            stale_ms=stale_ms,
+            **more,
+        )
         return percentile(sorted(stream.ttft for stream in streams[200:]), 0.99)
 
     best, old, blind = p99("price", 1, 0.0), p99("price", 8, 100.0), p99("round_robin", 1, 0.0)
@@ -164,10 +180,14 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
     for number, tokens in enumerate(sizes):
         equal = min(shared, tokens)
         names = range(tokens // 16)
-        stream = Stream(0.0, tokens, 2, tuple(at if at < equal // 16 else 10_000 * number + at for at in names))
+        stream = Stream(
+            0.0, tokens, 2, tuple(at if at < equal // 16 else 10_000 * number + at for at in names)
+        )
         stream.number = number
         ids = [0] * equal + [number + 1] * (tokens - equal)
-        request = Request(str(number), ids, tokens, SamplingParams(max_tokens=1, seed=1), 0.0, root_of("", ""))
+        request = Request(
+            str(number), ids, tokens, SamplingParams(max_tokens=1, seed=1), 0.0, root_of("", "")
+        )
         scheduler.add(request)
         node.submit(stream, Leg.PREFILL, 0.0)
         if number == 0:
@@ -205,9 +225,15 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
         (Leg.WHOLE, 1_000, Told()),
         (Leg.WHOLE, 2_000, Told(9.0, 30, spill_tokens=2_000)),
     ]):  # fmt: skip
-        wishes = {"hold": leg is Leg.PREFILL, "tpot_ms": told.tpot_ms, "expected_output": told.expected_output}
+        wishes = {
+            "hold": leg is Leg.PREFILL,
+            "tpot_ms": told.tpot_ms,
+            "expected_output": told.expected_output,
+        }
         params = SamplingParams(max_tokens=1 if leg is Leg.PREFILL else 1 << 30, seed=1)
-        submit = Submit(str(number), [number] * tokens, params, spill_tokens=told.spill_tokens, **wishes)  # type: ignore[arg-type]
+        submit = Submit(
+            str(number), [number] * tokens, params, spill_tokens=told.spill_tokens, **wishes
+        )  # type: ignore[arg-type]
         assert (node.load(0.0).spill_ms, scheduler.load(0.0).spill_ms) == (250.0, 250.0)
         assert node.submit(Stream(0.0, tokens, 100), leg, 0.0, told=told)
         scheduler.add(Request.of(submit, 0.0))
@@ -243,7 +269,9 @@ def test_a_node_announces_how_long_its_steps_take_now() -> None:
     node.submit(later, Leg.PREFILL, at)
     backlog = node.load(at)
     costs = SPEEDS.card.costs.scaled(load.pace)
-    assert backlog.backlog_ms == pytest.approx(costs.prompts_ms(9_000 + 500, 500 * 250 + 9_000 * 4_500))
+    assert backlog.backlog_ms == pytest.approx(
+        costs.prompts_ms(9_000 + 500, 500 * 250 + 9_000 * 4_500)
+    )
 
 
 def test_what_is_used_is_never_pushed_out() -> None:
@@ -288,15 +316,27 @@ def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_comput
     assert second.first > first.first
 
 
-def test_a_trace_is_read_and_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_read_and_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 1e12 + 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
+        {
+            "timestamp": 1e12 + 100 * at,
+            "input_length": 1_100,
+            "output_length": 1 + at,
+            "hash_ids": [0, at, at + 1],
+        }
         for at in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     streams = read_trace(trace)
-    assert (streams[3].at, streams[3].prompt, streams[3].output, streams[3].blocks) == (300.0, 1_100, 4, (0, 3))
+    assert (streams[3].at, streams[3].prompt, streams[3].output, streams[3].blocks) == (
+        300.0,
+        1_100,
+        4,
+        (0, 3),
+    )
     assert main(
         ["--workloads", "trace", "chat", "--policies", "price", "round_robin", "--trace", str(trace),
          "--requests", "20", "--nodes", "2:2"]
@@ -305,13 +345,31 @@ def test_a_trace_is_read_and_the_command_prints(tmp_path: Path, capsys: pytest.C
     assert rows == [
         ["| trace", "price"], ["| trace", "round_robin"], ["| chat", "price"], ["| chat", "round_robin"],
     ]  # fmt: skip
-    assert main(["--scale", "--requests", "40", "--nodes", "4:4", "--policies", "price", "--routers", "2"]) == 0
+    assert (
+        main(
+            [
+                "--scale",
+                "--requests",
+                "40",
+                "--nodes",
+                "4:4",
+                "--policies",
+                "price",
+                "--routers",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "| price | 2 | 0.5 s |" in capsys.readouterr().out
 
 
 def test_a_request_alone_comes_at_once_whatever_the_load() -> None:
     alone = [Asked(0.0, 100, 5)]
-    assert [stream.at for stream in (*at_load(alone, 1_000.0), *streams_at(alone, 3.0))] == [0.0, 0.0]
+    assert [stream.at for stream in (*at_load(alone, 1_000.0), *streams_at(alone, 3.0))] == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_what_was_not_answered_is_not_good_and_is_told() -> None:
@@ -323,11 +381,18 @@ def test_what_was_not_answered_is_not_good_and_is_told() -> None:
     assert "50.0% (5/s), 9 not answered" in table([summary], scale=False)
 
 
-def test_of_a_mixture_the_price_serves_more_in_time_than_colocated_servers_and_strict_roles() -> None:
+def test_of_a_mixture_the_price_serves_more_in_time_than_colocated_servers_and_strict_roles() -> (
+    None
+):
     load = next(each for each in loads(2) if each.name == "15, 4, 0.8")
-    shares = {name: Cell(load, setting, told, 20.0, 1).in_time() for name, (setting, told) in ways(2, SPEEDS).items()}
+    shares = {
+        name: Cell(load, setting, told, 20.0, 1).in_time()
+        for name, (setting, told) in ways(2, SPEEDS).items()
+    }
     assert list(shares) == ["colocated", "strict 1", "price 1", "told 1"]
     assert min(shares["price 1"], shares["told 1"]) > 0.9 > shares["colocated"] > shares["strict 1"]
     (line,) = rows(load, 2, shares)
-    assert line.startswith(f"| 1P1D | 15, 4, 0.8 | {shares['colocated']:.1%} | {shares['strict 1']:.1%} |")
+    assert line.startswith(
+        f"| 1P1D | 15, 4, 0.8 | {shares['colocated']:.1%} | {shares['strict 1']:.1%} |"
+    )
     assert line.endswith(f"{shares['colocated']:.1%}, colocated |")

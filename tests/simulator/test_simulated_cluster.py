@@ -22,7 +22,9 @@ from wire.config import Role
 SPEEDS = Speeds(H200)
 
 
-def streams(count: int, rate_s: float, prompt: int = 1_000, output: int = 100, seed: int = 1) -> list[Stream]:
+def streams(
+    count: int, rate_s: float, prompt: int = 1_000, output: int = 100, seed: int = 1
+) -> list[Stream]:
     rng, now, made = random.Random(seed), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate_s) * 1e3
@@ -40,7 +42,9 @@ def ended(result: Result) -> None:
 def test_the_card_is_read_as_it_reads_itself() -> None:
     for tokens in (1, 100, 122, 700, 5_000, 8_192):
         for context in (0, 1_000, 60_000, 131_072, 200_000):
-            assert SPEEDS.chunk_ms([(tokens, context)]) == pytest.approx(H200.chunk_ms(tokens, context))
+            assert SPEEDS.chunk_ms([(tokens, context)]) == pytest.approx(
+                H200.chunk_ms(tokens, context)
+            )
     for requests in (1, 7, 32, 256):
         for context in (0, 1_024, 50_000):
             assert SPEEDS.step_ms(requests, requests * context) == pytest.approx(
@@ -50,7 +54,9 @@ def test_the_card_is_read_as_it_reads_itself() -> None:
 
 
 def test_the_gap_before_a_streams_second_token_holds_its_first_step() -> None:
-    """It comes while a step of another stream runs, waits for its end, and then takes a step itself."""
+    """It comes while a step of another stream runs, waits for its end, and then takes a step
+    itself.
+    """
     first, second = Stream(0.0, 1_000, 400), Stream(500.0, 1_000, 20)
     result = simulate([first, second], Setting(prefill=1, decode=1, prefixes=False))
     step = SPEEDS.step_ms(2, 2_100)
@@ -60,7 +66,9 @@ def test_the_gap_before_a_streams_second_token_holds_its_first_step() -> None:
 
 
 def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
-    """4 ms more than its parts say beside 16 decodes, 8 ms beside 128, whatever the chunk; and nothing without any."""
+    """4 ms more than its parts say beside 16 decodes, 8 ms beside 128, whatever the chunk; and
+    nothing without any.
+    """
     measured = [
         MixedPoint(requests, 1_024, tokens, parts + more)
         for requests, more in ((16, 4.0), (128, 8.0))
@@ -76,7 +84,9 @@ def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
         seen = speeds.mixed_ms(each.requests, each.requests * each.context, [(each.tokens, 0)])
         assert seen == pytest.approx(each.ms)
     twice = Speeds(slowed(speeds.card, 2.0))
-    assert twice.mixed_ms(72, 50_000, [(500, 0)]) == pytest.approx(2 * speeds.mixed_ms(72, 50_000, [(500, 0)]))
+    assert twice.mixed_ms(72, 50_000, [(500, 0)]) == pytest.approx(
+        2 * speeds.mixed_ms(72, 50_000, [(500, 0)])
+    )
 
 
 def test_prompts_of_one_step_attend_each_to_itself() -> None:
@@ -86,7 +96,9 @@ def test_prompts_of_one_step_attend_each_to_itself() -> None:
 
 
 def test_a_colocated_server_makes_its_streams_wait_for_prompts() -> None:
-    """One stream decodes; a prompt that comes beside it stands in its steps, as far as the longest gap allows."""
+    """One stream decodes; a prompt that comes beside it stands in its steps, as far as the longest
+    gap allows.
+    """
     first, second = Stream(0.0, 1_000, 400), Stream(500.0, 6_000, 2)
     simulate([first, second], Setting(prefill=0, decode=1))
     step = SPEEDS.step_ms(1, 1_100)
@@ -98,7 +110,9 @@ def test_a_colocated_server_makes_its_streams_wait_for_prompts() -> None:
     assert second.ttft == pytest.approx(SPEEDS.prompt_ms(6_000))
 
 
-def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles_are_strict() -> None:
+def test_prompts_that_come_together_are_shared_with_the_decode_node_unless_roles_are_strict() -> (
+    None
+):
     def served(*, strict: bool) -> Result:
         burst = [Stream(at // 8 * 1_000.0, 2_000, 8) for at in range(80)]
         return simulate(burst, Setting(prefill=1, decode=1, prefixes=False, strict_roles=strict))
@@ -152,15 +166,27 @@ def test_who_finds_no_room_waits_at_the_router_and_is_refused_when_it_takes_too_
 
 @pytest.mark.parametrize("policy", ["price", "round_robin"])
 def test_what_a_lost_decode_node_had_goes_on_elsewhere(policy: str) -> None:
-    events = [NodeEvent(1_000.0, 3, What.DOWN), NodeEvent(3_000.0, 3, What.UP), NodeEvent(4_000.0, 2, What.DOWN)]
+    events = [
+        NodeEvent(1_000.0, 3, What.DOWN),
+        NodeEvent(3_000.0, 3, What.UP),
+        NodeEvent(4_000.0, 2, What.DOWN),
+    ]
     result = simulate(streams(200, 40.0), Setting(policy, 2, 2, strict_roles=True, events=events))
     ended(result)
     moved = [stream for stream in result.streams if stream.moved]
-    assert max(stream.longest for stream in moved) > 15 > max(s.longest for s in result.streams if not s.moved)
+    assert (
+        max(stream.longest for stream in moved)
+        > 15
+        > max(s.longest for s in result.streams if not s.moved)
+    )
 
 
 def test_what_a_lost_prefill_node_had_is_computed_elsewhere() -> None:
-    events = [NodeEvent(500.0, 0, What.DOWN), NodeEvent(1_500.0, 1, What.DOWN), NodeEvent(2_500.0, 0, What.UP)]
+    events = [
+        NodeEvent(500.0, 0, What.DOWN),
+        NodeEvent(1_500.0, 1, What.DOWN),
+        NodeEvent(2_500.0, 0, What.UP),
+    ]
     result = simulate(streams(200, 40.0, prompt=3_000), Setting("price", 2, 2, events=events))
     ended(result)
     assert result.local["no_prefill_node"]
@@ -178,7 +204,9 @@ def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_beg
 
 
 def test_answers_that_no_node_goes_on_with_are_given_up_at_their_deadline() -> None:
-    result = simulate(streams(100, 30.0), Setting("price", 1, 1, events=[NodeEvent(2_000.0, 1, What.DOWN)]))
+    result = simulate(
+        streams(100, 30.0), Setting("price", 1, 1, events=[NodeEvent(2_000.0, 1, What.DOWN)])
+    )
     assert any(stream.failed for stream in result.streams)
     for stream in result.streams:
         assert stream.answered + stream.refused + stream.failed == 1
@@ -187,7 +215,9 @@ def test_answers_that_no_node_goes_on_with_are_given_up_at_their_deadline() -> N
 
 def test_a_slow_node_gets_less() -> None:
     def first_on_slow(events: list[NodeEvent]) -> float:
-        result = simulate(streams(300, 40.0, prompt=2_000, seed=3), Setting("price", 2, 2, events=events))
+        result = simulate(
+            streams(300, 40.0, prompt=2_000, seed=3), Setting("price", 2, 2, events=events)
+        )
         ended(result)
         return sorted(stream.ttft for stream in result.streams)[270]
 
@@ -195,7 +225,10 @@ def test_a_slow_node_gets_less() -> None:
 
 
 def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
-    events = [NodeEvent(1_000.0, 3, What.ROLE, Role.PREFILL), NodeEvent(4_000.0, 0, What.ROLE, Role.DECODE)]
+    events = [
+        NodeEvent(1_000.0, 3, What.ROLE, Role.PREFILL),
+        NodeEvent(4_000.0, 0, What.ROLE, Role.DECODE),
+    ]
     result = simulate(streams(300, 40.0), Setting("price", 1, 3, events=events))
     ended(result)
     assert not any(stream.moved for stream in result.streams)
@@ -211,7 +244,9 @@ def test_admission_lets_wait_and_refuses_beyond_its_queue() -> None:
 
 
 def test_with_targets_admission_refuses_who_would_miss_them() -> None:
-    """At twice what the prefill node computes, half of them are answered, none later than its target and a prompt."""
+    """At twice what the prefill node computes, half of them are answered, none later than its
+    target and a prompt.
+    """
     targets = Targets(300.0, 15.0)
     setting = Setting(prefill=1, decode=1, prefixes=False, strict_roles=True, targets=targets)
     most_s = 1e3 / SPEEDS.prompt_ms(2_000)
@@ -234,7 +269,10 @@ AHEAD = msgspec.structs.replace(
         *(PrefillPoint(tokens, 0, 15.0) for tokens in (16, 64, 256, 512)),
         *(PrefillPoint(tokens, 0, tokens / 40) for tokens in (1_000, 4_000, 8_000)),
     ],
-    mixed=[MixedPoint(64, 1_000, tokens, ms) for tokens, ms in ((64, 30.0), (512, 30.0), (8_000, 206.0))],
+    mixed=[
+        MixedPoint(64, 1_000, tokens, ms)
+        for tokens, ms in ((64, 30.0), (512, 30.0), (8_000, 206.0))
+    ],
     ahead=True,
 )
 
@@ -250,7 +288,10 @@ def test_steps_of_few_tokens_wait_for_their_launch_and_not_for_the_device() -> N
     assert speeds.mixed_ms(64, 64_000, [(512, 0)]) == 30.0
     assert speeds.mixed_ms(64, 64_000, [(512, 0)], 6.0) == 24.0
     assert speeds.mixed_ms(64, 64_000, [(512, 0)], 20.0) == pytest.approx(parts, abs=8)
-    assert Speeds(msgspec.structs.replace(AHEAD, ahead=False)).mixed_ms(64, 64_000, [(512, 0)], 6.0) == 30.0
+    assert (
+        Speeds(msgspec.structs.replace(AHEAD, ahead=False)).mixed_ms(64, 64_000, [(512, 0)], 6.0)
+        == 30.0
+    )
 
 
 def test_who_comes_while_a_step_runs_is_in_the_second_one_behind_it() -> None:
@@ -267,10 +308,14 @@ def test_who_comes_while_a_step_runs_is_in_the_second_one_behind_it() -> None:
         assert late.begun - 100.0 == pytest.approx(steps * step, rel=0.02)
 
 
-def test_the_first_who_comes_while_nothing_is_launched_behind_a_step_is_launched_behind_it() -> None:
+def test_the_first_who_comes_while_nothing_is_launched_behind_a_step_is_launched_behind_it() -> (
+    None
+):
     """And nobody else with it."""
     running, first, second = Stream(0.0, 4_000, 1), Stream(50.0, 512, 1), Stream(60.0, 512, 1)
-    simulate([running, first, second], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(AHEAD)))
+    simulate(
+        [running, first, second], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(AHEAD))
+    )
     assert (running.ttft, first.ttft) == (100.0, pytest.approx(50.0 + 512 / 40))
     assert second.ttft == pytest.approx(40.0 + 2 * 512 / 40, abs=2.5)
 
@@ -298,13 +343,18 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
         if what is What.DOWN:
             events.append(NodeEvent(at + rng.uniform(1, 2_000), node, What.UP))
     # At the end there is a node that decodes.
-    events += [NodeEvent(6_000.0, prefill, What.UP), NodeEvent(6_001.0, prefill, What.ROLE, Role.DECODE)]
+    events += [
+        NodeEvent(6_000.0, prefill, What.UP),
+        NodeEvent(6_001.0, prefill, What.ROLE, Role.DECODE),
+    ]
     made = streams(60, 20.0, seed=seed)
     for stream in made[::2]:  # which begin alike
         stream.blocks = tuple(range(stream.prompt // 128))
     result = simulate(made, Setting(policy, prefill, 2, events=events, speeds=Speeds(card)))
     for stream in result.streams:
-        assert stream.refused or (stream.done == stream.output and stream.last >= stream.first >= stream.at)
+        assert stream.refused or (
+            stream.done == stream.output and stream.last >= stream.first >= stream.at
+        )
         assert not (stream.refused and stream.first >= 0)
 
 

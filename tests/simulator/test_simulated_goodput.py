@@ -21,10 +21,14 @@ def answered(at_s: float, *, in_time: bool) -> Stream:
 
 
 @pytest.mark.parametrize(("late_from_s", "kept"), [(22.0, 0.0), (50.0, 0.5), (79.0, 1.0)])
-def test_what_comes_before_the_first_long_answer_has_ended_does_not_count(late_from_s: float, kept: float) -> None:
+def test_what_comes_before_the_first_long_answer_has_ended_does_not_count(
+    late_from_s: float, kept: float
+) -> None:
     """Nor what comes when soon nobody does."""
     streams = [answered(at / 10, in_time=at / 10 < late_from_s) for at in range(1_001)]
-    assert served(Result(Setting(), streams), TARGETS, 10.0).attained == pytest.approx(kept, abs=0.02)
+    assert served(Result(Setting(), streams), TARGETS, 10.0).attained == pytest.approx(
+        kept, abs=0.02
+    )
 
 
 def test_a_run_is_as_long_as_several_long_answers() -> None:

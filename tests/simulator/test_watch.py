@@ -1,4 +1,6 @@
-"""Roles that follow the load in a simulated cluster: from a wrong ratio to at least what the best static one serves."""
+"""Roles that follow the load in a simulated cluster: from a wrong ratio to at least what the best
+static one serves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ PHASES = (Phase(240.0, 1.3, 8_192, 32), Phase(180.0, 4.5, 1_024, 512))
 
 def served(prefill: int, *, changes: bool) -> Result:
     setting = Setting(
-        prefill=prefill, decode=4 - prefill, prefixes=False, speeds=SPEEDS, targets=TARGETS, changes_roles=changes
+        prefill=prefill,
+        decode=4 - prefill,
+        prefixes=False,
+        speeds=SPEEDS,
+        targets=TARGETS,
+        changes_roles=changes,
     )
     return simulate(shifting(PHASES), setting)
 

@@ -15,8 +15,14 @@ from wire.router_config import RouterConfig
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be above 0 and at most 1, got 0.0"),
-        ({"gpu_memory_utilization": 90.0}, "gpu_memory_utilization must be above 0 and at most 1, got 90.0"),
+        (
+            {"gpu_memory_utilization": 0.0},
+            "gpu_memory_utilization must be above 0 and at most 1, got 0.0",
+        ),
+        (
+            {"gpu_memory_utilization": 90.0},
+            "gpu_memory_utilization must be above 0 and at most 1, got 90.0",
+        ),
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes must not be negative, got -1"),
         ({"kv_cache_dtype": "fp16"}, "kv_cache_dtype 'fp16' is not one of auto, fp8"),
         ({"quantization": "int4"}, "quantization 'int4' is not fp8 or empty"),
@@ -38,9 +44,18 @@ from wire.router_config import RouterConfig
             {"tensor_parallel_size": 2, "tensor_parallel_size_local": 1},
             "ranks on other hosts need tensor_parallel_address",
         ),
-        ({"tensor_parallel_size": 2, "tensor_parallel_address": "10.0.0.1"}, "must be host:port, got '10.0.0.1'"),
-        ({"tensor_parallel_size": 2, "tensor_parallel_address": "host:0"}, "must be host:port, got 'host:0'"),
-        ({"tensor_parallel_size": 2, "tensor_parallel_address": "tcp://host:1"}, "must be host:port"),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_address": "10.0.0.1"},
+            "must be host:port, got '10.0.0.1'",
+        ),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_address": "host:0"},
+            "must be host:port, got 'host:0'",
+        ),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_address": "tcp://host:1"},
+            "must be host:port",
+        ),
     ],
 )
 def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
@@ -54,13 +69,19 @@ def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
     [
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be between 1 and 32, got 33"),
         ({"num_speculative_tokens": 0}, "leave speculative_config out to propose none"),
-        ({"num_speculative_tokens": 2, "method": "eagle"}, "method 'eagle' of speculative_config is not ngram"),
+        (
+            {"num_speculative_tokens": 2, "method": "eagle"},
+            "method 'eagle' of speculative_config is not ngram",
+        ),
         ({"method": "mtp"}, "method 'mtp' of speculative_config is not ngram, the only one here"),
         (
             {"num_speculative_tokens": 2, "model": "org/draft"},
             "model 'org/draft' of speculative_config would be a draft",
         ),
-        ({"num_speculative_tokens": 2, "prompt_lookup_min": 5}, "the first not above the second, got 5 and 4"),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_min": 5},
+            "the first not above the second, got 5 and 4",
+        ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "must be between 1 and 16"),
     ],
 )
@@ -78,11 +99,20 @@ def test_a_token_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cluster_secret": "fifteen letters"}, "cluster_secret must have at least 16 characters, got 15; draw one"),
-        ({"kv_host": "10.0.0.1"}, "without cluster_secret kv_host must be a loopback address, got '10.0.0.1'; set the"),
+        (
+            {"cluster_secret": "fifteen letters"},
+            "cluster_secret must have at least 16 characters, got 15; draw one",
+        ),
+        (
+            {"kv_host": "10.0.0.1"},
+            "without cluster_secret kv_host must be a loopback address, got '10.0.0.1'; set the",
+        ),
         ({"kv_host": "node-1"}, "set the same KVRELAY_CLUSTER_SECRET on all nodes"),
         ({"kv_host": "0.0.0.0"}, "must be a loopback address"),
-        ({"kv_port": 70000, "cluster_secret": "sixteen letters!"}, "kv_port must be between 0 and 65535, got 70000"),
+        (
+            {"kv_port": 70000, "cluster_secret": "sixteen letters!"},
+            "kv_port must be between 0 and 65535, got 70000",
+        ),
     ],
 )
 def test_a_hand_over_refuses_and_never_names_the_secret(given: dict[str, Any], said: str) -> None:
@@ -93,7 +123,9 @@ def test_a_hand_over_refuses_and_never_names_the_secret(given: dict[str, Any], s
 
 
 def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> None:
-    assert TransferConfig(kv_host="10.0.0.1", cluster_secret="sixteen letters!").kv_host == "10.0.0.1"
+    assert (
+        TransferConfig(kv_host="10.0.0.1", cluster_secret="sixteen letters!").kv_host == "10.0.0.1"
+    )
     for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1"):
         assert TransferConfig(kv_host=host).cluster_secret == ""
     assert not any(map(is_loopback, ("", "::", "10.0.0.1", "127.0.0.1.example.org", "2130706433")))
@@ -103,7 +135,10 @@ def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> No
     ("given", "said"),
     [
         ({"tensor_parallel_size": 4}, "name rank 0's host:port with tensor_parallel_address"),
-        ({"tensor_parallel_size": 4, "tensor_parallel_address": "h:1"}, "say with tensor_parallel_size_local how many"),
+        (
+            {"tensor_parallel_size": 4, "tensor_parallel_address": "h:1"},
+            "say with tensor_parallel_size_local how many",
+        ),
         (
             {
                 "tensor_parallel_size": 4,
@@ -120,7 +155,8 @@ def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> No
                 "tensor_parallel_size_local": 2,
                 "machine": 2,
             },
-            "first_rank must be between 1 and 2, so that 2 ranks fit into 4, and machine 2 begins with 4",
+            "first_rank must be between 1 and 2, so that 2 ranks fit into 4, and machine 2 begins "
+            "with 4",
         ),
     ],
 )
@@ -132,5 +168,7 @@ def test_ranks_elsewhere_must_know_their_place(given: dict[str, Any], said: str)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"decode_policy must be one of least_queue, .* got 'fastest'"):
+    with pytest.raises(
+        ConfigError, match=r"decode_policy must be one of least_queue, .* got 'fastest'"
+    ):
         RouterConfig(decode_policy="fastest")

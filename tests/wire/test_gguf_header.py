@@ -1,4 +1,6 @@
-"""The GGUF header: every kind of value, and files that are cut short, damaged or lie about their lengths."""
+"""The GGUF header: every kind of value, and files that are cut short, damaged or lie about their
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,14 @@ NUMBERS: list[tuple[int, str, Any]] = [
 ]
 WHOLE = gguf(
     [
-        *(entry(f"number.{kind}", kind, struct.pack(f"<{form}", value)) for kind, form, value in NUMBERS),
-        *(entry(f"list.{kind}", 9, many(kind, [struct.pack(f"<{form}", value)] * 3)) for kind, form, value in NUMBERS),
+        *(
+            entry(f"number.{kind}", kind, struct.pack(f"<{form}", value))
+            for kind, form, value in NUMBERS
+        ),
+        *(
+            entry(f"list.{kind}", 9, many(kind, [struct.pack(f"<{form}", value)] * 3))
+            for kind, form, value in NUMBERS
+        ),
         entry("name", 8, text("é")),
         entry("tokens", 9, many(8, [text("a"), text(""), text("ł")])),
         entry("general.alignment", 4, struct.pack("<I", 64)),
@@ -119,7 +127,9 @@ def test_what_cannot_be_read_is_named(content: bytes, message: str) -> None:
         lambda count: gguf([entry("x", 8, struct.pack("<Q", count))], [], behind=4096),
         lambda count: gguf([entry("x", 9, struct.pack("<IQ", 8, count))], [], behind=4096),
         lambda count: gguf([entry("x", 9, struct.pack("<IQ", 12, count))], [], behind=4096),
-        lambda count: gguf([entry("x", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", count))], [], behind=4096),
+        lambda count: gguf(
+            [entry("x", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", count))], [], behind=4096
+        ),
     ],
 )
 def test_a_length_that_lies_costs_neither_time_nor_memory(form: Any, claimed: int) -> None:
@@ -131,6 +141,8 @@ def test_a_length_that_lies_costs_neither_time_nor_memory(form: Any, claimed: in
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.binary(min_size=1, max_size=9), st.booleans())
-def test_a_damaged_header_is_read_or_refused_and_nothing_else(at: int, damage: bytes, string_lists: bool) -> None:
+def test_a_damaged_header_is_read_or_refused_and_nothing_else(
+    at: int, damage: bytes, string_lists: bool
+) -> None:
     with contextlib.suppress(ValueError):
         read_gguf_header(WHOLE[:at] + damage + WHOLE[at + len(damage) :], string_lists=string_lists)

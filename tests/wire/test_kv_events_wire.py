@@ -1,4 +1,6 @@
-"""KV events on the wire: ours, and all the forms in which vLLM and those who speak like it write them."""
+"""KV events on the wire: ours, and all the forms in which vLLM and those who speak like it write
+them.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,20 @@ def test_what_was_packed_is_read() -> None:
     assert is_snapshot(read_batch(pack_batch(EventBatch(1.5, [AllBlocksCleared()]))))
 
 
-STORED = {"block_hashes": [B, 7], "parent_block_hash": -1, "token_ids": [1, 2], "block_size": 1, "lora_id": None}
-AS_MAP = {"type": "BlockStored", **STORED, "medium": "GPU", "lora_name": None, "kv_cache_spec_kind": "full"}
+STORED = {
+    "block_hashes": [B, 7],
+    "parent_block_hash": -1,
+    "token_ids": [1, 2],
+    "block_size": 1,
+    "lora_id": None,
+}
+AS_MAP = {
+    "type": "BlockStored",
+    **STORED,
+    "medium": "GPU",
+    "lora_name": None,
+    "kv_cache_spec_kind": "full",
+}
 AS_ARRAY = ["BlockStored", *STORED.values(), "GPU", None, None, 0, "full"]
 OLD_ARRAY = ["BlockStored", *STORED.values()]
 
@@ -55,7 +69,8 @@ def test_all_forms_are_read(event: object, batch_is_map: bool) -> None:
     assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == ([B, 7], -1, [1, 2])
 
 
-# The types of vLLM's listeners, by the year of the release. They ignore what they do not name at the end of an array.
+# The types of vLLM's listeners, by the year of the release. They ignore what they do not name at
+# the end of an array.
 class Stored25(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockStored"):
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -114,14 +129,24 @@ class BatchOfMaps(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-@pytest.mark.parametrize(("listener", "maps"), [(Batch25, False), (Batch26, False), (BatchOfMaps, True)])
+@pytest.mark.parametrize(
+    ("listener", "maps"), [(Batch25, False), (Batch26, False), (BatchOfMaps, True)]
+)
 def test_a_listener_that_knows_vllm_s_types_reads_ours(listener: Any, maps: bool) -> None:
     """With all fields that it demands, in their places."""
     stored = BlockStored([A, B], B, [3, 4], 1, None, "GPU", "lora", [["lora"], ["lora"]])
-    payload = pack_batch(EventBatch(1.0, [AllBlocksCleared(), stored, BlockRemoved([B], "GPU")]), maps=maps)
+    payload = pack_batch(
+        EventBatch(1.0, [AllBlocksCleared(), stored, BlockRemoved([B], "GPU")]), maps=maps
+    )
     read = msgspec.msgpack.decode(payload, type=listener)
     told = [msgspec.structs.asdict(event) for event in read.events]
-    expected = {"block_hashes": [A, B], "parent_block_hash": B, "token_ids": [3, 4], "block_size": 1, "lora_id": None}
+    expected = {
+        "block_hashes": [A, B],
+        "parent_block_hash": B,
+        "token_ids": [3, 4],
+        "block_size": 1,
+        "lora_id": None,
+    }
     expected |= {"medium": "GPU"}
     if listener is not Batch25:
         expected |= {"lora_name": "lora", "extra_keys": [("lora",), ("lora",)], "group_idx": None}
@@ -132,7 +157,9 @@ def test_a_listener_that_knows_vllm_s_types_reads_ours(listener: Any, maps: bool
 
 
 def test_an_event_is_an_array_with_its_kind_first() -> None:
-    payload = pack_batch(EventBatch(1.0, [BlockStored([A], None, [], 16, medium="GPU"), AllBlocksCleared()]))
+    payload = pack_batch(
+        EventBatch(1.0, [BlockStored([A], None, [], 16, medium="GPU"), AllBlocksCleared()])
+    )
     stored = ["BlockStored", [A], None, [], 16, None, "GPU", None, None, None]
     assert msgspec.msgpack.decode(payload) == [1.0, [stored, ["AllBlocksCleared"]], 0]
 

@@ -10,11 +10,15 @@ from wire.errors import NodeFailed
 from wire.frames import MALFORMED, Frame, FrameKind
 from wire.leg_stream import Kind, MessageReader, credit, credit_of, frame_message, frame_of, message
 
-MESSAGES = st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40)), max_size=8)
+MESSAGES = st.lists(
+    st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40)), max_size=8
+)
 
 
 @given(MESSAGES, st.lists(st.integers(0, 400)))
-def test_messages_come_out_as_they_went_in(messages: list[tuple[Kind, int, bytes]], cuts: list[int]) -> None:
+def test_messages_come_out_as_they_went_in(
+    messages: list[tuple[Kind, int, bytes]], cuts: list[int]
+) -> None:
     said = b"".join(message(kind, leg, body) for kind, leg, body in messages)
     reader, at, heard = MessageReader(), 0, []
     for cut in [*sorted(min(cut, len(said)) for cut in cuts), len(said)]:

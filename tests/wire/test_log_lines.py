@@ -15,7 +15,9 @@ from wire.log_lines import Fields, JsonLines, Seldom, formatter
 
 
 def record(template: str, *values: object, **more: Any) -> logging.LogRecord:
-    return logging.LogRecord("kvrelay.node", logging.INFO, "", 1, template, values, more.get("exc_info"))
+    return logging.LogRecord(
+        "kvrelay.node", logging.INFO, "", 1, template, values, more.get("exc_info")
+    )
 
 
 def told(template: str, *values: object) -> dict[str, Any]:
@@ -30,7 +32,16 @@ def test_named_values_are_members_with_their_types() -> None:
     assert (line["request_id"], line["status"], line["share"]) == ("a-1", 200, 0.25)
     assert (line["level"], line["logger"], line["process"]) == ("INFO", "kvrelay.node", "decode")
     assert line["time"].endswith("+00:00")
-    assert set(line) == {"time", "level", "logger", "process", "message", "request_id", "status", "share"}
+    assert set(line) == {
+        "time",
+        "level",
+        "logger",
+        "process",
+        "message",
+        "request_id",
+        "status",
+        "share",
+    }
 
 
 def test_several_values_at_once() -> None:
@@ -54,7 +65,9 @@ def test_what_a_value_says_makes_no_member() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_nobody_fills_a_disk_with_one_line(log_format: str) -> None:
-    said = record("refused, path=%s: %s", "/" + "a" * 65_000, RequestError("it is b" + "b" * 10_000_000))
+    said = record(
+        "refused, path=%s: %s", "/" + "a" * 65_000, RequestError("it is b" + "b" * 10_000_000)
+    )
     line = formatter(log_format, "router").format(said)
     assert len(line) < 40_000
     assert "refused, path=/aaa" in line
@@ -65,7 +78,9 @@ def test_an_exception_is_a_member() -> None:
     try:
         raise ValueError("no")
     except ValueError:
-        line = json.loads(JsonLines("router", worker=3).format(record("broke", exc_info=sys.exc_info())))
+        line = json.loads(
+            JsonLines("router", worker=3).format(record("broke", exc_info=sys.exc_info()))
+        )
     assert "ValueError: no" in line["exception"]
     assert line["worker"] == 3
 

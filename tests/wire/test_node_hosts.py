@@ -108,4 +108,6 @@ def test_who_may_be_a_node_matters_only_where_there_is_a_key_to_lose() -> None:
     assert RouterConfig(**lists).may_be_node("http://evil.example")
     assert not RouterConfig(**lists, node_api_key="k").may_be_node("http://evil.example")
     assert RouterConfig(**lists, node_api_key="k").may_be_node("http://d:2")
-    assert RouterConfig(**lists, node_api_key="k", node_allow=("evil.example",)).may_be_node("http://evil.example")
+    assert RouterConfig(**lists, node_api_key="k", node_allow=("evil.example",)).may_be_node(
+        "http://evil.example"
+    )

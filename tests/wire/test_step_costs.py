@@ -35,7 +35,9 @@ def test_a_step_beside_decodes_keeps_to_the_gap_and_one_without_to_its_tokens() 
     assert budget.room(0, 0).take(10_000, 0) == 8192
     taken = budget.room(100, 100_000).take(10_000, 0)
     assert H200.decode_ms(100, 100_000) + 0.5 + H200.chunk_ms(taken) == pytest.approx(50, abs=0.03)
-    assert budget.room(100, 100_000).take(10_000, 100_000) < taken, "attention over what was before takes time, too"
+    assert budget.room(100, 100_000).take(10_000, 100_000) < taken, (
+        "attention over what was before takes time, too"
+    )
 
 
 def test_prompts_do_not_starve_beside_decodes_that_take_longer_than_the_gap() -> None:
@@ -54,7 +56,9 @@ def test_a_step_takes_up_no_further_prompt_once_its_fixed_part_is_a_tenth_of_it(
     enough = 9 * (H200.step + H200.prompts) / H200.chunk_ms(100)
     assert enough <= prompts < enough + 1
     room = budget.room(0, 0)
-    assert (room.take(100, 0), room.take(20_000, 0)) == (100, 8092), "who is taken up may have all the rest"
+    assert (room.take(100, 0), room.take(20_000, 0)) == (100, 8092), (
+        "who is taken up may have all the rest"
+    )
     assert not room.is_open
 
 
@@ -71,7 +75,12 @@ def test_rows_that_pad_a_step_are_filled_and_a_cut_prompt_pads_none() -> None:
     assert not room.is_open
     assert budget.room(0, 0).take(5000, 0) == 5000, "where nobody waits for a token nothing is cut"
     assert (budget.padded(0), budget.padded(33), budget.padded(2049)) == (0, 64, 2049)
-    assert (budget.cut(31), budget.cut(700), budget.cut(2048), budget.cut(5000)) == (31, 512, 2048, 5000)
+    assert (budget.cut(31), budget.cut(700), budget.cut(2048), budget.cut(5000)) == (
+        31,
+        512,
+        2048,
+        5000,
+    )
 
 
 def test_a_step_of_chunks_is_the_sum_of_its_decodes_and_prompts() -> None:
@@ -111,7 +120,11 @@ def test_no_step_takes_longer_than_the_gap_but_for_one_block(
     prompts: list[tuple[int, int]], rows: int, gap_ms: float
 ) -> None:
     budget = StepBudget(8192, BLOCK, H200, gap_ms)
-    room, ms, tokens = budget.room(rows, rows * 1000), H200.decode_ms(rows, rows * 1000) + H200.prompts, 0
+    room, ms, tokens = (
+        budget.room(rows, rows * 1000),
+        H200.decode_ms(rows, rows * 1000) + H200.prompts,
+        0,
+    )
     for number, (wanted, start) in enumerate(prompts):
         if not room.is_open:
             break
@@ -120,15 +133,29 @@ def test_no_step_takes_longer_than_the_gap_but_for_one_block(
         tokens += count
         ms += H200.chunk_ms(count, start)
         if rows and number == 0:
-            assert ms <= max(gap_ms, H200.decode_ms(rows, rows * 1000) + 0.5 + H200.chunk_ms(BLOCK, start)) + 1e-6
+            assert (
+                ms
+                <= max(
+                    gap_ms, H200.decode_ms(rows, rows * 1000) + 0.5 + H200.chunk_ms(BLOCK, start)
+                )
+                + 1e-6
+            )
         elif rows:
             assert ms <= gap_ms + H200.chunk_ms(1, start) + 1e-6
     assert tokens <= 8192
 
 
-@given(st.integers(1, 250), st.integers(50, 4_000), st.lists(st.integers(2, 3_000), min_size=1, max_size=40))
-def test_rows_that_only_pad_a_step_have_their_time_too(rows: int, context: int, prompts: list[int]) -> None:
-    """Seen on an H100: 15 prompts of 128 tokens were computed as 2,048 tokens, for which there was no time."""
+@given(
+    st.integers(1, 250),
+    st.integers(50, 4_000),
+    st.lists(st.integers(2, 3_000), min_size=1, max_size=40),
+)
+def test_rows_that_only_pad_a_step_have_their_time_too(
+    rows: int, context: int, prompts: list[int]
+) -> None:
+    """Seen on an H100: 15 prompts of 128 tokens were computed as 2,048 tokens, for which there was
+    no time.
+    """
     costs = StepCosts(5.54, 0.0104, 0.0000431, -2.62, 0.02115, 0.000000975)
     shapes = (256, 512, 1024, 1536, 2048)
     budget = StepBudget(8192, 16, costs, 50.0, shapes)
@@ -137,5 +164,9 @@ def test_rows_that_only_pad_a_step_have_their_time_too(rows: int, context: int, 
         if not room.is_open:
             break
         assert room.take(tokens, 0) > 0
-    padded_ms = costs.decode_ms(rows, rows * context) + costs.prompts + costs.prompt_token * budget.padded(room.taken)
+    padded_ms = (
+        costs.decode_ms(rows, rows * context)
+        + costs.prompts
+        + costs.prompt_token * budget.padded(room.taken)
+    )
     assert padded_ms <= 50.0 or room.taken <= max(16, shapes[0])

@@ -1,4 +1,6 @@
-"""Version N beside N-1: which version two processes speak, what a new field does to old code, version 1 as it was."""
+"""Version N beside N-1: which version two processes speak, what a new field does to old code,
+version 1 as it was.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from kv_transfer import messages
 from kv_transfer.connector import PoolRegion
 from kv_transfer.host_files import HostFile
 from kv_transfer.leases import LeaseId
-from kv_transfer.messages import End, Ended, Follow, Grown, Hello, RankCard, Refused, Renew, Renewed, Welcome
+from kv_transfer.messages import (
+    End,
+    Ended,
+    Follow,
+    Grown,
+    Hello,
+    RankCard,
+    Refused,
+    Renew,
+    Renewed,
+    Welcome,
+)
 from router.nodes.node import HealthReport
 from wire.config import Role
 from wire.errors import ErrorBody
@@ -28,7 +41,9 @@ from wire.step_costs import StepCosts
 from wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed
 from wire.versions import HANDOVER, LEGS, RELEASE, Versions
 
-RANGES = st.integers(1, 9).flatmap(lambda oldest: st.integers(oldest, 9).map(lambda newest: Versions(oldest, newest)))
+RANGES = st.integers(1, 9).flatmap(
+    lambda oldest: st.integers(oldest, 9).map(lambda newest: Versions(oldest, newest))
+)
 PRINT = Fingerprint(1, "m", "bfloat16", 16, 3, 64, 30, 0, 1, "yarn", 1)
 LOAD = Load(1, 2, 3, 4, 5, 16, 7, 8, 9, 1.5, 10.5, 0.5, 0.25, 0.125, 20.5, 250.5, 11)
 COSTS = StepCosts(5.5, 0.5, 0.25, -1.5, 0.125, 0.0625)
@@ -101,11 +116,16 @@ def test_fields_of_later_releases_are_skipped_wherever_they_stand(value: Any) ->
 
 def test_json_of_later_releases_is_read_too() -> None:
     for value in (TICKET, REPORT):
-        assert msgspec.json.decode(msgspec.json.encode(of_the_future(value)), type=type(value)) == value
+        assert (
+            msgspec.json.decode(msgspec.json.encode(of_the_future(value)), type=type(value))
+            == value
+        )
 
 
 @given(RANGES, RANGES)
-def test_both_sides_find_the_same_version_the_highest_that_both_speak(mine: Versions, theirs: Versions) -> None:
+def test_both_sides_find_the_same_version_the_highest_that_both_speak(
+    mine: Versions, theirs: Versions
+) -> None:
     both = set(range(mine.oldest, mine.newest + 1)) & set(range(theirs.oldest, theirs.newest + 1))
     assert mine.common(theirs) == theirs.common(mine) == max(both, default=None)
     assert all(version in mine and version in theirs for version in both)
@@ -126,7 +146,9 @@ def test_a_packed_prompt_is_unpacked_for_legs_of_version_1(ids: list[int]) -> No
     assert (new.prompt_token_ids, new.packed_prompt, new.leg_version) == (None, packed(ids), 2)
     assert old.prompt() == new.prompt() == ids
     assert (old.prompt_tokens, new.prompt_tokens) == (len(ids), len(ids))
-    assert KvTransferParams(prompt_token_ids=ids).in_version(2).prompt() == ids  # of a node of version 1, for one of 2
+    assert (
+        KvTransferParams(prompt_token_ids=ids).in_version(2).prompt() == ids
+    )  # of a node of version 1, for one of 2
 
 
 def test_the_release_is_that_of_the_package() -> None:
@@ -134,7 +156,8 @@ def test_the_release_is_that_of_the_package() -> None:
     assert re.search(r'^version = "(.*)"$', project, re.M).group(1) == RELEASE  # type: ignore[union-attr]
 
 
-# --- version 1, as the code had it before nodes said which versions they speak: never change what stands below ---
+# --- version 1, as the code had it before nodes said which versions they speak: never change what
+# stands below ---
 
 
 class FingerprintOf1(msgspec.Struct, frozen=True):
@@ -248,7 +271,8 @@ HEARTBEAT = Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0, costs=COS
 HEARTBEAT_OF_1 = HeartbeatOf1("http://n:1", "prefill", "m", "g", LOAD_OF_1, 1.0)
 
 needs_1 = pytest.mark.skipif(
-    1 not in HANDOVER or 1 not in LEGS, reason="version 1 is not spoken any more: write down the one before yours"
+    1 not in HANDOVER or 1 not in LEGS,
+    reason="version 1 is not spoken any more: write down the one before yours",
 )
 
 
@@ -267,7 +291,9 @@ needs_1 = pytest.mark.skipif(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_code_of_version_1_reads_what_is_said_today_and_the_other_way_round(said: Any, as_1_had_it: Any) -> None:
+def test_code_of_version_1_reads_what_is_said_today_and_the_other_way_round(
+    said: Any, as_1_had_it: Any
+) -> None:
     for encode, decode in _ways(said):
         plain = decode(encode(as_1_had_it), type=type(as_1_had_it))
         assert decode(encode(said), type=type(as_1_had_it)) == plain
@@ -276,7 +302,9 @@ def test_code_of_version_1_reads_what_is_said_today_and_the_other_way_round(said
 
 
 def _ways(value: Any) -> list[tuple[Callable[[Any], bytes], Callable[..., Any]]]:
-    ways: list[tuple[Callable[[Any], bytes], Callable[..., Any]]] = [(msgspec.msgpack.encode, msgspec.msgpack.decode)]
+    ways: list[tuple[Callable[[Any], bytes], Callable[..., Any]]] = [
+        (msgspec.msgpack.encode, msgspec.msgpack.decode)
+    ]
     if isinstance(value, HealthReport):
         ways = [(msgspec.json.encode, msgspec.json.decode)]
     return ways

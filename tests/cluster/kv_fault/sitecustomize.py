@@ -1,8 +1,9 @@
-"""Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process that reads wrongly.
+"""Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process
+that reads wrongly.
 
-When the file named by KV_FAULT appears the next READ of the direct plane ends with other bytes in one block than its
-source has, in the way that the file names, and the file goes: `flipped` (a bit), `shifted` (by a word), `stale` (what
-the pool had there before).
+When the file named by KV_FAULT appears the next READ of the direct plane ends with other bytes in
+one block than its source has, in the way that the file names, and the file goes: `flipped` (a bit),
+`shifted` (by a word), `stale` (what the pool had there before).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Python itself loads this in each process that has the folder in its PYTHONPATH: nodes that die of marked requests.
+"""Python itself loads this in each process that has the folder in its PYTHONPATH: nodes that die of
+marked requests.
 
-While the file named by POISON_FAULT exists, a request with `kill-http` in its body kills the HTTP process of each node
-that reads it, and one with `kill-engine` its engine process. A router refuses what nodes have died of for the seconds
-that POISON_REFUSED_S says.
+While the file named by POISON_FAULT exists, a request with `kill-http` in its body kills the HTTP
+process of each node that reads it, and one with `kill-engine` its engine process. A router refuses
+what nodes have died of for the seconds that POISON_REFUSED_S says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process whose GPU can fail.
+"""Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process
+whose GPU can fail.
 
-It does when the file named by GPU_FAULT appears, in the place that the file names: `step` or `plane`. From then on the
-end of the interpreter hangs, as CUDA's teardown may; with `stuck` in the file even leaving at once does. With `real` in
-the file a GPU does fail: a kernel reads outside of its tensor, and every later call says so.
+It does when the file named by GPU_FAULT appears, in the place that the file names: `step` or
+`plane`. From then on the end of the interpreter hangs, as CUDA's teardown may; with `stuck` in the
+file even leaving at once does. With `real` in the file a GPU does fail: a kernel reads outside of
+its tensor, and every later call says so.
 """
 
 from __future__ import annotations
