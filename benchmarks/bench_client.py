@@ -25,9 +25,9 @@ from typing import cast
 import aiohttp
 import uvloop
 
-from load.config import BenchConfig
-from load.experiment import Experiment
-from load.results import Run
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.experiment import Experiment
+from kvrelay.load.results import Run
 
 _MAX_TOKENS, _LENGTH = (
     re.compile(rb'"max_tokens": ?(\d+)'),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kernels.block_checksums import WORD_BYTES, block_checksums, keys
+from kvrelay.kernels.block_checksums import WORD_BYTES, block_checksums, keys
 
 SHAPES = {
     "SmolLM2-135M fp32, 16 tokens": (3, 737_280),

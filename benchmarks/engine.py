@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import triton
 
-from node.ranks import join_as_rank_0
-from paged_engine.engine import Engine
-from paged_engine.timed_steps import TimedSteps
-from wire.config import EngineConfig
+from kvrelay.node.ranks import join_as_rank_0
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.timed_steps import TimedSteps
+from kvrelay.wire.config import EngineConfig
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
 # Name of a row -> (requests at a time, tokens of context, aim in ms, vLLM 0.26 in ms)

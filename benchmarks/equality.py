@@ -24,12 +24,12 @@ import aiohttp
 
 from benchmarks.local_cluster import running
 from kvrelay.embedded import embedded_model
-from openai_api.tokenizer import Tokenizer
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.sampling import SamplingParams
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import SamplingParams
 
 __all__ = ["Answer", "in_engine", "through", "varied_prompts"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.outputs import TokenLogprobs
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
 
 MODEL = Path(__file__).parent / "models" / "llama-3.2-1b.json"
 PROMPTS, MOST_TOKENS, OUTPUT = 40, 1500, 24

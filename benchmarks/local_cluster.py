@@ -20,7 +20,7 @@ from typing import IO
 
 import aiohttp
 
-from node.parent import PARENT_PID
+from kvrelay.node.parent import PARENT_PID
 
 __all__ = ["child", "family", "free_ports", "kv_events", "running", "wait_until_healthy"]
 

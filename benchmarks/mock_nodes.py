@@ -21,11 +21,11 @@ import httptools
 import msgspec
 import uvloop
 
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, Answer, Kind, MessageReader, message
-from wire.outputs import Finish, Load
-from wire.transfer import KvTransferParams, packed
-from wire.versions import LEGS
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from kvrelay.wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, Answer, Kind, MessageReader, message
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.transfer import KvTransferParams, packed
+from kvrelay.wire.versions import LEGS
 
 __all__ = ["MODEL", "MOST_TOKENS", "PROMPT_BYTES"]
 

@@ -25,17 +25,17 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 
-from load.measures import percentile
-from planning.rate_card import read_card
-from router.walk.placer import Found
-from simulator.engine import Engine
-from simulator.goodput import is_good
-from simulator.routers import Router
-from simulator.setting import Setting
-from simulator.speeds import H200, Speeds
-from simulator.stream import Stream, Targets
-from simulator.world import simulate
-from wire.config import Role
+from kvrelay.load.measures import percentile
+from kvrelay.planning.rate_card import read_card
+from kvrelay.router.walk.placer import Found
+from kvrelay.simulator.engine import Engine
+from kvrelay.simulator.goodput import is_good
+from kvrelay.simulator.routers import Router
+from kvrelay.simulator.setting import Setting
+from kvrelay.simulator.speeds import H200, Speeds
+from kvrelay.simulator.stream import Stream, Targets
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.config import Role
 
 __all__ = ["main"]
 

@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from benchmarks.mock_nodes import MODEL, PROMPT_BYTES
-from load.measures import percentile
+from kvrelay.load.measures import percentile
 
 __all__ = ["Seen", "Wave", "cpu_s"]
 

@@ -40,19 +40,19 @@ import msgspec
 from benchmarks.goodput.drawing import read_folders
 from benchmarks.goodput.nodes import Nodes, cluster
 from kvrelay.embedded import embedded_model
-from kvrelay.machine import environ
-from load.arrivals import arrivals
-from load.config import BenchConfig
-from load.experiment import Experiment, usual_s
-from load.measures import percentile
-from load.results import Run
-from load.sessions import Work, sessions
-from planning.rate_card import RateCard, read_card, write_card
-from simulator.setting import Setting, Targets
-from simulator.speeds import H200, Speeds, slowed
-from simulator.stream import Stream
-from simulator.world import simulate
-from wire.router_config import PRICE
+from kvrelay.load.arrivals import arrivals
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.experiment import Experiment, usual_s
+from kvrelay.load.measures import percentile
+from kvrelay.load.results import Run
+from kvrelay.load.sessions import Work, sessions
+from kvrelay.planning.rate_card import RateCard, read_card, write_card
+from kvrelay.simulator.setting import Setting, Targets
+from kvrelay.simulator.speeds import H200, Speeds, slowed
+from kvrelay.simulator.stream import Stream
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.router_config import PRICE
 
 __all__ = ["Compared", "compared", "main", "of_results", "streams_about", "streams_like", "told"]
 
@@ -292,7 +292,7 @@ def _profiled(flags: Sequence[str], seconds: float, path: Path) -> None:
         f"--seconds={seconds:g}",
         *flags,
     ]
-    subprocess.run(argv, check=True, timeout=_PROFILE_DEADLINE_S, env=environ())
+    subprocess.run(argv, check=True, timeout=_PROFILE_DEADLINE_S, env=child_environ())
 
 
 def _paced(factor: float, path: Path) -> list[str]:

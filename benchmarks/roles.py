@@ -15,11 +15,11 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from simulator.goodput import attained
-from simulator.setting import Result, Setting, Targets
-from simulator.shifting import Phase, shifting
-from simulator.speeds import H200, Speeds, slowed
-from simulator.world import simulate
+from kvrelay.simulator.goodput import attained
+from kvrelay.simulator.setting import Result, Setting, Targets
+from kvrelay.simulator.shifting import Phase, shifting
+from kvrelay.simulator.speeds import H200, Speeds, slowed
+from kvrelay.simulator.world import simulate
 
 __all__ = ["main", "phases_of"]
 

@@ -33,7 +33,7 @@ import msgspec
 from benchmarks.local_cluster import family, free_ports
 from benchmarks.mock_nodes import MODEL
 from benchmarks.raw_load import Seen, Wave, cpu_s
-from load.measures import percentile
+from kvrelay.load.measures import percentile
 
 ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
 PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0

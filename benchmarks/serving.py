@@ -21,11 +21,11 @@ from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.local_cluster import running
-from load.conductor import Outcome, conduct
-from load.measures import Slo, Window, client_of, measured, percentile
-from load.prompts import Spelling
-from load.records import Asking, Load, Record
-from load.sessions import Arrival, Work
+from kvrelay.load.conductor import Outcome, conduct
+from kvrelay.load.measures import Slo, Window, client_of, measured, percentile
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.records import Asking, Load, Record
+from kvrelay.load.sessions import Arrival, Work
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
 _CLIENTS_PER_PROCESS, _MOST_PROCESSES = 8, 4

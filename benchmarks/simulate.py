@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from load.workloads import SCALE, TRACE_BLOCK_TOKENS, WORKLOADS, read_trace
-from simulator.setting import Setting
-from simulator.stream import at_load, streams_of
-from simulator.summary import Summary, summary_of, table
-from simulator.world import simulate
-from wire.router_config import POLICY_NAMES, PRICE
+from kvrelay.load.workloads import SCALE, TRACE_BLOCK_TOKENS, WORKLOADS, read_trace
+from kvrelay.simulator.setting import Setting
+from kvrelay.simulator.stream import at_load, streams_of
+from kvrelay.simulator.summary import Summary, summary_of, table
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.router_config import POLICY_NAMES, PRICE
 
 __all__ = ["main"]
 

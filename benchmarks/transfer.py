@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node.transfer_pair import Pair, Part, Took, open_pair
-from wire.errors import TransferError
+from kvrelay.node.transfer_pair import Pair, Part, Took, open_pair
+from kvrelay.wire.errors import TransferError
 
 CONNECTORS = ("direct", "nixl", "nccl")
 SIZES_MIB = (16, 64, 512, 1024, 4096)

@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from openai_api.leg import Leg, with_forks
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.writer import AnswerWriter
-from wire.engine_messages import EngineReady, RequestUpdate, Submit
-from wire.errors import RequestError
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.openai_api.leg import Leg, with_forks
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["DecodeLeg", "ticket_of"]
 

@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fp8_reference import quantize_weight
-from kernels.fused_act import act_and_mul
-from kernels.fused_norm import e4m3_scale, pdl_works, rms_norm, warps_for
-from kernels.skinny_gemm import Activation, skinny_linear
+from kvrelay.kernels.fp8_reference import quantize_weight
+from kvrelay.kernels.fused_act import act_and_mul
+from kvrelay.kernels.fused_norm import e4m3_scale, pdl_works, rms_norm, warps_for
+from kvrelay.kernels.skinny_gemm import Activation, skinny_linear
 
 __all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows", "quantize_weight"]
 

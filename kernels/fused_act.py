@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import pdl_works
-from kernels.launch_sizes import cdiv
+from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch_sizes import cdiv
 
 __all__ = ["act_and_mul", "relu"]
 

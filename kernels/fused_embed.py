@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import pdl_works
-from kernels.launch_sizes import cdiv, power_of_2
+from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch_sizes import cdiv, power_of_2
 
 __all__ = ["embed"]
 

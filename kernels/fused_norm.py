@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch_sizes import power_of_2
+from kvrelay.kernels.launch_sizes import power_of_2
 
 __all__ = ["e4m3_scale", "layer_norm", "pdl_works", "rms_norm", "warps_for"]
 

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import e4m3_scale, pdl_works
-from kernels.launch_sizes import cdiv, power_of_2
+from kvrelay.kernels.fused_norm import e4m3_scale, pdl_works
+from kvrelay.kernels.launch_sizes import cdiv, power_of_2
 
 __all__ = ["rope_and_write"]
 

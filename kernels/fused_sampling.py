@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import pdl_works
-from kernels.sampling_floors import find_floors
-from kernels.sampling_slots import (
+from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.sampling_floors import find_floors
+from kvrelay.kernels.sampling_slots import (
     CHOICE,
     IS_CUT,
     IS_PENALIZED,

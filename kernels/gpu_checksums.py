@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.block_checksums import STRIDE, WORD_BYTES
+from kvrelay.kernels.block_checksums import STRIDE, WORD_BYTES
 
 __all__ = ["PIECE_BYTES", "PROGRAMS", "VECTOR_BYTES", "gpu_block_checksums"]
 

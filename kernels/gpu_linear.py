@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.fused_act import act_and_mul
-from kernels.fused_norm import rms_norm
-from kernels.invariant_gemm import invariant_linear
-from kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
+from kvrelay.kernels.fused_act import act_and_mul
+from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.invariant_gemm import invariant_linear
+from kvrelay.kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
 
 __all__ = ["GpuLinear", "skinny_rows"]
 

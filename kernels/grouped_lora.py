@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import pdl_works
+from kvrelay.kernels.fused_norm import pdl_works
 
 __all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.norm_rope_act import apply_rope, quantize_e4m3, rms_norm
+from kvrelay.kernels.norm_rope_act import apply_rope, quantize_e4m3, rms_norm
 
 __all__ = ["rope_and_write", "write_kv"]
 

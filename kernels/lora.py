@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.linear import Linear
+from kvrelay.kernels.linear import Linear
 
 __all__ = ["PackedLora", "add_lora"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.linear import Linear
-from kernels.norm_rope_act import act_and_mul
+from kvrelay.kernels.linear import Linear
+from kvrelay.kernels.norm_rope_act import act_and_mul
 
 __all__ = ["Experts", "moe", "route"]
 

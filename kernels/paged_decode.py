@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_plan import UNIT, DecodeWorkspace, decode_programs, first_key
+from kvrelay.kernels.decode_plan import UNIT, DecodeWorkspace, decode_programs, first_key
 
 __all__ = ["paged_decode"]
 

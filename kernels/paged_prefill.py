@@ -33,8 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch_sizes import power_of_2
-from kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.launch_sizes import power_of_2
+from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
 
 __all__ = ["paged_prefill"]
 
@@ -82,7 +82,7 @@ def paged_prefill(
         return out
     if _takes_hopper_path(query, key_cache, out):
         # Here, because not every build of Triton has Gluon.
-        from kernels.paged_prefill_hopper import hopper_prefill
+        from kvrelay.kernels.paged_prefill_hopper import hopper_prefill
 
         return hopper_prefill(
             query,

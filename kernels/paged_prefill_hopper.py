@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
 
 __all__ = ["HopperShape", "hopper_prefill"]
 

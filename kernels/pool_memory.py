@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cuda_runtime
+from kvrelay.kernels import cuda_runtime
 
 __all__ = [
     "NONCE_BYTES",

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling_slots import (
+from kvrelay.kernels.sampling_slots import (
     FLOOR,
     IS_ADJUSTED,
     IS_CUT,

@@ -46,9 +46,9 @@ from typing import Literal
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.fused_norm import pdl_works
-from kernels.launch_sizes import cdiv, power_of_2
-from kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
+from kvrelay.kernels.fused_norm import pdl_works
+from kvrelay.kernels.launch_sizes import cdiv, power_of_2
+from kvrelay.kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
 
 __all__ = [
     "MAX_ROWS",
@@ -283,7 +283,7 @@ def _through_ring(
     tile: RingTile,
 ) -> torch.Tensor:
     # Here, because the language of that file is an experimental part of Triton.
-    from kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
+    from kvrelay.kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
 
     rows, k = x.shape
     block_m = max(16, power_of_2(rows))

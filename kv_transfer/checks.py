@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.leases import LeaseId
 
 __all__ = ["MOST_BLOCKS", "Checks", "drawn", "in_our_order"]
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kv_transfer.checks import MOST_BLOCKS
-from kv_transfer.connector import PoolRegion
-from wire.errors import ConfigError
+from kvrelay.kv_transfer.checks import MOST_BLOCKS
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["ChecksumThread", "Checksums"]
 
@@ -43,7 +43,7 @@ class _HostSide:
     def __init__(self, region: PoolRegion, kv_heads: int) -> None:
         import numpy as np
 
-        from kernels import block_checksums
+        from kvrelay.kernels import block_checksums
 
         slice_bytes = _slice_bytes(region, kv_heads, block_checksums.WORD_BYTES)
         whole = (ctypes.c_uint8 * (region.num_blocks * region.block_bytes)).from_address(
@@ -67,7 +67,7 @@ class _GpuSide:
     def __init__(self, region: PoolRegion, kv_heads: int) -> None:
         import torch
 
-        from kernels import cuda_runtime, gpu_checksums
+        from kvrelay.kernels import cuda_runtime, gpu_checksums
 
         self._address, self._kv_heads = region.address, kv_heads
         self._slice_bytes = _slice_bytes(region, kv_heads, gpu_checksums.VECTOR_BYTES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.leases import LeaseId
 
 __all__ = ["Ask", "Command", "End", "PeerCommand", "PeerKey", "Prove", "Read", "Sum"]
 

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from wire.errors import ConfigError, PeerLost
+from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["RECEIVES", "SENDS", "Backend", "Communicator", "NcclBackend", "Work"]
 

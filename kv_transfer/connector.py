@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from wire.outputs import TokenLogprobs
-from wire.transfer import KvTransferParams
+from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "Completion",

@@ -30,12 +30,12 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.commands import PeerKey
-from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
-from kv_transfer.poke import Poke
-from kv_transfer.zmq_address import listen, tcp
-from wire.errors import ConfigError
-from wire.versions import HANDOVER
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
+from kvrelay.kv_transfer.poke import Poke
+from kvrelay.kv_transfer.zmq_address import listen, tcp
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.versions import HANDOVER
 
 __all__ = ["ENDED", "ENDED_EARLY", "ControlDesk", "ControlThread"]
 

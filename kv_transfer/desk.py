@@ -18,15 +18,15 @@ from itertools import chain
 
 import msgspec
 
-from kv_transfer.commands import PeerKey, Sum
-from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
-from kv_transfer.control import ControlThread
-from kv_transfer.fetch import FetchLimits
-from kv_transfer.fetches import FetchTable
-from kv_transfer.growth import GrowthTable
-from kv_transfer.lease_words import LeaseWords
-from kv_transfer.leases import LeaseId, LeaseTable
-from kv_transfer.messages import (
+from kvrelay.kv_transfer.commands import PeerKey, Sum
+from kvrelay.kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
+from kvrelay.kv_transfer.control import ControlThread
+from kvrelay.kv_transfer.fetch import FetchLimits
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.growth import GrowthTable
+from kvrelay.kv_transfer.lease_words import LeaseWords
+from kvrelay.kv_transfer.leases import LeaseId, LeaseTable
+from kvrelay.kv_transfer.messages import (
     End,
     Ended,
     Follow,
@@ -37,15 +37,15 @@ from kv_transfer.messages import (
     Renewed,
     Welcome,
 )
-from kv_transfer.peers import Peers
-from kv_transfer.plane_choice import Planes
-from kv_transfer.planes import DataPlane
-from kv_transfer.questions import Question, QuestionTable
-from kv_transfer.rank_link import RankLink
-from kv_transfer.tickets import refusal, signed
-from wire.config import TransferConfig
-from wire.errors import Incompatible, KvrelayError, PeerLost
-from wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.kv_transfer.peers import Peers
+from kvrelay.kv_transfer.plane_choice import Planes
+from kvrelay.kv_transfer.planes import DataPlane
+from kvrelay.kv_transfer.questions import Question, QuestionTable
+from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.kv_transfer.tickets import refusal, signed
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
+from kvrelay.wire.transfer import Fingerprint, KvTransferParams
 
 __all__ = ["Desk"]
 
@@ -58,7 +58,7 @@ STALL_S = 60.0
 
 
 class Desk:
-    """A connector over data planes. See `kv_transfer.connector.Connector` for the contract of its
+    """A connector over data planes. See `kvrelay.kv_transfer.connector.Connector` for the contract of its
     methods.
     """
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kv_transfer.checks import Checks
-from kv_transfer.commands import PeerKey
-from kv_transfer.connector import Completion
-from kv_transfer.leases import LeaseId
-from wire.errors import KvrelayError, PeerLost, TransferTimeout
+from kvrelay.kv_transfer.checks import Checks
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import Completion
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import KvrelayError, PeerLost, TransferTimeout
 
 __all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
 

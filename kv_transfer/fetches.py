@@ -40,12 +40,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kv_transfer.checks import MOST_BLOCKS, drawn
-from kv_transfer.commands import Ask, Command, End, PeerKey, Prove, Read, Sum
-from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
-from kv_transfer.fetch import Fetch, FetchLimits, State
-from kv_transfer.leases import LeaseId
-from wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
+from kvrelay.kv_transfer.checks import MOST_BLOCKS, drawn
+from kvrelay.kv_transfer.commands import Ask, Command, End, PeerKey, Prove, Read, Sum
+from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.fetch import Fetch, FetchLimits, State
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
 __all__ = ["FetchTable", "sentence"]
 

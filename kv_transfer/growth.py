@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.connector import Completion
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import Grown
+from kvrelay.kv_transfer.connector import Completion
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import Grown
 
 __all__ = ["GrowthTable"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from wire.errors import TransferError
+from kvrelay.wire.errors import TransferError
 
 __all__ = ["HostFile", "mapped", "place_of"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 
-from kv_transfer.host_files import HostFile, mapped, place_of
-from kv_transfer.leases import LeaseId
-from wire.errors import TransferError
+from kvrelay.kv_transfer.host_files import HostFile, mapped, place_of
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import TransferError
 
 __all__ = ["HeldWords", "LeaseWords"]
 
@@ -31,7 +31,7 @@ class LeaseWords:
     def __init__(self, generation: str) -> None:
         """`generation`: of this process, by which a reader knows that the memory is ours."""
         # Not before the engine has been imported, which sees to it that `kernels` is ours.
-        from kernels.pool_memory import sealed_memory
+        from kvrelay.kernels.pool_memory import sealed_memory
 
         self.place: HostFile | None = None
         self._epochs: dict[str, int] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kv_transfer.connector import Released
+from kvrelay.kv_transfer.connector import Released
 
 __all__ = ["LeaseId", "LeaseTable"]
 

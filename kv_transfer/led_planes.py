@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kv_transfer.checksums import ChecksumThread
-from kv_transfer.commands import PeerKey
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import DataPlane, PlaneThread, why_not
-from kv_transfer.rank_link import LinkEnd
-from kv_transfer.rank_messages import (
+from kvrelay.kv_transfer.checksums import ChecksumThread
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import DataPlane, PlaneThread, why_not
+from kvrelay.kv_transfer.rank_link import LinkEnd
+from kvrelay.kv_transfer.rank_messages import (
     AddPeer,
     Broke,
     Close,
@@ -35,7 +35,7 @@ from kv_transfer.rank_messages import (
     Summed,
     ToRank,
 )
-from wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.errors import ConfigError, KvrelayError
 
 __all__ = ["LedPlanes"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from kernels.pool_memory import NONCE_BYTES, PoolMemory
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import Source
-from wire.errors import ConfigError, TransferError
+from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
 
@@ -83,7 +83,7 @@ class GpuSide:
         """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
         import torch
 
-        from kernels import cuda_runtime, gather_blocks
+        from kvrelay.kernels import cuda_runtime, gather_blocks
 
         self._torch, self._cuda, self._kernel = torch, cuda_runtime, gather_blocks
         if self._region.block_bytes % gather_blocks.VECTOR_BYTES:

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
-from kv_transfer.connector import PoolRegion
-from kv_transfer.host_files import HostFile, mapped, place_of
-from kv_transfer.planes import Source
-from kv_transfer.shares import Share
+from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.host_files import HostFile, mapped, place_of
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.shares import Share
 
 __all__ = ["HostSide", "runs"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_transfer.codec import Codec
-from kv_transfer.connector import Completion, PoolRegion
-from kv_transfer.host_files import HostFile
-from kv_transfer.leases import LeaseId
-from kv_transfer.shares import Heads
-from wire.transfer import Fingerprint
+from kvrelay.kv_transfer.codec import Codec
+from kvrelay.kv_transfer.connector import Completion, PoolRegion
+from kvrelay.kv_transfer.host_files import HostFile
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.shares import Heads
+from kvrelay.wire.transfer import Fingerprint
 
 __all__ = [
     "MAX_MESSAGE_BYTES",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from kv_transfer.connector import Connector, PoolRegion
-from kv_transfer.desk import Desk
-from kv_transfer.led_planes import LedPlanes
-from kv_transfer.planes import DataPlane
-from kv_transfer.rank_link import RankLink
-from kv_transfer.rank_messages import Meeting, PlaneTerms
-from wire.config import TransferConfig
-from wire.transfer import Fingerprint
+from kvrelay.kv_transfer.connector import Connector, PoolRegion
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.led_planes import LedPlanes
+from kvrelay.kv_transfer.planes import DataPlane
+from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.kv_transfer.rank_messages import Meeting, PlaneTerms
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.transfer import Fingerprint
 
 __all__ = ["PLANES", "join_connector", "open_connector", "terms_of"]
 
@@ -80,14 +80,14 @@ def _planes(name: str, region: PoolRegion, terms: PlaneTerms) -> dict[str, DataP
 def _plane(kind: str, name: str, region: PoolRegion, terms: PlaneTerms) -> DataPlane:
     """Each imports what only it needs, and takes nothing yet."""
     if kind == "direct":
-        from kv_transfer.via_direct import DirectPlane
+        from kvrelay.kv_transfer.via_direct import DirectPlane
 
         return DirectPlane(region)
     if kind == "nixl":
-        from kv_transfer.via_nixl import NixlPlane
+        from kvrelay.kv_transfer.via_nixl import NixlPlane
 
         # NIXL knows its peers by name, so a restarted node must not come back under its old one.
         return NixlPlane(f"{name}-{uuid.uuid4().hex}", region, terms.host)
-    from kv_transfer.via_nccl import NcclPlane
+    from kvrelay.kv_transfer.via_nccl import NcclPlane
 
     return NcclPlane(region, terms.host, terms.meet_s, terms.patience_s)

@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from kv_transfer.communicators import Communicator, Work
-from wire.errors import PeerLost
-from wire.frames import MALFORMED
+from kvrelay.kv_transfer.communicators import Communicator, Work
+from kvrelay.wire.errors import PeerLost
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["TcpBackend"]
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from wire.errors import PeerLost
+from kvrelay.wire.errors import PeerLost
 
 __all__ = ["Budget"]
 

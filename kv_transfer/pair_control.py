@@ -25,8 +25,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.pair_ends import ReaderPair, SourcePair
-from kv_transfer.pair_messages import (
+from kvrelay.kv_transfer.pair_ends import ReaderPair, SourcePair
+from kvrelay.kv_transfer.pair_messages import (
     MAX_PAIR_MESSAGE_BYTES,
     Address,
     Ask,
@@ -37,10 +37,10 @@ from kv_transfer.pair_messages import (
     decode,
     encode,
 )
-from kv_transfer.pairs import Pair, Terms, Transfer
-from kv_transfer.poke import Poke
-from kv_transfer.zmq_address import listen, tcp
-from wire.errors import ConfigError, PeerLost
+from kvrelay.kv_transfer.pairs import Pair, Terms, Transfer
+from kvrelay.kv_transfer.poke import Poke
+from kvrelay.kv_transfer.zmq_address import listen, tcp
+from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["PairControl"]
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-from kv_transfer.communicators import Communicator, Work
-from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage
-from kv_transfer.pairs import READER, SOURCE, Move, Pair, Terms, Transfer, within
-from kv_transfer.shares import Share
-from kv_transfer.staging import Lane
-from wire.errors import PeerLost, TransferError
+from kvrelay.kv_transfer.communicators import Communicator, Work
+from kvrelay.kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage
+from kvrelay.kv_transfer.pairs import READER, SOURCE, Move, Pair, Terms, Transfer, within
+from kvrelay.kv_transfer.shares import Share
+from kvrelay.kv_transfer.staging import Lane
+from kvrelay.wire.errors import PeerLost, TransferError
 
 __all__ = ["ReaderPair", "SourcePair"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_transfer.codec import Codec
+from kvrelay.kv_transfer.codec import Codec
 
 __all__ = [
     "MAX_PAIR_MESSAGE_BYTES",

@@ -33,13 +33,13 @@ from typing import NamedTuple
 
 import torch
 
-from kv_transfer.communicators import RECEIVES, SENDS, Backend, Communicator, Work
-from kv_transfer.pair_budget import Budget
-from kv_transfer.pair_messages import PairMessage, Part
-from kv_transfer.shares import Share
-from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
-from kv_transfer.timer_slack import wake_in_time
-from wire.errors import KvrelayError, PeerLost, TransferError
+from kvrelay.kv_transfer.communicators import RECEIVES, SENDS, Backend, Communicator, Work
+from kvrelay.kv_transfer.pair_budget import Budget
+from kvrelay.kv_transfer.pair_messages import PairMessage, Part
+from kvrelay.kv_transfer.shares import Share
+from kvrelay.kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
+from kvrelay.kv_transfer.timer_slack import wake_in_time
+from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = ["READER", "SOURCE", "Move", "Pair", "Terms", "Transfer", "within"]
 

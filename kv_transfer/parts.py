@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kv_transfer.commands import PeerKey, Read
-from wire.errors import KvrelayError
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Failed", "Finished", "Joined", "Outcome", "Part", "PartTable"]
 

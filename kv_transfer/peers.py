@@ -21,14 +21,14 @@ from itertools import takewhile
 
 import msgspec
 
-from kv_transfer.checks import MOST_BLOCKS, in_our_order
-from kv_transfer.commands import Ask, PeerCommand, PeerKey, Prove, Read
-from kv_transfer.connector import PoolRegion, Way
-from kv_transfer.control import ControlThread
-from kv_transfer.fetches import FetchTable
-from kv_transfer.lease_words import HeldWords
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import (
+from kvrelay.kv_transfer.checks import MOST_BLOCKS, in_our_order
+from kvrelay.kv_transfer.commands import Ask, PeerCommand, PeerKey, Prove, Read
+from kvrelay.kv_transfer.connector import PoolRegion, Way
+from kvrelay.kv_transfer.control import ControlThread
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.lease_words import HeldWords
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import (
     End,
     Ended,
     Follow,
@@ -40,11 +40,11 @@ from kv_transfer.messages import (
     Renewed,
     Welcome,
 )
-from kv_transfer.plane_choice import Planes
-from kv_transfer.planes import Source
-from kv_transfer.shares import Heads
-from wire.config import TransferConfig
-from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
+from kvrelay.kv_transfer.plane_choice import Planes
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.shares import Heads
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
 
 __all__ = ["Peers"]
 

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from kv_transfer.checksums import Checksums, ChecksumThread
-from kv_transfer.connector import PoolRegion
-from kv_transfer.messages import RankCard, Welcome
-from kv_transfer.parts import Part
-from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source, why_not
-from kv_transfer.rank_link import OPEN_S, RankLink
-from kv_transfer.rank_messages import (
+from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.messages import RankCard, Welcome
+from kvrelay.kv_transfer.parts import Part
+from kvrelay.kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source, why_not
+from kvrelay.kv_transfer.rank_link import OPEN_S, RankLink
+from kvrelay.kv_transfer.rank_messages import (
     Broke,
     FromRank,
     Joined,
@@ -31,9 +31,9 @@ from kv_transfer.rank_messages import (
     Summed,
     error_of,
 )
-from kv_transfer.rank_planes import RankPlane, RemotePlane
-from kv_transfer.shares import Heads, Share, order_of_heads, shares
-from wire.errors import ConfigError, Incompatible, KvrelayError
+from kvrelay.kv_transfer.rank_planes import RankPlane, RemotePlane
+from kvrelay.kv_transfer.shares import Heads, Share, order_of_heads, shares
+from kvrelay.wire.errors import ConfigError, Incompatible, KvrelayError
 
 __all__ = ["Planes"]
 

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.connector import PoolRegion
-from kv_transfer.shares import Share
-from kv_transfer.timer_slack import wake_in_time
-from wire.errors import KvrelayError, PeerLost, TransferError
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.shares import Share
+from kvrelay.kv_transfer.timer_slack import wake_in_time
+from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source", "why_not"]
 

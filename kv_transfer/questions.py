@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.checks import MOST_BLOCKS
-from kv_transfer.growth import GrowthTable
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import Grown
+from kvrelay.kv_transfer.checks import MOST_BLOCKS
+from kvrelay.kv_transfer.growth import GrowthTable
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import Grown
 
 __all__ = ["Question", "QuestionTable"]
 

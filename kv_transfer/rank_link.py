@@ -23,8 +23,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.poke import Poke
-from kv_transfer.rank_messages import (
+from kvrelay.kv_transfer.poke import Poke
+from kvrelay.kv_transfer.rank_messages import (
     MAX_RANK_MESSAGE_BYTES,
     Close,
     FromRank,
@@ -34,9 +34,9 @@ from kv_transfer.rank_messages import (
     Serve,
     ToRank,
 )
-from kv_transfer.shares import Heads
-from kv_transfer.zmq_address import listen, tcp
-from wire.errors import ConfigError, PeerLost
+from kvrelay.kv_transfer.shares import Heads
+from kvrelay.kv_transfer.zmq_address import listen, tcp
+from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["OPEN_S", "LinkEnd", "RankLink"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import Source
-from wire import errors
-from wire.errors import KvrelayError, TransferError
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.wire import errors
+from kvrelay.wire.errors import KvrelayError, TransferError
 
 __all__ = [
     "MAX_RANK_MESSAGE_BYTES",

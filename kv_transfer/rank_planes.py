@@ -11,12 +11,12 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.parts import Finished, Joined, Outcome, Part, PartTable
-from kv_transfer.planes import PlaneDesk, PlaneThread, Source
-from kv_transfer.rank_link import RankLink
-from kv_transfer.rank_messages import AddPeer, DropPeer, PeerGone, Post
-from wire.errors import KvrelayError
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.parts import Finished, Joined, Outcome, Part, PartTable
+from kvrelay.kv_transfer.planes import PlaneDesk, PlaneThread, Source
+from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.kv_transfer.rank_messages import AddPeer, DropPeer, PeerGone, Post
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["PlaneEnd", "RankPlane", "RemotePlane"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from wire.errors import Incompatible
+from kvrelay.wire.errors import Incompatible
 
 __all__ = ["Heads", "Share", "order_of_heads", "shares"]
 

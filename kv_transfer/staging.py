@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.pool_memory import CudaPiece
-from kv_transfer.connector import PoolRegion
-from wire.errors import TransferError
+from kvrelay.kernels.pool_memory import CudaPiece
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.wire.errors import TransferError
 
 __all__ = ["BlockPool", "Lane", "Places", "Slice", "cut"]
 
@@ -152,7 +152,7 @@ class Lane:
         self._kernel = kernel
         self._tables: list[Table] = []  # that no transfer uses
         if stream is not None:
-            from kernels import cuda_runtime, gather_blocks
+            from kvrelay.kernels import cuda_runtime, gather_blocks
 
             self._kernel, self._cuda = gather_blocks, cuda_runtime
             self._tables.append(self._new_table(pool.num_blocks))

@@ -17,8 +17,8 @@ import hmac
 
 import msgspec
 
-from wire.config_checks import is_loopback
-from wire.transfer import KvTransferParams
+from kvrelay.wire.config_checks import is_loopback
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["LIFE_S", "refusal", "signed"]
 

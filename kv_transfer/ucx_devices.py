@@ -16,8 +16,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from wire.config_checks import is_loopback
-from wire.errors import ConfigError
+from kvrelay.wire.config_checks import is_loopback
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["addresses_here", "net_devices", "net_devices_of"]
 

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
-from kv_transfer.connector import PoolRegion
-from kv_transfer.host_files import HostFile
-from kv_transfer.mapped_gpu import GpuPiece, GpuSide
-from kv_transfer.mapped_host import HostSide
-from kv_transfer.planes import Source
-from wire.errors import ConfigError, TransferError
-from wire.frames import MALFORMED
+from kvrelay.kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.host_files import HostFile
+from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
+from kvrelay.kv_transfer.mapped_host import HostSide
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.wire.errors import ConfigError, TransferError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["DirectPlane", "Metadata"]
 

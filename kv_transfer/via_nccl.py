@@ -17,17 +17,17 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from kv_transfer.communicators import Backend, NcclBackend
-from kv_transfer.connector import PoolRegion
-from kv_transfer.over_tcp import TcpBackend
-from kv_transfer.pair_budget import Budget
-from kv_transfer.pair_control import PairControl
-from kv_transfer.pair_messages import Address, Ask, encode
-from kv_transfer.pairs import Terms, Transfer
-from kv_transfer.planes import Source
-from kv_transfer.staging import BlockPool
-from wire.errors import ConfigError, PeerLost, TransferError
-from wire.frames import MALFORMED
+from kvrelay.kv_transfer.communicators import Backend, NcclBackend
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.over_tcp import TcpBackend
+from kvrelay.kv_transfer.pair_budget import Budget
+from kvrelay.kv_transfer.pair_control import PairControl
+from kvrelay.kv_transfer.pair_messages import Address, Ask, encode
+from kvrelay.kv_transfer.pairs import Terms, Transfer
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.staging import BlockPool
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["NcclPlane"]
 

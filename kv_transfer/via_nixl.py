@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import Source
-from kv_transfer.ucx_devices import net_devices
-from wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.ucx_devices import net_devices
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 __all__ = ["NixlPlane"]
 

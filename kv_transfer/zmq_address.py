@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["listen", "tcp"]
 

@@ -31,12 +31,12 @@ from rich.progress import (
 )
 
 from kvrelay.chat import Endpoint, open_session
-from openai_api.anthropic_answer import speak_anthropic
-from openai_api.dialect import Speak, as_it_is
-from openai_api.responses_call import Recalled, speak_responses
-from wire.config import NodeConfig
-from wire.errors import ConfigError, KvrelayError
-from wire.frames import MALFORMED
+from kvrelay.openai_api.anthropic_answer import speak_anthropic
+from kvrelay.openai_api.dialect import Speak, as_it_is
+from kvrelay.openai_api.responses_call import Recalled, speak_responses
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["Answered", "Ask", "BatchLine", "over_http", "read_batch", "run_batch", "with_engine"]
 
@@ -267,7 +267,7 @@ async def over_http(endpoint: Endpoint) -> AsyncIterator[Ask]:
 @asynccontextmanager
 async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
     """Start an engine for the length of the block, and ask it."""
-    from node.offline import offline
+    from kvrelay.node.offline import offline
 
     async with offline(config) as node:
 

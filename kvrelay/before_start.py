@@ -18,10 +18,10 @@ from typing import TypeVar
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.memory import Memory, NotNow, check_memory, memory_here
 from kvrelay.plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
-from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
-from wire.config_checks import gib, require
-from wire.errors import ConfigError
-from wire.profiler_config import ProfilerConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, Role
+from kvrelay.wire.config_checks import gib, require
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.profiler_config import ProfilerConfig
 
 __all__ = ["Host", "check_start", "host", "with_model_here"]
 
@@ -49,8 +49,8 @@ def with_model_here(config: Config) -> Config:
     No child needs the Hub's token. Comes last, so that nothing is downloaded for what is refused.
     Raises ConfigError.
     """
-    from paged_engine.hub import resolve_model
-    from paged_engine.prefetch import PrefetchFailed, model_files
+    from kvrelay.paged_engine.hub import resolve_model
+    from kvrelay.paged_engine.prefetch import PrefetchFailed, model_files
 
     here = host()
 
@@ -75,11 +75,11 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     The files of its model beside config.json are not asked for: they may still have to be
     downloaded.
     """
-    from node.loading import read_template, served_name
-    from openai_api.generation_config import sampling_defaults
-    from paged_engine.before_loading import checked_model, least_memory
-    from paged_engine.lora_files import check_adapter
-    from paged_engine.rank_address import is_of_this_host
+    from kvrelay.node.loading import read_template, served_name
+    from kvrelay.openai_api.generation_config import sampling_defaults
+    from kvrelay.paged_engine.before_loading import checked_model, least_memory
+    from kvrelay.paged_engine.lora_files import check_adapter
+    from kvrelay.paged_engine.rank_address import is_of_this_host
 
     engine = config.engine
     device = _device(engine, here)
@@ -178,7 +178,7 @@ def _check_gpus(
     """Raise ConfigError if what engines need at least is more than a GPU has, or than it may give
     them.
     """
-    from paged_engine.memory_sizes import RESERVE_BYTES
+    from kvrelay.paged_engine.memory_sizes import RESERVE_BYTES
 
     known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()
     for engine, (weights, pool), own in zip(engines, least, places, strict=True):

@@ -32,14 +32,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.installed import installed
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.experiment import Experiment, Told
+from kvrelay.load.measures import server_failures
+from kvrelay.load.report import cells_of, warnings_of, write_report
+from kvrelay.load.results import Made, Result, read_result, write_result
 from kvrelay.settings import build
-from load.config import BenchConfig
-from load.experiment import Experiment, Told
-from load.measures import server_failures
-from load.report import cells_of, warnings_of, write_report
-from load.results import Made, Result, read_result, write_result
-from wire.config_checks import is_loopback
-from wire.errors import ConfigError
+from kvrelay.wire.config_checks import is_loopback
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["result_of", "run"]
 

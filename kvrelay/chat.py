@@ -19,7 +19,7 @@ import aiohttp
 from rich.console import Console
 from rich.text import Text
 
-from wire.errors import KvrelayError
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Answer", "ChatFailed", "Endpoint", "chat", "open_session", "proof", "stream_answer"]
 

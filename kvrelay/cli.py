@@ -27,7 +27,12 @@ from kvrelay.embedded import embedded_model
 from kvrelay.flag_names import SERVER
 from kvrelay.help import ALL, GroupedCommand, GroupedCommands
 from kvrelay.in_force import lines_of
+from kvrelay.load.config import BenchConfig
 from kvrelay.machine import check_port
+from kvrelay.node.file_limit import raise_file_limit
+from kvrelay.node.last_words import leave
+from kvrelay.node.parent import die_with_parent
+from kvrelay.node.process_log import LOG_FORMAT, log_to_stderr
 from kvrelay.plan import (
     ADMIN_KEY,
     API_KEY,
@@ -37,16 +42,11 @@ from kvrelay.plan import (
     ClusterConfig,
 )
 from kvrelay.settings import CPU, Setting, build, lines_in, merge, nearest, settings_of
-from load.config import BenchConfig
-from node.file_limit import raise_file_limit
-from node.last_words import leave
-from node.parent import die_with_parent
-from node.process_log import LOG_FORMAT, log_to_stderr
-from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
-from wire.config_checks import base_url
-from wire.errors import ConfigError, KvrelayError
-from wire.kv_events_config import address_of
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
+from kvrelay.wire.config_checks import base_url
+from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.kv_events_config import address_of
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["main", "run"]
 
@@ -91,13 +91,13 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
         check_port(config.host, config.port)
         _check_further_ports(config)
         if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
-            from paged_engine.rank_address import check_rank_0
+            from kvrelay.paged_engine.rank_address import check_rank_0
 
             check_rank_0(config.engine.tensor_parallel_address)
         log_to_stderr(str(role), config.log_format)
         raise_file_limit()
         config = _with_model_here(config)
-        from node.server import run as run_node
+        from kvrelay.node.server import run as run_node
 
         return run_node(config)
 
@@ -126,7 +126,7 @@ def _serving_router(
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
-        from router.membership.kubernetes_lists import server_of
+        from kvrelay.router.membership.kubernetes_lists import server_of
 
         server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
@@ -136,7 +136,7 @@ def _serving_router(
     if config.workers > 1:
         from kvrelay.workers import run_workers as run_router
     else:
-        from router.server import run as run_router
+        from kvrelay.router.server import run as run_router
     with nullcontext("") if config.admin_key else drawn_key("admin", port) as drawn:
 
         def settled(read: RouterConfig) -> RouterConfig:
@@ -164,13 +164,13 @@ def _router_config(values: Mapping[str, object]) -> RouterConfig:
 
 def _serving_ranks(values: dict[str, object]) -> int:
     config = build(RanksConfig, _named(values))
-    from paged_engine.rank_address import interface_towards
+    from kvrelay.paged_engine.rank_address import interface_towards
 
     interface_towards(config.engine.tensor_parallel_address)
     log_to_stderr("ranks")
     raise_file_limit()
     config = _with_model_here(config)
-    from node.ranks import run_ranks
+    from kvrelay.node.ranks import run_ranks
 
     return run_ranks(config)
 

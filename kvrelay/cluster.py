@@ -23,9 +23,9 @@ from rich.text import Text
 from kvrelay.chat import Endpoint, open_session, proof
 from kvrelay.drawn_keys import Kind, drawn_key
 from kvrelay.machine import this_machine
+from kvrelay.node.private_files import private_folder
 from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
-from node.private_files import private_folder
 
 __all__ = ["up"]
 

@@ -21,10 +21,10 @@ from kvrelay.drawn_keys import stored_key
 from kvrelay.embedded import embedded_model
 from kvrelay.help import GroupedCommand
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
-from wire.config import EngineConfig
-from wire.config_checks import base_url, is_base_url, is_loopback
-from wire.key_config import KeyConfig
-from wire.versions import RELEASE
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.config_checks import base_url, is_base_url, is_loopback
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.versions import RELEASE
 
 __all__ = ["OF_ANOTHER", "add_commands"]
 
@@ -91,7 +91,7 @@ def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
     """Draw an API key for the router, and print it once with what its configuration needs of it:
     not the key.
     """
-    from router.admission.keys import draw_key, hash_of
+    from kvrelay.router.admission.keys import draw_key, hash_of
 
     key = draw_key()
     checked = KeyConfig(name, hash_of(key))
@@ -204,9 +204,9 @@ def _plan(
 
     The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
     """
+    from kvrelay.planning.planner import Goal
     from kvrelay.sizing import Wanted, read_cards, workload_of
     from kvrelay.sizing import run as run_plan
-    from planning.planner import Goal
 
     wanted = Wanted(gpus, read_cards(card), workload_of(workload), Goal(ttft_ms, tpot_ms), rate)
     return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
@@ -228,8 +228,8 @@ def _replay(
     """What if there had been other nodes, or another policy? Replays what a router has logged, in
     the simulator.
     """
+    from kvrelay.planning.rate_card import read_card
     from kvrelay.replay import run as run_replay
-    from planning.rate_card import read_card
 
     return run_replay(
         incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True)
@@ -302,7 +302,7 @@ def _prefetch(
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """
-    from paged_engine.prefetch import prefetch
+    from kvrelay.paged_engine.prefetch import prefetch
 
     config = EngineConfig(
         model or str(embedded_model()),

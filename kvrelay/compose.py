@@ -28,10 +28,10 @@ from kvrelay.plan import (
     sharing_memory,
 )
 from kvrelay.settings import flags_of
-from wire.config import Role
-from wire.config_checks import require
-from wire.kv_events_config import KvEventsConfig
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import Role
+from kvrelay.wire.config_checks import require
+from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
     "IMAGE_TAG",

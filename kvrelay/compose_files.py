@@ -19,8 +19,8 @@ from rich.console import Console
 
 from kvrelay.compose import ComposeConfig, compose_of, environment_of, host_paths
 from kvrelay.settings import build
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["absolute", "write"]
 

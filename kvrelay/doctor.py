@@ -24,11 +24,11 @@ from rich.text import Text
 
 from kvrelay.plan import NODE_API_KEY
 from kvrelay.verdict import NodeSeen, PairSeen, Report, Sample, judge
-from wire.config import Role
-from wire.config_checks import base_url
-from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
-from wire.errors import ConfigError, KvrelayError, Unavailable
-from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
+from kvrelay.wire.config import Role
+from kvrelay.wire.config_checks import base_url
+from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
+from kvrelay.wire.errors import ConfigError, KvrelayError, Unavailable
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
 __all__ = ["DoctorFailed", "run"]
 

@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
-from wire.config_checks import is_base_url
-from wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
+from kvrelay.wire.config_checks import is_base_url
+from kvrelay.wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
 
 __all__ = ["CALL", "DrainFailed", "Refusal", "addresses", "call", "run"]
 

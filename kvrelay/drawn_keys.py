@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 from urllib.parse import urlsplit
 
-from wire.config_checks import is_base_url, is_loopback
+from kvrelay.wire.config_checks import is_base_url, is_loopback
 
 __all__ = ["Kind", "drawn_key", "stored_key"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["INSTALL", "embedded_model"]
 

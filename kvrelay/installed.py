@@ -13,7 +13,7 @@ import platform
 import re
 from pathlib import Path
 
-from wire.versions import HANDOVER, LEGS, RELEASE
+from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
 __all__ = ["cuda_of_torch", "installed"]
 

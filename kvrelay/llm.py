@@ -21,17 +21,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvrelay.embedded import embedded_model
+from kvrelay.openai_api.types import CompletionRequest, SamplingFields
 from kvrelay.settings import build, convert, nearest, settings_of
-from openai_api.types import CompletionRequest, SamplingFields
-from wire.config import NodeConfig, Role
-from wire.errors import ConfigError, KvrelayError, RequestError
-from wire.frames import Frame
-from wire.outputs import TokenLogprobs
-from wire.sampling import SamplingDefaults
+from kvrelay.wire.config import NodeConfig, Role
+from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
+from kvrelay.wire.frames import Frame
+from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
-    from node.offline import Offline
-    from openai_api.leg import Leg
+    from kvrelay.node.offline import Offline
+    from kvrelay.openai_api.leg import Leg
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -132,7 +132,7 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         """Returns when the model is loaded. Raises ConfigError, EngineDead."""
-        from node.offline import offline
+        from kvrelay.node.offline import offline
 
         config = _config(model, settings)
         self._loop = asyncio.new_event_loop()

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvrelay.installed import cuda_of_torch
 from kvrelay.plan import ClusterConfig, Machine
-from wire.errors import ConfigError
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Gpu", "check_port", "environ", "gpus_here", "this_machine"]
+__all__ = ["Gpu", "check_port", "gpus_here", "this_machine"]
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -51,7 +52,7 @@ def this_machine(config: ClusterConfig) -> Machine:
         )
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
     gpus = () if config.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
-    return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
+    return Machine(len(os.sched_getaffinity(0)), gpus, ports, child_environ())
 
 
 def check_port(
@@ -137,16 +138,3 @@ def _sizes(used: str, free: str) -> tuple[int, int]:
     if not (used.isdecimal() and free.isdecimal()):
         return 0, 0
     return (int(used) + int(free)) << 20, int(free) << 20
-
-
-def environ() -> dict[str, str]:
-    """Our environment, in which children find the packages where we found them: a checkout need not
-    be installed.
-    """
-    environ = dict(os.environ)
-    root = Path(__file__).resolve().parent.parent
-    if "site-packages" not in root.parts:
-        environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (str(root), environ.get("PYTHONPATH")))
-        )
-    return environ

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wire.config_checks import gib
-from wire.errors import ConfigError
+from kvrelay.wire.config_checks import gib
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Memory", "NotNow", "check_memory", "memory_here"]
 

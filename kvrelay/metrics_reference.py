@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from node.metrics import NodeMetrics
-from router.membership.kubernetes_lists import listed_gauge
-from router.metrics import Metrics
-from router.nodes.pool import Pool
-from router.workers.parent import WorkerMetrics
-from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
-from wire.engine_messages import EngineReady, EngineStats
-from wire.outputs import Load
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.router.membership.kubernetes_lists import listed_gauge
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.workers.parent import WorkerMetrics
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
+from kvrelay.wire.engine_messages import EngineReady, EngineStats
+from kvrelay.wire.outputs import Load
 
 __all__ = ["MetricFact", "metrics_reference"]
 

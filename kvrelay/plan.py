@@ -14,11 +14,11 @@ from pathlib import Path
 
 from kvrelay.settings import flags_of
 from kvrelay.supervisor import ChildSpec
-from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
-from wire.config_checks import check_keys, positive
-from wire.errors import ConfigError
-from wire.kv_events_config import KvEventsConfig
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
+from kvrelay.wire.config_checks import check_keys, positive
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
     "ADMIN_KEY",

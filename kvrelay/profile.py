@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from load.measures import percentile
-from planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
-from planning.rate_card import (
+from kvrelay.load.measures import percentile
+from kvrelay.planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
+from kvrelay.planning.rate_card import (
     DecodePoint,
     MixedPoint,
     PrefillPoint,
@@ -33,13 +33,13 @@ from planning.rate_card import (
     TransferPoint,
     write_card,
 )
-from wire.config import NodeConfig
-from wire.errors import ConfigError
-from wire.versions import RELEASE
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.versions import RELEASE
 
 if TYPE_CHECKING:
-    from node.profiling import Measured
-    from node.transfer_times import BlocksMoved
+    from kvrelay.node.profiling import Measured
+    from kvrelay.node.transfer_times import BlocksMoved
 
 __all__ = ["Asked", "asked_of", "parse_points", "run"]
 
@@ -108,8 +108,8 @@ def run(config: NodeConfig, asked: Asked, console: Console) -> int:
     """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises
     ConfigError.
     """
-    from node.profiling import measured_engine
-    from node.transfer_times import BlocksMoved
+    from kvrelay.node.profiling import measured_engine
+    from kvrelay.node.transfer_times import BlocksMoved
 
     blocks = BlocksMoved(config.engine)
     seconds = asked.seconds or _SECONDS[blocks.devices[0].partition(":")[0]]
@@ -218,7 +218,7 @@ def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> 
 
 
 def _limits(engine: Measured) -> Limits:
-    from paged_engine.timed_steps import PREFILLS_AT_ONCE, STEPS
+    from kvrelay.paged_engine.timed_steps import PREFILLS_AT_ONCE, STEPS
 
     return Limits(
         engine.max_model_len,
@@ -246,7 +246,7 @@ def _transfers(
     blocks: BlocksMoved, config: NodeConfig, seconds: float, console: Console
 ) -> dict[str, list[TransferPoint]]:
     """By connector."""
-    from node.transfer_times import transfer_times
+    from kvrelay.node.transfer_times import transfer_times
 
     source, reader = blocks.devices
     console.print(f"transfers from {source} to {reader} ...", style="dim")

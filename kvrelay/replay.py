@@ -13,17 +13,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from load.measures import percentile
-from load.workloads import TRACE_BLOCK_TOKENS
-from planning.planner import NETWORK_MS
-from planning.rate_card import RateCard
-from simulator.incident import Incident, events_of, read_incident, streams_of_incident
-from simulator.setting import Setting
-from simulator.speeds import Speeds
-from simulator.world import simulate
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.router_config import POLICY_NAMES
+from kvrelay.load.measures import percentile
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS
+from kvrelay.planning.planner import NETWORK_MS
+from kvrelay.planning.rate_card import RateCard
+from kvrelay.simulator.incident import Incident, events_of, read_incident, streams_of_incident
+from kvrelay.simulator.setting import Setting
+from kvrelay.simulator.speeds import Speeds
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import POLICY_NAMES
 
 __all__ = ["Replayed", "replayed", "run", "size_of"]
 

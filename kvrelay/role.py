@@ -14,8 +14,8 @@ import msgspec
 from rich.console import Console
 
 from kvrelay.drain import CALL, Refusal, addresses, call
-from wire.config import Role
-from wire.errors import ConfigError, DeadlineExceeded, KvrelayError
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError, DeadlineExceeded, KvrelayError
 
 __all__ = ["RoleKept", "run"]
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import yaml
 
 from kvrelay.flag_names import VALUES, answer_for
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "CPU", "Setting", "build", "convert", "flags_of", "lines_in", "merge", "nearest", "read_file", "settings_of",

@@ -17,13 +17,13 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
-from planning.planner import Demand, Estimate, Goal, Split, demand_of, plans
-from planning.rate_card import RateCard, read_card
-from simulator.goodput import Served, at_rate, enough, most_rate
-from simulator.setting import Setting, Targets
-from simulator.speeds import Speeds
-from wire.errors import ConfigError
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
+from kvrelay.planning.planner import Demand, Estimate, Goal, Split, demand_of, plans
+from kvrelay.planning.rate_card import RateCard, read_card
+from kvrelay.simulator.goodput import Served, at_rate, enough, most_rate
+from kvrelay.simulator.setting import Setting, Targets
+from kvrelay.simulator.speeds import Speeds
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from node.last_words import fate_of
-from node.parent import PARENT_PID
-from node.private_files import open_log
-from wire.errors import KvrelayError
+from kvrelay.node.last_words import fate_of
+from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.private_files import open_log
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
 

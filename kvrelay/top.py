@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.drain import Refusal
-from router.console.picture import NodeSeen, Percentiles, Picture
-from router.console.recent import Ended
-from wire.config_checks import is_base_url
-from wire.errors import ConfigError, KvrelayError
+from kvrelay.router.console.picture import NodeSeen, Percentiles, Picture
+from kvrelay.router.console.recent import Ended
+from kvrelay.wire.config_checks import is_base_url
+from kvrelay.wire.errors import ConfigError, KvrelayError
 
 __all__ = ["TopFailed", "drawn", "run"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
 __all__ = ["NodeSeen", "PairSeen", "Report", "Sample", "judge"]
 

@@ -21,20 +21,20 @@ from pathlib import Path
 
 import uvloop
 
+from kvrelay.node.last_words import fate_of
+from kvrelay.node.parent import PARENT_PID, die_with_parent
+from kvrelay.node.private_files import ProcessFolder
+from kvrelay.node.process_log import log_to_stderr
+from kvrelay.openai_api.tls import server_context
+from kvrelay.router.reload import Reread, reload_on_hangup
+from kvrelay.router.server import settle
+from kvrelay.router.tls import trusted
+from kvrelay.router.workers.listening import shared_port
+from kvrelay.router.workers.parent import Parent
+from kvrelay.router.workers.worker import serve_worker
 from kvrelay.supervisor import Backoff, ChildFailed
-from node.last_words import fate_of
-from node.parent import PARENT_PID, die_with_parent
-from node.private_files import ProcessFolder
-from node.process_log import log_to_stderr
-from openai_api.tls import server_context
-from router.reload import Reread, reload_on_hangup
-from router.server import settle
-from router.tls import trusted
-from router.workers.listening import shared_port
-from router.workers.parent import Parent
-from router.workers.worker import serve_worker
-from wire.router_config import RouterConfig
-from wire.versions import RELEASE
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.versions import RELEASE
 
 __all__ = ["run_workers"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from load.records import Failure, Record
-from wire.frames import MALFORMED
+from kvrelay.load.records import Failure, Record
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["Answer"]
 

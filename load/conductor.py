@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from load.measures import percentile
-from load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
-from wire.errors import DeadlineExceeded, KvrelayError
+from kvrelay.load.measures import percentile
+from kvrelay.load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.errors import DeadlineExceeded, KvrelayError
 
 __all__ = ["Outcome", "conduct", "cores", "processes_for"]
 
@@ -74,8 +75,8 @@ async def conduct(
         for index in range(processes):
             children.append(
                 await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "load.sender",
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environ(),
+                    sys.executable, "-P", "-m", "kvrelay.load.sender",
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environ(),
                 )
             )  # fmt: skip
             _say(children[-1], Share(asking, load, index, processes))
@@ -107,14 +108,6 @@ async def conduct(
     )
     lags = max((end.lags_s for end in ends), key=lambda each: percentile(each or [0.0], 0.99))
     return Outcome(records, [end.cpu_share for end in ends], lags)
-
-
-def _environ() -> dict[str, str]:
-    """Ours, in which a child finds this very package, whatever is where it starts."""
-    root = str(Path(__file__).resolve().parents[1])
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    }
 
 
 def _say(child: asyncio.subprocess.Process, said: object) -> None:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from load.arrivals import ARRIVALS
-from load.measures import Slo
-from load.prompts import FIRST_TOKEN
-from load.sessions import LENGTHS, Arrival, Lengths, Work
-from wire.config_checks import base_url, require
-from wire.errors import ConfigError
+from kvrelay.load.arrivals import ARRIVALS
+from kvrelay.load.measures import Slo
+from kvrelay.load.prompts import FIRST_TOKEN
+from kvrelay.load.sessions import LENGTHS, Arrival, Lengths, Work
+from kvrelay.wire.config_checks import base_url, require
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["BenchConfig"]
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from load.answer import Answer
-from load.records import Failure
+from kvrelay.load.answer import Answer
+from kvrelay.load.records import Failure
 
 __all__ = ["Connections"]
 

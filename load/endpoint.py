@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from load.prompts import Prompts, Spelling
-from wire.errors import KvrelayError
+from kvrelay.load.prompts import Prompts, Spelling
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["ServerUnusable", "Server", "ask_server"]
 

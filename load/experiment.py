@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from load.conductor import Outcome, conduct, processes_for
-from load.config import BenchConfig
-from load.endpoint import Server, ServerUnusable, ask_server
-from load.measures import Slo, Window, client_of, measured, percentile
-from load.records import Asking, Load, Progress
-from load.results import Run, cdfs_of, row_of
-from load.search import Found, RateSearch
-from load.sessions import Arrival, Session, sessions
-from wire.errors import KvrelayError
+from kvrelay.load.conductor import Outcome, conduct, processes_for
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.endpoint import Server, ServerUnusable, ask_server
+from kvrelay.load.measures import Slo, Window, client_of, measured, percentile
+from kvrelay.load.records import Asking, Load, Progress
+from kvrelay.load.results import Run, cdfs_of, row_of
+from kvrelay.load.search import Found, RateSearch
+from kvrelay.load.sessions import Arrival, Session, sessions
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Experiment", "Told", "usual_s"]
 

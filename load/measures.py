@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from load.records import Failure, Record
+from kvrelay.load.records import Failure, Record
 
 __all__ = [
     "Client",

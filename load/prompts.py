@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from load.sessions import Turn
+from kvrelay.load.sessions import Turn
 
 __all__ = ["FIRST_TOKEN", "Prompts", "Spelling", "body"]
 

@@ -11,8 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
-from load.prompts import Spelling
-from load.sessions import Arrival, Work
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.sessions import Arrival, Work
 
 __all__ = [
     "Asking",

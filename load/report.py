@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from load.measures import Percentiles
-from load.results import CDF_SHARES, Result, Row, Run
-from load.svg import Line, Mark, chart
-from wire.errors import ConfigError
+from kvrelay.load.measures import Percentiles
+from kvrelay.load.results import CDF_SHARES, Result, Row, Run
+from kvrelay.load.svg import Line, Mark, chart
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["COLUMNS", "cells_of", "page", "warnings_of", "write_report"]
 

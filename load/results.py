@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from load.measures import Measures, Slo, e2e_ms, met, tpot_ms, ttft_ms
-from load.records import Record
-from load.search import Found
-from load.sessions import Work
-from wire.errors import ConfigError
-from wire.frames import MALFORMED
+from kvrelay.load.measures import Measures, Slo, e2e_ms, met, tpot_ms, ttft_ms
+from kvrelay.load.records import Record
+from kvrelay.load.search import Found
+from kvrelay.load.sessions import Work
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "CDF_SHARES",

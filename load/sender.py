@@ -1,7 +1,7 @@
 """One process of the client: sends its share of a load on time, and tells what became of each
 request.
 
-    python -m load.sender
+    python -m kvrelay.load.sender
 
 load/conductor.py starts it and speaks with it over its standard input and output (load/records.py);
 when that input ends, it ends. Bodies are written ahead of their time, so that sending one is a
@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from load.answer import Answer
-from load.connection import Connections
-from load.prompts import Prompts, body
-from load.records import Begin, Failure, Progress, Record, Share, Told, pack, size_of
-from load.sessions import Session, Turn, sessions
+from kvrelay.load.answer import Answer
+from kvrelay.load.connection import Connections
+from kvrelay.load.prompts import Prompts, body
+from kvrelay.load.records import Begin, Failure, Progress, Record, Share, Told, pack, size_of
+from kvrelay.load.sessions import Session, Turn, sessions
 
 _AHEAD = 64
 """Bodies that are ready before they are due."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from load.arrivals import arrivals
-from load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
-from wire.errors import ConfigError
+from kvrelay.load.arrivals import arrivals
+from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, Asked, read_trace
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "CHARS_PER_TOKEN",

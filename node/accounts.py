@@ -12,16 +12,16 @@ import time
 
 import msgspec
 
-from node.metrics import NodeMetrics
-from node.serving import Call
-from openai_api.leg import Leg
-from openai_api.stage_times import stage_times
-from openai_api.stages import STAGES, stages_ms
-from openai_api.tracing import Attribute, RequestSpan, Tracing, trace_id_of
-from wire.config import Role
-from wire.engine_messages import RequestUpdate, Timing
-from wire.log_lines import Fields
-from wire.outputs import Finish
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.serving import Call
+from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.stage_times import stage_times
+from kvrelay.openai_api.stages import STAGES, stages_ms
+from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_id_of
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import RequestUpdate, Timing
+from kvrelay.wire.log_lines import Fields
+from kvrelay.wire.outputs import Finish
 
 __all__ = ["Account"]
 

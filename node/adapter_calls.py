@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import msgspec
 
-from node.engine_client import EngineClient
-from node.serving import Serving
-from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from wire.config import NodeConfig
-from wire.engine_messages import AdapterRefused, LoadAdapter, UnloadAdapter
-from wire.errors import NotFound, RequestError
-from wire.frames import MALFORMED
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.serving import Serving
+from kvrelay.openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.engine_messages import AdapterRefused, LoadAdapter, UnloadAdapter
+from kvrelay.wire.errors import NotFound, RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["load_adapter", "unload_adapter"]
 

@@ -11,10 +11,10 @@ import os
 import queue
 from collections.abc import Callable, Collection
 
-from paged_engine.adapters import Reading, slots_in_use
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from wire.engine_messages import (
+from kvrelay.paged_engine.adapters import Reading, slots_in_use
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.engine_messages import (
     AdapterFacts,
     AdapterLoaded,
     AdapterRefused,
@@ -22,7 +22,7 @@ from wire.engine_messages import (
     LoadAdapter,
     UnloadAdapter,
 )
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["AdapterLoads", "content"]
 

@@ -20,35 +20,35 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from node.accounts import Account
-from node.adapter_calls import load_adapter, unload_adapter
-from node.callers import authorize, read_body, request_id
-from node.directly import Directly
-from node.drain import Drain
-from node.engine_client import EngineClient
-from node.error_answers import answer_errors
-from node.joined_frames import joined_frames
-from node.kv_events import KvEvents
-from node.leg_stream import LegStreams, check_version
-from node.metrics import NodeMetrics
-from node.orders import add_orders
-from node.plain_answers import payloads, whole
-from node.preprocess import legs_of
-from node.probe_calls import fetch_probe, offer_probe
-from node.role import FLIPPING, NodeRole
-from node.sandbox import Sandbox
-from node.serving import Call, Serving
-from openai_api.beside import beside, unless_gone
-from openai_api.body import asked_id
-from openai_api.front import Front, front_of
-from openai_api.join import joined_end
-from openai_api.json_body import check_leg, check_shape, json_response
-from openai_api.leg import Leg
-from openai_api.routes import add_routes, shown
-from openai_api.tracing import Tracing, sane_trace
-from openai_api.types import ChatRequest, CompletionRequest, ModelList
-from wire.config import NodeConfig
-from wire.errors import (
+from kvrelay.node.accounts import Account
+from kvrelay.node.adapter_calls import load_adapter, unload_adapter
+from kvrelay.node.callers import authorize, read_body, request_id
+from kvrelay.node.directly import Directly
+from kvrelay.node.drain import Drain
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.error_answers import answer_errors
+from kvrelay.node.joined_frames import joined_frames
+from kvrelay.node.kv_events import KvEvents
+from kvrelay.node.leg_stream import LegStreams, check_version
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.orders import add_orders
+from kvrelay.node.plain_answers import payloads, whole
+from kvrelay.node.preprocess import legs_of
+from kvrelay.node.probe_calls import fetch_probe, offer_probe
+from kvrelay.node.role import FLIPPING, NodeRole
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.beside import beside, unless_gone
+from kvrelay.openai_api.body import asked_id
+from kvrelay.openai_api.front import Front, front_of
+from kvrelay.openai_api.join import joined_end
+from kvrelay.openai_api.json_body import check_leg, check_shape, json_response
+from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.routes import add_routes, shown
+from kvrelay.openai_api.tracing import Tracing, sane_trace
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelList
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import (
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
@@ -56,7 +56,7 @@ from wire.errors import (
     Overloaded,
     RequestError,
 )
-from wire.frames import (
+from kvrelay.wire.frames import (
     FRAMES_MEDIA_TYPE,
     LOAD_HEADER,
     MALFORMED,
@@ -65,9 +65,9 @@ from wire.frames import (
     FrameKind,
     pack,
 )
-from wire.leg_stream import LEGS_PATH
-from wire.outputs import Finish, Load
-from wire.versions import LEGS, RELEASE
+from kvrelay.wire.leg_stream import LEGS_PATH
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.versions import LEGS, RELEASE
 
 __all__ = ["Node", "create_app", "frames_of"]
 

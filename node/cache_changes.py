@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request
-from wire.engine_messages import CacheChanges
-from wire.outputs import PromptBlocks
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.engine_messages import CacheChanges
+from kvrelay.wire.outputs import PromptBlocks
 
 __all__ = ["CacheTeller"]
 

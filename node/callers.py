@@ -8,8 +8,8 @@ import uuid
 
 from fastapi import Request
 
-from openai_api.routes import given_key
-from wire.errors import BodyTooLarge, RequestTimeout, Unauthorized
+from kvrelay.openai_api.routes import given_key
+from kvrelay.wire.errors import BodyTooLarge, RequestTimeout, Unauthorized
 
 __all__ = ["authorize", "read_body", "request_id"]
 

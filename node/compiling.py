@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from openai_api.tokenizer import Tokenizer
-from paged_engine.grammar import Grammars, TimedMatcher
-from paged_engine.request import Request
-from wire.errors import KvrelayError
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.errors import KvrelayError
 
 if TYPE_CHECKING:  # the HTTP process has no engine, and no torch
-    from paged_engine.engine import Engine
+    from kvrelay.paged_engine.engine import Engine
 
 __all__ = ["COMPILE_DEADLINE_S", "Compiling", "grammars_for"]
 

@@ -14,14 +14,14 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from node.preprocess import detokenized, tokenized
-from node.sandbox import Sandbox
-from node.serving import Serving
-from openai_api.beside import beside, unless_gone
-from openai_api.dialect import Dialect, Speak
-from openai_api.json_body import check_shape
-from openai_api.responses_call import Learn, translated
-from wire.errors import EngineDead, ErrorBody, NodeFailed, RequestError
+from kvrelay.node.preprocess import detokenized, tokenized
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Serving
+from kvrelay.openai_api.beside import beside, unless_gone
+from kvrelay.openai_api.dialect import Dialect, Speak
+from kvrelay.openai_api.json_body import check_shape
+from kvrelay.openai_api.responses_call import Learn, translated
+from kvrelay.wire.errors import EngineDead, ErrorBody, NodeFailed, RequestError
 
 __all__ = ["Directly"]
 

@@ -11,8 +11,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from node.engine_client import EngineClient
-from wire.errors import DeadlineExceeded, Draining, EngineDead
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.wire.errors import DeadlineExceeded, Draining, EngineDead
 
 __all__ = ["DRAIN_DEADLINE_S", "Drain"]
 

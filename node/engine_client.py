@@ -13,19 +13,19 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from node.collector import command_of
-from node.last_words import fate_of
-from node.parent import PARENT_PID
-from node.private_files import ProcessFolder
-from wire.config import NodeConfig
-from wire.engine_messages import (
+from kvrelay.node.collector import command_of
+from kvrelay.node.last_words import fate_of
+from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.private_files import ProcessFolder
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.engine_messages import (
     Abort,
     AdapterLoaded,
     AdapterRefused,
@@ -53,8 +53,8 @@ from wire.engine_messages import (
     ToEngine,
     UnloadAdapter,
 )
-from wire.errors import DeadlineExceeded, EngineDead, NodeFailed, Overloaded
-from wire.outputs import Load
+from kvrelay.wire.errors import DeadlineExceeded, EngineDead, NodeFailed, Overloaded
+from kvrelay.wire.outputs import Load
 
 __all__ = ["EngineClient"]
 
@@ -64,7 +64,6 @@ T = TypeVar("T")
 K = TypeVar("K", str, int)
 
 STOP_DEADLINE_S = 5.0
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class Updates:
@@ -165,13 +164,11 @@ class EngineClient:
             "OMP_NUM_THREADS": threads,
             # Of the threads that fill masks, which recurse into grammars as the compiler does.
             "RUST_MIN_STACK": str(16 << 20),
-            **os.environ,
+            **child_environ(),
             PARENT_PID: str(os.getpid()),
-            # The same code as this process, wherever it was started.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         }
         self._process = await asyncio.create_subprocess_exec(
-            *command_of("node.engine_process"),
+            *command_of("kvrelay.node.engine_process"),
             endpoint,
             stdin=asyncio.subprocess.PIPE,
             env=environment,

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from wire.config import NodeConfig
-from wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats
-from wire.errors import KV_CAUSES
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats
+from kvrelay.wire.errors import KV_CAUSES
 
 __all__ = ["EngineMetrics"]
 

@@ -18,26 +18,33 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
-from kv_transfer.open import open_connector
-from node.adapter_loads import AdapterLoads, content
-from node.cache_changes import CacheTeller
-from node.collector import imports_are_done
-from node.compiling import Compiling
-from node.engine_profile import EngineProfile
-from node.engine_stats import stats_of
-from node.last_words import leave, sentence
-from node.parent import die_with_parent
-from node.probes import Probes, host_id
-from node.process_log import log_is_written, log_to_stderr
-from node.ranks import join_as_rank_0, meet_ranks, region_of
-from paged_engine.engine import AdapterNotLoaded, Engine
-from paged_engine.measured_costs import measure_steps
-from paged_engine.ranks import Ranks
-from paged_engine.request import Request
-from paged_engine.step_plan import Fetch
-from wire.config import NodeConfig
-from wire.engine_messages import (
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Connector,
+    Fetched,
+    FetchFailed,
+    Released,
+    Settled,
+)
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.node.adapter_loads import AdapterLoads, content
+from kvrelay.node.cache_changes import CacheTeller
+from kvrelay.node.collector import imports_are_done
+from kvrelay.node.compiling import Compiling
+from kvrelay.node.engine_profile import EngineProfile
+from kvrelay.node.engine_stats import stats_of
+from kvrelay.node.last_words import leave, sentence
+from kvrelay.node.parent import die_with_parent
+from kvrelay.node.probes import Probes, host_id
+from kvrelay.node.process_log import log_is_written, log_to_stderr
+from kvrelay.node.ranks import join_as_rank_0, meet_ranks, region_of
+from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
+from kvrelay.paged_engine.measured_costs import measure_steps
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.engine_messages import (
     Abort,
     AskStats,
     EngineFailed,
@@ -58,10 +65,10 @@ from wire.engine_messages import (
     ToEngine,
     UnloadAdapter,
 )
-from wire.errors import KvNotLoaded, KvrelayError
-from wire.outputs import Finish
-from wire.transfer import Fingerprint, KvFacts, KvTransferParams
-from wire.versions import HANDOVER
+from kvrelay.wire.errors import KvNotLoaded, KvrelayError
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from kvrelay.wire.versions import HANDOVER
 
 __all__ = ["EngineProcess", "connected", "main"]
 

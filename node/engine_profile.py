@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from node import rank_asides
-from node.rank_asides import ProfileSteps
-from paged_engine.engine import Engine, aside
-from paged_engine.ranks import Ranks
-from wire.engine_messages import Profile, Profiled
-from wire.profiler_config import ProfilerConfig
+from kvrelay.node import rank_asides
+from kvrelay.node.rank_asides import ProfileSteps
+from kvrelay.paged_engine.engine import Engine, aside
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.wire.engine_messages import Profile, Profiled
+from kvrelay.wire.profiler_config import ProfilerConfig
 
 __all__ = ["EngineProfile", "RankProfiler"]
 

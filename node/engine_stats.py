@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kv_transfer.connector import Connector
-from node.adapter_loads import AdapterLoads
-from paged_engine.engine import Engine
-from wire.engine_messages import EngineStats
+from kvrelay.kv_transfer.connector import Connector
+from kvrelay.node.adapter_loads import AdapterLoads
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.wire.engine_messages import EngineStats
 
 __all__ = ["stats_of"]
 

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from openai_api.routes import error_shape
-from wire.errors import KvrelayError, NotFound, RequestBroke, RequestError
+from kvrelay.openai_api.routes import error_shape
+from kvrelay.wire.errors import KvrelayError, NotFound, RequestBroke, RequestError
 
 __all__ = ["answer_errors"]
 

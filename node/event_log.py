@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from wire.engine_messages import BlockText, CacheChanges
-from wire.kv_events import (
+from kvrelay.wire.engine_messages import BlockText, CacheChanges
+from kvrelay.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

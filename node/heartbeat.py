@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from wire.config_checks import udp_address
-from wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
+from kvrelay.wire.config_checks import udp_address
+from kvrelay.wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
 
 __all__ = ["Announcer"]
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from openai_api.join import joined_body
-from wire.frames import Frame, FrameKind
+from kvrelay.openai_api.join import joined_body
+from kvrelay.wire.frames import Frame, FrameKind
 
 __all__ = ["joined_frames"]
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from kv_transfer.zmq_address import listen
-from node.event_log import EventLog
-from wire.engine_messages import CacheChanges
-from wire.kv_events import END, KvEventsReport, packed_number
-from wire.kv_events_config import KvEventsConfig, address_of
-from wire.log_lines import Seldom
+from kvrelay.kv_transfer.zmq_address import listen
+from kvrelay.node.event_log import EventLog
+from kvrelay.wire.engine_messages import CacheChanges
+from kvrelay.wire.kv_events import END, KvEventsReport, packed_number
+from kvrelay.wire.kv_events_config import KvEventsConfig, address_of
+from kvrelay.wire.log_lines import Seldom
 
 __all__ = ["KvEvents"]
 

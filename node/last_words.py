@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from wire.errors import KvrelayError
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["fate_of", "leave", "sentence"]
 

@@ -17,9 +17,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from wire.errors import KvrelayError, NodeFailed, RequestBroke, RequestError
-from wire.frames import MALFORMED, Frame, FrameKind
-from wire.leg_stream import (
+from kvrelay.wire.errors import KvrelayError, NodeFailed, RequestBroke, RequestError
+from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
+from kvrelay.wire.leg_stream import (
     LEGS_MEDIA_TYPE,
     LEGS_VERSION_HEADER,
     WINDOW_BYTES,
@@ -31,8 +31,8 @@ from wire.leg_stream import (
     frame_message,
     message,
 )
-from wire.outputs import Load
-from wire.versions import LEGS
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.versions import LEGS
 
 __all__ = ["Begin", "LegStream", "LegStreams", "check_version"]
 

@@ -6,16 +6,16 @@ import asyncio
 import logging
 from pathlib import Path
 
-from node.engine_client import EngineClient
-from node.sandbox import Sandbox
-from node.sandbox_messages import Setup
-from node.serving import Serving
-from openai_api.chat_template import check_template
-from openai_api.generation_config import sampling_defaults
-from openai_api.model_formats import load_plugin, reasoning_format, tool_format
-from openai_api.tokenizer import Tokenizer
-from wire.config import EngineConfig, NodeConfig
-from wire.errors import ConfigError
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.sandbox_messages import Setup
+from kvrelay.node.serving import Serving
+from kvrelay.openai_api.chat_template import check_template
+from kvrelay.openai_api.generation_config import sampling_defaults
+from kvrelay.openai_api.model_formats import load_plugin, reasoning_format, tool_format
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["read_template", "served_name", "serving_of"]
 

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from node.engine_metrics import EngineMetrics
-from node.role_metrics import ByRole
-from openai_api.tallies import Spread
-from wire.config import NodeConfig, Role
-from wire.engine_messages import EngineReady, EngineStats, Timing
-from wire.outputs import Finish
+from kvrelay.node.engine_metrics import EngineMetrics
+from kvrelay.node.role_metrics import ByRole
+from kvrelay.openai_api.tallies import Spread
+from kvrelay.wire.config import NodeConfig, Role
+from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
+from kvrelay.wire.outputs import Finish
 
 __all__ = ["NodeMetrics"]
 

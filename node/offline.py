@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from node.app import Node, frames_of
-from node.engine_client import EngineClient
-from node.loading import serving_of
-from node.preprocess import legs_of
-from node.sandbox import Sandbox
-from node.serving import Call, Serving
-from openai_api.leg import Leg
-from wire.config import NodeConfig
-from wire.errors import ErrorBody, KvrelayError
-from wire.frames import Frame, FrameKind
+from kvrelay.node.app import Node, frames_of
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.loading import serving_of
+from kvrelay.node.preprocess import legs_of
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.leg import Leg
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import ErrorBody, KvrelayError
+from kvrelay.wire.frames import Frame, FrameKind
 
 __all__ = ["AnswerBroke", "Offline", "offline"]
 

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from node.drain import Drain
-from node.engine_client import EngineClient
-from node.role import NodeRole
-from openai_api.json_body import json_response
-from openai_api.server_info import server_info
-from wire.config import NodeConfig, Role
-from wire.errors import NotFound, RequestError
-from wire.frames import MALFORMED
+from kvrelay.node.drain import Drain
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.role import NodeRole
+from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.server_info import server_info
+from kvrelay.wire.config import NodeConfig, Role
+from kvrelay.wire.errors import NotFound, RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["add_orders"]
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
-from openai_api.leg import Leg
-from openai_api.stages import with_stages
-from wire.frames import Frame, FrameKind
+from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.stages import with_stages
+from kvrelay.wire.frames import Frame, FrameKind
 
 __all__ = ["payloads", "whole"]
 

@@ -10,14 +10,14 @@ import itertools
 
 import msgspec
 
-from node.sandbox import Sandbox
-from node.serving import Call, Serving
-from openai_api.beside import beside
-from openai_api.body import prompts_of
-from openai_api.chat_template import with_object
-from openai_api.leg import Leg
-from openai_api.structured import constraint_of
-from openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.beside import beside
+from kvrelay.openai_api.body import prompts_of
+from kvrelay.openai_api.chat_template import with_object
+from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.structured import constraint_of
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 
 __all__ = ["detokenized", "legs_of", "tokenized"]
 

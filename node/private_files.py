@@ -17,7 +17,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["ProcessFolder", "open_log", "private_folder"]
 

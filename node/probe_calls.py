@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
-from node.engine_client import EngineClient
-from wire.config import Role
-from wire.engine_messages import (
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import (
     PROBE_PREFIX,
     FetchProbe,
     OfferProbe,
@@ -19,9 +19,9 @@ from wire.engine_messages import (
     ProbeOffered,
     ProbeRefused,
 )
-from wire.errors import RequestError
-from wire.frames import MALFORMED
-from wire.transfer import KvTransferParams
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["fetch_probe", "offer_probe"]
 

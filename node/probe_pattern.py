@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paged_engine.kv_pool import KVPool
-from paged_engine.sharding import kv_heads_of
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.sharding import kv_heads_of
 
 __all__ = ["ProbePattern", "pattern"]
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from kv_transfer.connector import Connector, Event, Fetched, FetchFailed, Released, Settled
-from node import rank_asides
-from node.probe_pattern import ProbePattern
-from node.rank_asides import Aside, FillBlocks, VerifyBlocks
-from paged_engine.engine import Engine, aside
-from paged_engine.ranks import Alone, Ranks
-from wire.engine_messages import (
+from kvrelay.kv_transfer.connector import Connector, Event, Fetched, FetchFailed, Released, Settled
+from kvrelay.node import rank_asides
+from kvrelay.node.probe_pattern import ProbePattern
+from kvrelay.node.rank_asides import Aside, FillBlocks, VerifyBlocks
+from kvrelay.paged_engine.engine import Engine, aside
+from kvrelay.paged_engine.ranks import Alone, Ranks
+from kvrelay.wire.engine_messages import (
     PROBE_PREFIX,
     FetchProbe,
     OfferProbe,
@@ -31,7 +31,7 @@ from wire.engine_messages import (
     ProbeOffered,
     ProbeRefused,
 )
-from wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["Probes"]
 

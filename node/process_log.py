@@ -15,8 +15,8 @@ import os
 import threading
 import time
 
-from wire.config_checks import check_log_format
-from wire.log_lines import JsonLines, formatter
+from kvrelay.wire.config_checks import check_log_format
+from kvrelay.wire.log_lines import JsonLines, formatter
 
 __all__ = ["LOG_FORMAT", "LogThread", "log_as", "log_is_written", "log_to_stderr"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from node.ranks import join_as_rank_0
-from paged_engine.engine import Engine
-from paged_engine.timed_steps import TimedSteps
-from wire.config import EngineConfig
+from kvrelay.node.ranks import join_as_rank_0
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.timed_steps import TimedSteps
+from kvrelay.wire.config import EngineConfig
 
 __all__ = ["Measured", "hardware_of", "measured_engine"]
 

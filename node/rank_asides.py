@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_transfer.rank_messages import Meeting
-from wire.profiler_config import ProfilerConfig
+from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.wire.profiler_config import ProfilerConfig
 
 __all__ = ["Aside", "FillBlocks", "Meet", "ProfileSteps", "VerifyBlocks", "decode", "encode"]
 
@@ -50,7 +50,7 @@ _decoder: msgspec.msgpack.Decoder[Aside] = msgspec.msgpack.Decoder(Aside)
 
 
 def encode(message: Aside) -> bytes:
-    """For `paged_engine.engine.aside`."""
+    """For `kvrelay.paged_engine.engine.aside`."""
     return _encoder.encode(message)
 
 

@@ -20,27 +20,27 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.led_planes import LedPlanes
-from kv_transfer.open import join_connector, terms_of
-from kv_transfer.rank_link import RankLink
-from node import rank_asides
-from node.collector import command_of, imports_are_done
-from node.engine_profile import RankProfiler
-from node.last_words import fate_of, leave
-from node.parent import PARENT_PID, die_with_parent
-from node.probe_pattern import ProbePattern
-from node.process_log import log_to_stderr
-from node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
-from paged_engine.devices import check_engine, choose_device
-from paged_engine.engine import aside, follow
-from paged_engine.kv_pool import KVPool
-from paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host
-from paged_engine.ranks import Alone, Ranks, TorchRanks
-from paged_engine.sharding import kv_heads_of
-from wire.config import EngineConfig, NodeConfig, RanksConfig
-from wire.errors import KvrelayError
-from wire.profiler_config import ProfilerConfig
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.led_planes import LedPlanes
+from kvrelay.kv_transfer.open import join_connector, terms_of
+from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.node import rank_asides
+from kvrelay.node.collector import command_of, imports_are_done
+from kvrelay.node.engine_profile import RankProfiler
+from kvrelay.node.last_words import fate_of, leave
+from kvrelay.node.parent import PARENT_PID, die_with_parent
+from kvrelay.node.probe_pattern import ProbePattern
+from kvrelay.node.process_log import log_to_stderr
+from kvrelay.node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
+from kvrelay.paged_engine.devices import check_engine, choose_device
+from kvrelay.paged_engine.engine import aside, follow
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host
+from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
+from kvrelay.paged_engine.sharding import kv_heads_of
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.profiler_config import ProfilerConfig
 
 __all__ = ["join_as_rank_0", "meet_ranks", "region_of", "run_ranks"]
 
@@ -122,7 +122,7 @@ def run_ranks(config: RanksConfig) -> int:
 def _start(place: _Place) -> subprocess.Popen[bytes]:
     threads = place.engine.threads_on(os.cpu_count() or 1)
     child = subprocess.Popen(
-        command_of("node.ranks", "-u"),
+        command_of("kvrelay.node.ranks", "-u"),
         stdin=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), PARENT_PID: str(os.getpid())},
     )

@@ -15,10 +15,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from node.drain import DRAIN_DEADLINE_S, Drain
-from node.engine_client import EngineClient
-from wire.config import Role
-from wire.errors import Conflict, Draining, RequestError
+from kvrelay.node.drain import DRAIN_DEADLINE_S, Drain
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import Conflict, Draining, RequestError
 
 __all__ = ["FLIPPING", "NodeRole"]
 

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Sample
 
-from wire.config import Role
+from kvrelay.wire.config import Role
 
 __all__ = ["ByRole"]
 

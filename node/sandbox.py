@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from node.collector import command_of
-from node.sandbox_messages import (
+from kvrelay.node.collector import command_of
+from kvrelay.node.sandbox_messages import (
     GRAMMAR,
     LENGTH_BYTES,
     PROMPT,
@@ -38,9 +36,10 @@ from node.sandbox_messages import (
     Work,
     framed,
 )
-from openai_api.beside import LONG_BYTES
-from wire.errors import Overloaded, RequestBroke, RequestError, Unavailable
-from wire.sampling import Constraint
+from kvrelay.openai_api.beside import LONG_BYTES
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.errors import Overloaded, RequestBroke, RequestError, Unavailable
+from kvrelay.wire.sampling import Constraint
 
 __all__ = ["Sandbox"]
 
@@ -56,7 +55,6 @@ _END_S = 0.2
 _KEPT = 256
 """Outcomes of grammars, so that each is compiled here once."""
 _MAX_ANSWER_BYTES = 1 << 27
-_ROOT = Path(__file__).resolve().parent.parent
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 # Not an error itself: each time that one is raised it holds on to the frames, and so to the
@@ -255,7 +253,6 @@ class Sandbox:
                     self._control.close()
                 self._control, theirs = socket.socketpair()
                 with theirs:
-                    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
                     # Children are forked from it, so no library may start threads.
                     one = {
                         "TOKENIZERS_PARALLELISM": "false",
@@ -263,9 +260,9 @@ class Sandbox:
                         "OMP_NUM_THREADS": "1",
                     }
                     self._process = await asyncio.create_subprocess_exec(
-                        *command_of("node.sandbox_process"),
+                        *command_of("kvrelay.node.sandbox_process"),
                         stdin=theirs.fileno(),
-                        env={**os.environ, **one, "PYTHONPATH": path},
+                        env={**child_environ(), **one},
                     )
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(self._control, self._setup)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from wire.sampling import Constraint
+from kvrelay.wire.sampling import Constraint
 
 __all__ = [
     "GRAMMAR",

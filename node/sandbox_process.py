@@ -24,9 +24,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from node.collector import imports_are_done
-from node.compiling import grammars_for
-from node.sandbox_messages import (
+from kvrelay.node.collector import imports_are_done
+from kvrelay.node.compiling import grammars_for
+from kvrelay.node.sandbox_messages import (
     GRAMMAR,
     LENGTH_BYTES,
     PROMPT,
@@ -42,12 +42,12 @@ from node.sandbox_messages import (
     Work,
     framed,
 )
-from openai_api.body import decode_chat, decode_completion
-from openai_api.model_formats import TOOL_FORMATS, load_plugin
-from openai_api.prompt import Prompts
-from openai_api.tokenizer import Tokenizer
-from paged_engine.grammar import Grammars
-from wire.errors import RequestError
+from kvrelay.openai_api.body import decode_chat, decode_completion
+from kvrelay.openai_api.model_formats import TOOL_FORMATS, load_plugin
+from kvrelay.openai_api.prompt import Prompts
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine.grammar import Grammars
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["main"]
 

@@ -16,22 +16,22 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from node.app import Node, create_app
-from node.drain import DRAIN_DEADLINE_S
-from node.engine_client import EngineClient
-from node.heartbeat import Announcer
-from node.kv_events import KvEvents
-from node.loading import serving_of
-from node.metrics import NodeMetrics
-from node.process_log import log_as
-from openai_api.beside import give_large_blocks_back
-from openai_api.connections import connections
-from openai_api.tls import server_context
-from openai_api.tracing import tracing_to
-from wire.config import NodeConfig
-from wire.errors import EngineDead, KvrelayError
-from wire.heartbeat import Heartbeat, NodeState
-from wire.sampling import PLAIN_SAMPLING
+from kvrelay.node.app import Node, create_app
+from kvrelay.node.drain import DRAIN_DEADLINE_S
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.heartbeat import Announcer
+from kvrelay.node.kv_events import KvEvents
+from kvrelay.node.loading import serving_of
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.process_log import log_as
+from kvrelay.openai_api.beside import give_large_blocks_back
+from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.tls import server_context
+from kvrelay.openai_api.tracing import tracing_to
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import EngineDead, KvrelayError
+from kvrelay.wire.heartbeat import Heartbeat, NodeState
+from kvrelay.wire.sampling import PLAIN_SAMPLING
 
 __all__ = ["run"]
 

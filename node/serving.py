@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from decode_node.leg import DecodeLeg
-from openai_api.body import (
+from kvrelay.decode_node.leg import DecodeLeg
+from kvrelay.openai_api.body import (
     MAX_CHOICES,
     choice_count,
     decode_chat,
@@ -24,22 +24,22 @@ from openai_api.body import (
     sampling_params,
     token_limit,
 )
-from openai_api.json_body import reading
-from openai_api.leg import Leg, with_forks
-from openai_api.message_stream import message_form
-from openai_api.model_formats import ReasoningFormat, ToolFormat
-from openai_api.prompt import Prompts
-from openai_api.structured import bad_word_ids
-from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatRequest, CompletionRequest, ModelCard
-from openai_api.writer import AnswerWriter
-from prefill_node.leg import PrefillLeg
-from wire.config import Role
-from wire.engine_messages import EngineReady, Submit
-from wire.errors import Draining, NotFound, RequestError
-from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
-from wire.transfer import KvTransferParams
+from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.leg import Leg, with_forks
+from kvrelay.openai_api.message_stream import message_form
+from kvrelay.openai_api.model_formats import ReasoningFormat, ToolFormat
+from kvrelay.openai_api.prompt import Prompts
+from kvrelay.openai_api.structured import bad_word_ids
+from kvrelay.openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelCard
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.prefill_node.leg import PrefillLeg
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import EngineReady, Submit
+from kvrelay.wire.errors import Draining, NotFound, RequestError
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving"]
 

@@ -2,7 +2,7 @@
 clock of a transfer.
 
 Owns the pool's pattern and what is read off the connector's events; refuses to know rows and
-tables. Speaks JSON lines on stdin and stdout with `node.transfer_pair`, and ends when its stdin
+tables. Speaks JSON lines on stdin and stdout with `kvrelay.node.transfer_pair`, and ends when its stdin
 ends. Bytes and seconds.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kv_transfer.connector import (
+from kvrelay.kv_transfer.connector import (
     Completion,
     Connector,
     Event,
@@ -28,13 +28,13 @@ from kv_transfer.connector import (
     PoolRegion,
     Released,
 )
-from kv_transfer.open import open_connector
-from node.parent import die_with_parent
-from paged_engine.kv_pool import zeros
-from wire.config import TransferConfig
-from wire.errors import ConfigError, KvrelayError, TransferError
-from wire.transfer import Fingerprint, KvTransferParams
-from wire.versions import HANDOVER
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.node.parent import die_with_parent
+from kvrelay.paged_engine.kv_pool import zeros
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
+from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.versions import HANDOVER
 
 # Of the memory that is free when a process starts. Both ends may be in the same memory, and see the
 # same free bytes.

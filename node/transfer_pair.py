@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from node.parent import PARENT_PID
-from wire.errors import TransferError
+from kvrelay.node.parent import PARENT_PID
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.errors import TransferError
 
 __all__ = ["Part", "Pair", "Took", "open_pair"]
 
@@ -158,13 +158,11 @@ class _EndProcess:
         self._until = until
         self._asked = ""
         self._late = False
-        root = str(Path(__file__).resolve().parents[1])
-        paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH", "")) if path)
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
-                "node.transfer_end",
+                "kvrelay.node.transfer_end",
                 name,
                 device,
                 str(pool_bytes),
@@ -175,8 +173,7 @@ class _EndProcess:
             env={
                 # the NIXL plane sets one that UCX knows on a GPU only
                 "UCX_WARN_UNUSED_ENV_VARS": "n",
-                **os.environ,
-                "PYTHONPATH": paths,
+                **child_environ(),
                 PARENT_PID: str(os.getpid()),
             },
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from openai_api.anthropic_request import MessagesRequest, chat_body, decode_messages
-from openai_api.chat_events import (
+from kvrelay.openai_api.anthropic_request import MessagesRequest, chat_body, decode_messages
+from kvrelay.openai_api.chat_events import (
     ChatChoice,
     ChatEvent,
     ChatEvents,
@@ -19,8 +19,8 @@ from openai_api.chat_events import (
     ToolCall,
     whole_chat,
 )
-from openai_api.dialect import KEEP_ALIVE, Dialect
-from wire.errors import ErrorBody, NodeFailed
+from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect
+from kvrelay.wire.errors import ErrorBody, NodeFailed
 
 __all__ = ["AnthropicAnswer", "anthropic_error", "speak_anthropic"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from openai_api.chat_fields import (
+from kvrelay.openai_api.chat_fields import (
     assistant,
     check_messages,
     check_tools,
@@ -17,8 +17,8 @@ from openai_api.chat_fields import (
     passed_on,
     text_of,
 )
-from openai_api.json_body import reading
-from wire.errors import RequestError
+from kvrelay.openai_api.json_body import reading
+from kvrelay.wire.errors import RequestError
 
 __all__ = [
     "CountRequest",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openai_api.types import ChatRequest, CompletionRequest, Message
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, Message
 
 __all__ = ["Beginning", "beginning_of", "content_text", "generates_reply"]
 

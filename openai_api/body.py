@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from openai_api.chat_fields import check_messages
-from openai_api.json_body import reading
-from openai_api.not_built import refuse_not_built
-from openai_api.structured import constraint_of
-from openai_api.tool_choice import asked_tools
-from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
-from wire.errors import RequestError
-from wire.frames import MALFORMED
-from wire.sampling import (
+from kvrelay.openai_api.chat_fields import check_messages
+from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.not_built import refuse_not_built
+from kvrelay.openai_api.structured import constraint_of
+from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest, SamplingFields
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.sampling import (
     MAX_LOGPROBS,
     PLAIN_SAMPLING,
     SamplingDefaults,

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from wire.errors import ErrorBody, NodeFailed
-from wire.frames import MALFORMED
+from kvrelay.wire.errors import ErrorBody, NodeFailed
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "ChatChoice",

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from openai_api.json_body import reading
-from wire.errors import RequestError
+from kvrelay.openai_api.json_body import reading
+from kvrelay.wire.errors import RequestError
 
 __all__ = [
     "MAX_MESSAGES",

@@ -20,10 +20,10 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from openai_api.beginning import content_text
-from openai_api.told_tools import PROBE, told_tools
-from openai_api.types import Message
-from wire.errors import ConfigError, RequestError
+from kvrelay.openai_api.beginning import content_text
+from kvrelay.openai_api.told_tools import PROBE, told_tools
+from kvrelay.openai_api.types import Message
+from kvrelay.wire.errors import ConfigError, RequestError
 
 __all__ = ["check_template", "render", "with_object"]
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from openai_api.beginning import Beginning
-from openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
-from openai_api.logprobs import chat_logprobs, completion_logprobs, joined
-from openai_api.message import MessageParser
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.text_stream import TextStream
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import (
+from kvrelay.openai_api.beginning import Beginning
+from kvrelay.openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
+from kvrelay.openai_api.logprobs import chat_logprobs, completion_logprobs, joined
+from kvrelay.openai_api.message import MessageParser
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.text_stream import TextStream
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import (
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
@@ -30,10 +30,10 @@ from openai_api.types import (
     Delta,
     PromptLogprob,
 )
-from wire.errors import RequestError
-from wire.outputs import Finish, TokenLogprobs
-from wire.sampling import SamplingParams
-from wire.transfer import ChoiceSoFar
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import ChoiceSoFar
 
 __all__ = ["ChoiceWriter", "ChunkChoice"]
 

@@ -29,8 +29,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
-from wire.log_lines import Seldom
+from kvrelay.wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
+from kvrelay.wire.log_lines import Seldom
 
 __all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from wire.errors import ErrorBody
+from kvrelay.wire.errors import ErrorBody
 
 __all__ = ["AS_IS", "KEEP_ALIVE", "Dialect", "Speak", "as_it_is", "openai_error"]
 

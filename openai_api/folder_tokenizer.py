@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
-from wire.errors import ConfigError
+from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["byte_tokenizer", "folder_tokenizer", "read_object"]
 

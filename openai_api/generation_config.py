@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from openai_api.folder_tokenizer import read_object
-from wire.config import EngineConfig
-from wire.errors import ConfigError
-from wire.sampling import SamplingDefaults, generation_values
+from kvrelay.openai_api.folder_tokenizer import read_object
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingDefaults, generation_values
 
 __all__ = ["sampling_defaults"]
 

@@ -6,8 +6,8 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-from wire.errors import ConfigError
-from wire.gguf_header import read_gguf_header
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.gguf_header import read_gguf_header
 
 __all__ = ["read_gguf_metadata"]
 

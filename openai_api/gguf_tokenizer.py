@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from openai_api.gguf_metadata import read_gguf_metadata
-from openai_api.token_bytes import Pieces, TokenizerParts
-from wire.errors import ConfigError
+from kvrelay.openai_api.gguf_metadata import read_gguf_metadata
+from kvrelay.openai_api.token_bytes import Pieces, TokenizerParts
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["gguf_tokenizer"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from openai_api.markers import any_of, beginning_at_end
-from openai_api.message_parts import Content, Part, Reasoning, joined
+from kvrelay.openai_api.markers import any_of, beginning_at_end
+from kvrelay.openai_api.message_parts import Content, Part, Reasoning, joined
 
 __all__ = ["MARKERS", "HarmonySplit"]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from openai_api import sse
-from openai_api.types import CompletionChunk, Usage
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.types import CompletionChunk, Usage
 
 __all__ = ["joined_body", "joined_end"]
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 import msgspec
 from starlette.responses import Response
 
-from wire.errors import BodyTooLarge, RequestError
-from wire.frames import MALFORMED
+from kvrelay.wire.errors import BodyTooLarge, RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "MAX_CONTAINERS",

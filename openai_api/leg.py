@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.stages import stages_ms
-from openai_api.writer import AnswerWriter
-from wire.engine_messages import RequestUpdate, Submit, Timing
-from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load
-from wire.sampling import Constraint
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.stages import stages_ms
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.engine_messages import RequestUpdate, Submit, Timing
+from kvrelay.wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.sampling import Constraint
 
 __all__ = ["Leg", "with_forks"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from wire.outputs import TokenLogprobs
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["chat_logprobs", "completion_logprobs", "finite", "joined"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from openai_api.types import Delta, ReplyMessage
+from kvrelay.openai_api.types import Delta, ReplyMessage
 
 __all__ = ["MessageParser", "PlainMessage"]
 

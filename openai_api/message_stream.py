@@ -15,14 +15,22 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET
 
-from openai_api.message import MessageParser, PlainMessage
-from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
-from openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
-from openai_api.reasoning import Opening
-from openai_api.tokenizer import Tokenizer
-from openai_api.tool_choice import Choice, ToolUse, asked_tools
-from openai_api.tool_parsers import NamedParser, TextParser
-from openai_api.types import (
+from kvrelay.openai_api.message import MessageParser, PlainMessage
+from kvrelay.openai_api.message_parts import (
+    Arguments,
+    CallBegun,
+    CallIds,
+    Content,
+    Part,
+    Reasoning,
+    joined,
+)
+from kvrelay.openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
+from kvrelay.openai_api.reasoning import Opening
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tool_choice import Choice, ToolUse, asked_tools
+from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
+from kvrelay.openai_api.types import (
     CalledFunction,
     ChatRequest,
     CompletionRequest,
@@ -32,8 +40,8 @@ from openai_api.types import (
     ToolCall,
     ToolCallDelta,
 )
-from wire.errors import RequestError
-from wire.sampling import Constraint
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint
 
 __all__ = ["MessageForm", "MessageStream", "message_form"]
 

@@ -15,12 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from openai_api import harmony
-from openai_api.call_syntax import CallTags
-from openai_api.message_parts import CallIds
-from openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
-from openai_api.tool_parsers import CallMarks, ListedParser, MarkedParser, MistralParser, Tools
-from wire.errors import ConfigError
+from kvrelay.openai_api import harmony
+from kvrelay.openai_api.call_syntax import CallTags
+from kvrelay.openai_api.message_parts import CallIds
+from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
+from kvrelay.openai_api.tool_parsers import (
+    CallMarks,
+    ListedParser,
+    MarkedParser,
+    MistralParser,
+    Tools,
+)
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "REASONING_FORMATS",

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import RequestError
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["REFUSED", "refuse_not_built"]
 

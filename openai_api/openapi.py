@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from openai_api.anthropic_request import CountRequest, MessagesRequest
-from openai_api.body import MAX_CHOICES
-from openai_api.chat_fields import PASSED_ON
-from openai_api.responses_request import ResponsesRequest
-from openai_api.token_generation import GENERATE_PATH, Generated, GenerateRequest
-from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
-from openai_api.types import (
+from kvrelay.openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
+from kvrelay.openai_api.anthropic_request import CountRequest, MessagesRequest
+from kvrelay.openai_api.body import MAX_CHOICES
+from kvrelay.openai_api.chat_fields import PASSED_ON
+from kvrelay.openai_api.responses_request import ResponsesRequest
+from kvrelay.openai_api.token_generation import GENERATE_PATH, Generated, GenerateRequest
+from kvrelay.openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
+from kvrelay.openai_api.types import (
     ChatCompletion,
     ChatRequest,
     Completion,
@@ -29,8 +29,8 @@ from openai_api.types import (
     ModelCard,
     ModelList,
 )
-from wire.errors import ErrorBody
-from wire.sampling import MAX_LOGPROBS
+from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.sampling import MAX_LOGPROBS
 
 __all__ = ["document"]
 

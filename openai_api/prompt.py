@@ -12,14 +12,14 @@ from typing import NoReturn
 
 import msgspec
 
-from openai_api.beginning import Beginning, beginning_of, generates_reply
-from openai_api.body import kept_tokens, prompts_of
-from openai_api.chat_template import render
-from openai_api.model_formats import TOOL_FORMATS, ToolFormat
-from openai_api.tokenizer import Tokenizer
-from openai_api.tool_choice import asked_tools
-from openai_api.types import ChatRequest, CompletionRequest
-from wire.errors import RequestError
+from kvrelay.openai_api.beginning import Beginning, beginning_of, generates_reply
+from kvrelay.openai_api.body import kept_tokens, prompts_of
+from kvrelay.openai_api.chat_template import render
+from kvrelay.openai_api.model_formats import TOOL_FORMATS, ToolFormat
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["Prompts"]
 

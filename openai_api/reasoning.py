@@ -11,8 +11,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openai_api.markers import any_of, beginning_at_end
-from openai_api.message_parts import Content, Part, Reasoning, joined
+from kvrelay.openai_api.markers import any_of, beginning_at_end
+from kvrelay.openai_api.message_parts import Content, Part, Reasoning, joined
 
 __all__ = ["Opening", "ReasoningMarks", "ReasoningSplit"]
 

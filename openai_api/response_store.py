@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from wire.errors import NotFound, Unavailable
+from kvrelay.wire.errors import NotFound, Unavailable
 
 __all__ = ["IN_MEMORY", "MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored", "missing"]
 

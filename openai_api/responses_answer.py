@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from openai_api.chat_events import (
+from kvrelay.openai_api.chat_events import (
     ChatChoice,
     ChatEvent,
     ChatEvents,
@@ -20,9 +20,9 @@ from openai_api.chat_events import (
     ToolCall,
     whole_chat,
 )
-from openai_api.dialect import KEEP_ALIVE, openai_error
-from openai_api.responses_request import ResponsesRequest
-from wire.errors import ErrorBody, NodeFailed
+from kvrelay.openai_api.dialect import KEEP_ALIVE, openai_error
+from kvrelay.openai_api.responses_request import ResponsesRequest
+from kvrelay.wire.errors import ErrorBody, NodeFailed
 
 __all__ = ["ResponsesAnswer"]
 

@@ -11,14 +11,20 @@ from typing import Any, Protocol
 
 import msgspec
 
-from openai_api.beside import beside
-from openai_api.dialect import Dialect, Speak
-from openai_api.json_body import check_shape
-from openai_api.response_store import ResponseStore, Stored, missing
-from openai_api.responses_answer import ResponsesAnswer
-from openai_api.responses_request import Item, chat_body, check_count, decode_responses, own_items
-from wire.errors import RequestError
-from wire.frames import MALFORMED
+from kvrelay.openai_api.beside import beside
+from kvrelay.openai_api.dialect import Dialect, Speak
+from kvrelay.openai_api.json_body import check_shape
+from kvrelay.openai_api.response_store import ResponseStore, Stored, missing
+from kvrelay.openai_api.responses_answer import ResponsesAnswer
+from kvrelay.openai_api.responses_request import (
+    Item,
+    chat_body,
+    check_count,
+    decode_responses,
+    own_items,
+)
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["Learn", "Recalled", "Shelf", "speak_responses", "stored_items", "translated"]
 

@@ -18,16 +18,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
-from openai_api.anthropic_answer import anthropic_error, speak_anthropic
-from openai_api.anthropic_request import count_body
-from openai_api.beside import beside
-from openai_api.dialect import Speak, openai_error
-from openai_api.docs_page import DOCS_PAGE
-from openai_api.response_store import ResponseStore
-from openai_api.responses_call import Learn, Recalled, speak_responses, stored_items
-from openai_api.token_generation import GENERATE_PATH, speak_generate
-from openai_api.tokenize_types import Tokenized
-from wire.errors import ErrorBody, RequestError
+from kvrelay.openai_api.anthropic_answer import anthropic_error, speak_anthropic
+from kvrelay.openai_api.anthropic_request import count_body
+from kvrelay.openai_api.beside import beside
+from kvrelay.openai_api.dialect import Speak, openai_error
+from kvrelay.openai_api.docs_page import DOCS_PAGE
+from kvrelay.openai_api.response_store import ResponseStore
+from kvrelay.openai_api.responses_call import Learn, Recalled, speak_responses, stored_items
+from kvrelay.openai_api.token_generation import GENERATE_PATH, speak_generate
+from kvrelay.openai_api.tokenize_types import Tokenized
+from kvrelay.wire.errors import ErrorBody, RequestError
 
 __all__ = [
     "ANTHROPIC_PATH",
@@ -230,7 +230,7 @@ def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        from openai_api.openapi import (
+        from kvrelay.openai_api.openapi import (
             document,
         )  # here, because a router starts without it in 10 ms less
 

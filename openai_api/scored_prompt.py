@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from openai_api.logprobs import completion_logprobs, finite
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import CompletionLogprobs, PromptLogprob
-from wire.errors import RequestError
-from wire.outputs import TokenLogprobs
+from kvrelay.openai_api.logprobs import completion_logprobs, finite
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import CompletionLogprobs, PromptLogprob
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["ScoredPrompt"]
 

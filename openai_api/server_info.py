@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import RequestError
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["server_info"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wire.errors import KvrelayError
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["DONE", "SSE_MEDIA_TYPE", "error_event", "event"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from wire.engine_messages import Timing
+from kvrelay.wire.engine_messages import Timing
 
 __all__ = ["StageTime", "stage_times"]
 

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from openai_api import sse
-from wire.engine_messages import Timing
+from kvrelay.openai_api import sse
+from kvrelay.wire.engine_messages import Timing
 
 __all__ = ["MOVED", "STAGES", "TOLD", "stages_ms", "with_stages"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from openai_api.tool_choice import asked_tools
-from openai_api.types import ChatRequest, ResponseFormat, SamplingFields
-from wire.errors import RequestError
-from wire.sampling import Constraint, ConstraintKind
+from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.types import ChatRequest, ResponseFormat, SamplingFields
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint, ConstraintKind
 
 __all__ = ["bad_word_ids", "constraint_of"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 
-from openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
 

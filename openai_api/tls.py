@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Served", "load_chain", "renewed", "server_context"]
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from openai_api import sse
-from openai_api.chat_events import Events, decoded
-from openai_api.dialect import KEEP_ALIVE, Dialect, openai_error
-from openai_api.json_body import reading
-from openai_api.types import (
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.chat_events import Events, decoded
+from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect, openai_error
+from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.types import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -24,7 +24,7 @@ from openai_api.types import (
     TopLogprob,
     Usage,
 )
-from wire.errors import ErrorBody, NodeFailed, RequestError
+from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 
 __all__ = ["GENERATE_PATH", "GenerateRequest", "Generated", "speak_generate"]
 

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from openai_api.folder_tokenizer import byte_tokenizer, folder_tokenizer
-from openai_api.gguf_tokenizer import gguf_tokenizer
-from openai_api.token_bytes import TokenizerParts, piece_bytes
-from wire.errors import ConfigError
+from kvrelay.openai_api.folder_tokenizer import byte_tokenizer, folder_tokenizer
+from kvrelay.openai_api.gguf_tokenizer import gguf_tokenizer
+from kvrelay.openai_api.token_bytes import TokenizerParts, piece_bytes
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Tokenizer"]
 

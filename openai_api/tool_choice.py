@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openai_api.chat_fields import check_tools
-from openai_api.types import ChatRequest
-from wire.errors import RequestError
+from kvrelay.openai_api.chat_fields import check_tools
+from kvrelay.openai_api.types import ChatRequest
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
 

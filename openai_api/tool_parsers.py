@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openai_api.call_reader import ArgumentsReader, CallReader
-from openai_api.call_syntax import CallTags, PythonReader, TaggedReader
-from openai_api.markers import any_of, beginning_at_end
-from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
+from kvrelay.openai_api.call_reader import ArgumentsReader, CallReader
+from kvrelay.openai_api.call_syntax import CallTags, PythonReader, TaggedReader
+from kvrelay.openai_api.markers import any_of, beginning_at_end
+from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
 
 __all__ = [
     "CallMarks",

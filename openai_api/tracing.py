@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from openai_api.stage_times import StageTime
-from wire.errors import ConfigError
+from kvrelay.openai_api.stage_times import StageTime
+from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

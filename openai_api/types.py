@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "CalledFunction",

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from openai_api import sse
-from openai_api.beginning import Beginning
-from openai_api.choice_writer import ChoiceWriter, ChunkChoice
-from openai_api.message import MessageParser, PlainMessage
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import (
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.beginning import Beginning
+from kvrelay.openai_api.choice_writer import ChoiceWriter, ChunkChoice
+from kvrelay.openai_api.message import MessageParser, PlainMessage
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -30,10 +30,10 @@ from openai_api.types import (
     CompletionRequest,
     Usage,
 )
-from wire.errors import KvrelayError
-from wire.outputs import Finish, TokenLogprobs
-from wire.sampling import SamplingParams
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 __all__ = ["AnswerWriter"]
 

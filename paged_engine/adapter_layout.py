@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paged_engine.lora_files import Adapter, Matrices
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import weight_shapes
-from paged_engine.sharding import shard_weights
+from kvrelay.paged_engine.lora_files import Adapter, Matrices
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import weight_shapes
+from kvrelay.paged_engine.sharding import shard_weights
 
 __all__ = ["Site", "shard_adapter", "sites_of", "stacked"]
 

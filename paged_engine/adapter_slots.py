@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from wire.engine_messages import AdapterFacts
+from kvrelay.wire.engine_messages import AdapterFacts
 
 __all__ = ["AdapterSlots", "Loaded"]
 

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from paged_engine.adapter_layout import shard_adapter
-from paged_engine.adapter_slots import AdapterSlots, Loaded
-from paged_engine.lora_files import Adapter, read_adapter
-from paged_engine.model_config import ModelConfig
-from paged_engine.ranks import Ranks
-from paged_engine.request import Request, State
-from wire.config import EngineConfig
-from wire.engine_messages import AdapterFacts
-from wire.errors import ConfigError
+from kvrelay.paged_engine.adapter_layout import shard_adapter
+from kvrelay.paged_engine.adapter_slots import AdapterSlots, Loaded
+from kvrelay.paged_engine.lora_files import Adapter, read_adapter
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import AdapterFacts
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "ABOUT_ADAPTERS",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paged_engine.memory_sizes import (
+from kvrelay.paged_engine.memory_sizes import (
     CPU_POOL_BYTES,
     FP8,
     block_bytes,
@@ -19,11 +19,11 @@ from paged_engine.memory_sizes import (
     least_weight_bytes,
     longest_context,
 )
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_files import read_model_config
-from paged_engine.sharding import shard_config
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.paged_engine.sharding import shard_config
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["checked_model", "dtype_of", "kv_dtype_of", "least_memory"]
 

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from wire.engine_messages import BlockText
-from wire.hashes import BlockHash
+from kvrelay.wire.engine_messages import BlockText
+from kvrelay.wire.hashes import BlockHash
 
 __all__ = ["NULL_BLOCK", "BlockPool", "Changes"]
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear import Linear
-from kernels.lora import PackedLora
-from paged_engine.adapter_layout import Site, sites_of, stacked
-from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
-from paged_engine.lora_files import Adapter
-from paged_engine.model_config import ModelConfig
-from paged_engine.ranks import Ranks
+from kvrelay.kernels.linear import Linear
+from kvrelay.kernels.lora import PackedLora
+from kvrelay.paged_engine.adapter_layout import Site, sites_of, stacked
+from kvrelay.paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
+from kvrelay.paged_engine.lora_files import Adapter
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.ranks import Ranks
 
 __all__ = ["CpuAdapters", "CpuAdapterOperations"]
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels.kv_write import write_kv
-from kernels.linear import Linear, fewest_invariant_rows
-from kernels.moe import Experts, route
-from kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
-from kernels.paged_attention import AttentionPlan, attend
-from paged_engine.model_config import ModelConfig
-from paged_engine.operations import LayerCache, Norm, QkNorm
-from paged_engine.ranks import Ranks
-from paged_engine.sharding import vocab_shard
-from wire.errors import ConfigError
+from kvrelay.kernels.kv_write import write_kv
+from kvrelay.kernels.linear import Linear, fewest_invariant_rows
+from kvrelay.kernels.moe import Experts, route
+from kvrelay.kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
+from kvrelay.kernels.paged_attention import AttentionPlan, attend
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.sharding import vocab_shard
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["CpuOperations", "CpuStep", "fewest_rows"]
 

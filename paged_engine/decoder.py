@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 
-from paged_engine.kv_pool import KVPool
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import POSITION_OFFSET, stored_weights, tensor_shapes, weight_shapes
-from paged_engine.operations import Norm, Operations, QkNorm
-from paged_engine.rope import rope_frequencies, rope_variant
-from wire.errors import ConfigError
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import (
+    POSITION_OFFSET,
+    stored_weights,
+    tensor_shapes,
+    weight_shapes,
+)
+from kvrelay.paged_engine.operations import Norm, Operations, QkNorm
+from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Decoder", "by_projection"]
 

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from paged_engine.before_loading import checked_model
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.before_loading import checked_model
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["check_engine", "choose_device", "refuse_fp8"]
 

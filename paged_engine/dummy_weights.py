@@ -9,8 +9,8 @@ from hashlib import blake2b
 
 import torch
 
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import tensor_shapes
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import tensor_shapes
 
 __all__ = ["dummy_tensors"]
 

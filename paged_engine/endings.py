@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paged_engine.request import Request
-from wire.outputs import Finish
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.outputs import Finish
 
 __all__ = ["Endings"]
 

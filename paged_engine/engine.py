@@ -16,30 +16,30 @@ from typing import Protocol
 
 import torch
 
-from paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
-from paged_engine.before_loading import checked_model, dtype_of
-from paged_engine.blocks import BlockPool
-from paged_engine.decoder import by_projection
-from paged_engine.devices import choose_device
-from paged_engine.guide import Guide, Matcher
-from paged_engine.kv_pool import KVPool
-from paged_engine.lora_files import Adapter
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_files import read_tensors
-from paged_engine.quantization import dequantized
-from paged_engine.ranks import Alone, Ranks, TorchRanks
-from paged_engine.request import Request
-from paged_engine.runner import CpuRunner, Launched, Runner
-from paged_engine.scheduler import Scheduler
-from paged_engine.sharding import shard_config, shard_weights
-from paged_engine.speculation import Speculation
-from paged_engine.step_plan import Chunk, Fetch, StepPlan
-from wire.config import EngineConfig
-from wire.engine_messages import STEP_TOKENS, Submit
-from wire.outputs import Load
-from wire.sampling import SamplingParams
-from wire.step_costs import Pace, StepCosts
-from wire.versions import RELEASE
+from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
+from kvrelay.paged_engine.before_loading import checked_model, dtype_of
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.decoder import by_projection
+from kvrelay.paged_engine.devices import choose_device
+from kvrelay.paged_engine.guide import Guide, Matcher
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.lora_files import Adapter
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_files import read_tensors
+from kvrelay.paged_engine.quantization import dequantized
+from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.runner import CpuRunner, Launched, Runner
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.sharding import shard_config, shard_weights
+from kvrelay.paged_engine.speculation import Speculation
+from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import STEP_TOKENS, Submit
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import Pace, StepCosts
+from kvrelay.wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
@@ -440,6 +440,6 @@ def _loaded_runner(
     if device.type == "cpu":
         return CpuRunner.open(config, model, weights, ranks)
     # Only here is triton imported.
-    from paged_engine.gpu_runner import GpuRunner
+    from kvrelay.paged_engine.gpu_runner import GpuRunner
 
     return GpuRunner.open(config, model, weights, device, ranks)

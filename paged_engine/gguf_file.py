@@ -17,8 +17,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from wire.errors import ConfigError
-from wire.gguf_header import TensorPlace, read_gguf_header
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paged_engine.gguf_file import GgufFile
-from paged_engine.model_config import Fields, ModelConfig, RopeScaling
-from paged_engine.model_tensors import check_names, tensor_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.gguf_file import GgufFile
+from kvrelay.paged_engine.model_config import Fields, ModelConfig, RopeScaling
+from kvrelay.paged_engine.model_tensors import check_names, tensor_shapes
+from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import torch
 
-from kernels.fused_act import act_and_mul
-from kernels.fused_norm import rms_norm
-from kernels.grouped_lora import INVARIANT_ROWS, default_tiles, expand, shrink
-from kernels.skinny_gemm import Activation
-from paged_engine.adapter_layout import Site, sites_of, stacked
-from paged_engine.gpu_operations import GpuOperations, GpuStep, Linear
-from paged_engine.lora_files import Adapter, Matrices
-from paged_engine.model_config import ModelConfig
+from kvrelay.kernels.fused_act import act_and_mul
+from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.grouped_lora import INVARIANT_ROWS, default_tiles, expand, shrink
+from kvrelay.kernels.skinny_gemm import Activation
+from kvrelay.paged_engine.adapter_layout import Site, sites_of, stacked
+from kvrelay.paged_engine.gpu_operations import GpuOperations, GpuStep, Linear
+from kvrelay.paged_engine.lora_files import Adapter, Matrices
+from kvrelay.paged_engine.model_config import ModelConfig
 
 __all__ = ["GpuAdapterOperations", "GpuAdapters"]
 

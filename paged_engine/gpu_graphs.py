@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from paged_engine.gpu_operations import GpuStep
-from paged_engine.gpu_sampler import GpuSampler, SamplePlan
-from paged_engine.gpu_uploads import StepUploads
-from paged_engine.step_shapes import StepShape, shape_of
-from paged_engine.step_values import StepValues, null_step
+from kvrelay.paged_engine.gpu_operations import GpuStep
+from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
+from kvrelay.paged_engine.gpu_uploads import StepUploads
+from kvrelay.paged_engine.step_shapes import StepShape, shape_of
+from kvrelay.paged_engine.step_values import StepValues, null_step
 
 __all__ = ["GpuGraphs"]
 

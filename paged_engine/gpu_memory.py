@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paged_engine.memory_sizes import RESERVE_BYTES
-from wire.config_checks import gib
-from wire.errors import ConfigError
+from kvrelay.paged_engine.memory_sizes import RESERVE_BYTES
+from kvrelay.wire.config_checks import gib
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["GpuBudget"]
 

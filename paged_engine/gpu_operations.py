@@ -9,21 +9,21 @@ from typing import cast
 
 import torch
 
-from kernels.decode_plan import DecodeWorkspace, plan_decode
-from kernels.fp8_linear import Fp8Linear
-from kernels.fused_act import relu
-from kernels.fused_embed import embed
-from kernels.fused_norm import layer_norm, pdl_works, rms_norm
-from kernels.fused_rope_write import rope_and_write
-from kernels.gpu_linear import GpuLinear
-from kernels.grouped_gemm import moe
-from kernels.paged_decode import paged_decode
-from kernels.paged_prefill import paged_prefill
-from kernels.skinny_gemm import Activation
-from paged_engine.model_config import ModelConfig
-from paged_engine.operations import LayerCache, Norm, QkNorm
-from paged_engine.ranks import Ranks
-from paged_engine.sharding import vocab_shard
+from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
+from kvrelay.kernels.fp8_linear import Fp8Linear
+from kvrelay.kernels.fused_act import relu
+from kvrelay.kernels.fused_embed import embed
+from kvrelay.kernels.fused_norm import layer_norm, pdl_works, rms_norm
+from kvrelay.kernels.fused_rope_write import rope_and_write
+from kvrelay.kernels.gpu_linear import GpuLinear
+from kvrelay.kernels.grouped_gemm import moe
+from kvrelay.kernels.paged_decode import paged_decode
+from kvrelay.kernels.paged_prefill import paged_prefill
+from kvrelay.kernels.skinny_gemm import Activation
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.sharding import vocab_shard
 
 __all__ = ["GpuOperations", "GpuStep", "Linear"]
 

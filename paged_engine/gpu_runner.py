@@ -16,36 +16,36 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from paged_engine.adapters import AdapterStore, slots_of
-from paged_engine.before_loading import dtype_of, kv_dtype_of
-from paged_engine.decoder import Decoder
-from paged_engine.devices import refuse_fp8
-from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
-from paged_engine.gpu_graphs import GpuGraphs
-from paged_engine.gpu_memory import GpuBudget
-from paged_engine.gpu_operations import GpuOperations, GpuStep
-from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
-from paged_engine.gpu_uploads import StepUploads
-from paged_engine.grammar import masks_of
-from paged_engine.guide import RowMasks
-from paged_engine.kv_pool import KVPool
-from paged_engine.memory_sizes import (
+from kvrelay.paged_engine.adapters import AdapterStore, slots_of
+from kvrelay.paged_engine.before_loading import dtype_of, kv_dtype_of
+from kvrelay.paged_engine.decoder import Decoder
+from kvrelay.paged_engine.devices import refuse_fp8
+from kvrelay.paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
+from kvrelay.paged_engine.gpu_graphs import GpuGraphs
+from kvrelay.paged_engine.gpu_memory import GpuBudget
+from kvrelay.paged_engine.gpu_operations import GpuOperations, GpuStep
+from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
+from kvrelay.paged_engine.gpu_uploads import StepUploads
+from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.guide import RowMasks
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.memory_sizes import (
     block_bytes,
     blocks_in,
     default_block_tokens,
     least_weight_bytes,
     longest_context,
 )
-from paged_engine.model_config import ModelConfig
-from paged_engine.prompt_scores import PromptScores
-from paged_engine.rank_steps import RankMasks, RankStep
-from paged_engine.ranks import Ranks
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk, ScoredRows
-from paged_engine.step_shapes import step_shapes
-from paged_engine.step_values import Slots, SlotState, StepValues, null_step
-from wire.config import EngineConfig
-from wire.outputs import TokenLogprobs
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.prompt_scores import PromptScores
+from kvrelay.paged_engine.rank_steps import RankMasks, RankStep
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
+from kvrelay.paged_engine.step_shapes import step_shapes
+from kvrelay.paged_engine.step_values import Slots, SlotState, StepValues, null_step
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["GpuRunner"]
 

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.fused_sampling import sample
-from kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
-from paged_engine.guide import RowMasks, words_for
-from paged_engine.request import Request
-from wire.outputs import TokenLogprobs
-from wire.sampling import SamplingParams
+from kvrelay.kernels.fused_sampling import sample
+from kvrelay.kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
+from kvrelay.paged_engine.guide import RowMasks, words_for
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
 
 __all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kernels.block_tables import append_blocks, step_tables
-from kernels.prefill_tiles import prefill_tiles, tile_tokens
-from paged_engine.gpu_operations import GpuStep
-from paged_engine.model_config import ModelConfig
-from paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded
-from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
+from kvrelay.kernels.block_tables import append_blocks, step_tables
+from kvrelay.kernels.prefill_tiles import prefill_tiles, tile_tokens
+from kvrelay.paged_engine.gpu_operations import GpuStep
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded
+from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
 __all__ = ["StepUploads"]
 

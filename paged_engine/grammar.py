@@ -25,11 +25,11 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from paged_engine.closed_schema import closed
-from paged_engine.guide import Guide, RowMasks, Words, words_for
-from paged_engine.request import Request
-from wire.errors import RequestError
-from wire.sampling import GBNF_RULE, Constraint
+from kvrelay.paged_engine.closed_schema import closed
+from kvrelay.paged_engine.guide import Guide, RowMasks, Words, words_for
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import GBNF_RULE, Constraint
 
 __all__ = ["TOKEN_LIMIT_S", "Grammars", "TimedMatcher", "masks_of"]
 

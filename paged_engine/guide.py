@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wire.sampling import SamplingParams
+from kvrelay.wire.sampling import SamplingParams
 
 __all__ = ["Guide", "Matcher", "RowMasks", "Words", "words_for"]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_engine.model_config import (
+from kvrelay.paged_engine.model_config import (
     ARCHITECTURES,
     Fields,
     MixtureOfExperts,
     ModelConfig,
     RopeScaling,
 )
-from paged_engine.quantization_config import quantization_of
-from wire.errors import ConfigError
+from kvrelay.paged_engine.quantization_config import quantization_of
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["model_config_of"]
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["SMALL_FILES", "DownloadFailed", "resolve_model", "weight_files"]
 

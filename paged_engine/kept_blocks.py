@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.blocks import BlockPool
 
 __all__ = ["KeptBlocks"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.pool_memory import zeros
-from paged_engine.memory_sizes import bytes_per_head
-from paged_engine.model_config import ModelConfig
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.paged_engine.memory_sizes import bytes_per_head
+from kvrelay.paged_engine.model_config import ModelConfig
 
 __all__ = ["FP8", "KVPool", "zeros"]
 

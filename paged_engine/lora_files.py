@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import stored_weights, weight_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import stored_weights, weight_shapes
+from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ import statistics
 import time
 from dataclasses import replace
 
-from paged_engine.engine import Engine
-from paged_engine.timed_steps import PREFILLS_AT_ONCE, TimedSteps
-from wire.config import EngineConfig
-from wire.step_costs import Point, StepCosts, fitted_costs
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.timed_steps import PREFILLS_AT_ONCE, TimedSteps
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 
 __all__ = ["measure_steps"]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import weight_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import weight_shapes
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "CPU_POOL_BYTES",

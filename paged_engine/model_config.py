@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "ARCHITECTURES",

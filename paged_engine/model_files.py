@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_engine.hf_config import model_config_of
-from paged_engine.model_config import DTYPES, ModelConfig
-from paged_engine.model_tensors import quantized_weights, tensor_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.model_config import DTYPES, ModelConfig
+from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
+from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
     path = _model_path(model, load_format)
     if path.suffix == ".gguf":
         # Only GGUF models need the gguf package.
-        from paged_engine.gguf_file import GgufFile
-        from paged_engine.gguf_model import gguf_model_config
+        from kvrelay.paged_engine.gguf_file import GgufFile
+        from kvrelay.paged_engine.gguf_model import gguf_model_config
 
         return gguf_model_config(GgufFile(path))
     config = path / "config.json" if path.is_dir() else path
@@ -108,15 +108,20 @@ def _with_progress(
 def _stored(
     path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    from paged_engine.dummy_weights import dummy_tensors
-    from paged_engine.quantization import canonical_name, is_passed_over, quantized, unpacked
-    from paged_engine.safetensors_files import safetensors_tensors
+    from kvrelay.paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.paged_engine.quantization import (
+        canonical_name,
+        is_passed_over,
+        quantized,
+        unpacked,
+    )
+    from kvrelay.paged_engine.safetensors_files import safetensors_tensors
 
     if load_format == "dummy":
         return quantized(dummy_tensors(replace(config, quantization=None), device), config)
     if path.suffix == ".gguf":
-        from paged_engine.gguf_file import GgufFile
-        from paged_engine.gguf_model import gguf_tensors
+        from kvrelay.paged_engine.gguf_file import GgufFile
+        from kvrelay.paged_engine.gguf_model import gguf_tensors
 
         return gguf_tensors(GgufFile(path), config)
     if config.quantization is None:

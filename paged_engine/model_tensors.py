@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paged_engine.model_config import ModelConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "POSITION_OFFSET",

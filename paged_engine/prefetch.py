@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paged_engine.hub import SMALL_FILES, resolve_model, weight_files
-from paged_engine.model_config import ARCHITECTURES
-from paged_engine.whole_files import check_gguf, check_safetensors
-from wire.config import EngineConfig
-from wire.errors import ConfigError, KvrelayError
+from kvrelay.paged_engine.hub import SMALL_FILES, resolve_model, weight_files
+from kvrelay.paged_engine.model_config import ARCHITECTURES
+from kvrelay.paged_engine.whole_files import check_gguf, check_safetensors
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError
 
 __all__ = ["PrefetchFailed", "model_files", "prefetch"]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from paged_engine.request import Request
-from paged_engine.step_plan import ScoredRows
-from wire.outputs import TokenLogprobs
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import ScoredRows
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["PromptScores"]
 

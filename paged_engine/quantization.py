@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from kernels.fp8_reference import dequantize, quantize_weight
-from paged_engine.model_config import ModelConfig, Quantization
-from paged_engine.model_tensors import quantized_weights, tensor_shapes
-from wire.errors import ConfigError
+from kvrelay.kernels.fp8_reference import dequantize, quantize_weight
+from kvrelay.paged_engine.model_config import ModelConfig, Quantization
+from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "canonical_name",

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paged_engine.model_config import Fields, Quantization
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import Fields, Quantization
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["quantization_of"]
 

@@ -12,7 +12,7 @@ import fcntl
 import socket
 import struct
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["address_towards", "awaiting", "check_rank_0", "interface_towards", "is_of_this_host"]
 

@@ -9,10 +9,10 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 
-from paged_engine.guide import RowMasks
-from paged_engine.request import Request
-from paged_engine.step_values import PlannedStep, SlotState, StepValues
-from wire.engine_messages import Submit
+from kvrelay.paged_engine.guide import RowMasks
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_values import PlannedStep, SlotState, StepValues
+from kvrelay.wire.engine_messages import Submit
 
 __all__ = ["RankMasks", "RankStep"]
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
 
-from paged_engine.rank_address import awaiting, interface_towards
-from wire.errors import ConfigError, PeerLost
+from kvrelay.paged_engine.rank_address import awaiting, interface_towards
+from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
 

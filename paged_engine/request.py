@@ -6,15 +6,15 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from paged_engine.adapter_slots import Loaded
-from paged_engine.draft_pace import DraftPace
-from paged_engine.guide import Guide
-from paged_engine.ngram import NgramIndex
-from wire.engine_messages import BlockText, Submit, Timing
-from wire.hashes import BlockHash, extend, root_of
-from wire.outputs import Finish, TokenLogprobs
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.adapter_slots import Loaded
+from kvrelay.paged_engine.draft_pace import DraftPace
+from kvrelay.paged_engine.guide import Guide
+from kvrelay.paged_engine.ngram import NgramIndex
+from kvrelay.wire.engine_messages import BlockText, Submit, Timing
+from kvrelay.wire.hashes import BlockHash, extend, root_of
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["Request", "State"]
 

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from paged_engine.model_config import RopeScaling
+from kvrelay.paged_engine.model_config import RopeScaling
 
 __all__ = ["rope_frequencies", "rope_variant"]
 

@@ -13,29 +13,29 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.linear import computed_rows
-from kernels.paged_attention import SequenceSpan, plan_attention
-from paged_engine.adapters import AdapterStore
-from paged_engine.before_loading import dtype_of
-from paged_engine.blocks import NULL_BLOCK
-from paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
-from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
-from paged_engine.decoder import Decoder
-from paged_engine.kv_pool import KVPool
-from paged_engine.memory_sizes import (
+from kvrelay.kernels.linear import computed_rows
+from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
+from kvrelay.paged_engine.adapters import AdapterStore
+from kvrelay.paged_engine.before_loading import dtype_of
+from kvrelay.paged_engine.blocks import NULL_BLOCK
+from kvrelay.paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
+from kvrelay.paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
+from kvrelay.paged_engine.decoder import Decoder
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.memory_sizes import (
     CPU_POOL_BYTES,
     blocks_in,
     default_block_tokens,
     longest_context,
 )
-from paged_engine.model_config import ModelConfig
-from paged_engine.prompt_scores import PromptScores
-from paged_engine.ranks import Ranks
-from paged_engine.request import Request
-from paged_engine.sampler import Sampler
-from paged_engine.step_plan import Chunk, ScoredRows
-from wire.config import EngineConfig
-from wire.outputs import TokenLogprobs
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.prompt_scores import PromptScores
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.sampler import Sampler
+from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["CpuRunner", "Launched", "Runner"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paged_engine.model_tensors import check_names
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_tensors import check_names
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["safetensors_tensors"]
 

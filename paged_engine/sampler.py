@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import torch
 
-from kernels.philox import uniform
-from kernels.sampling import draw, keep_likely, penalize
-from paged_engine.grammar import masks_of
-from paged_engine.request import Request
-from wire.outputs import TokenLogprobs
+from kvrelay.kernels.philox import uniform
+from kvrelay.kernels.sampling import draw, keep_likely, penalize
+from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["Sampler"]
 

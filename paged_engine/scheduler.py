@@ -15,16 +15,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-from paged_engine.blocks import BlockPool
-from paged_engine.endings import Endings
-from paged_engine.kept_blocks import KeptBlocks
-from paged_engine.request import Request, State
-from paged_engine.speculation import Speculation
-from paged_engine.step_plan import Chunk, Fetch, StepPlan
-from paged_engine.waiting import WaitingLine
-from wire.announced import Announced
-from wire.outputs import Finish, Load
-from wire.step_costs import StepBudget, StepRoom
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.endings import Endings
+from kvrelay.paged_engine.kept_blocks import KeptBlocks
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.speculation import Speculation
+from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
+from kvrelay.paged_engine.waiting import WaitingLine
+from kvrelay.wire.announced import Announced
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.step_costs import StepBudget, StepRoom
 
 __all__ = ["Scheduler"]
 

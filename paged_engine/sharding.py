@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paged_engine.model_config import ModelConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

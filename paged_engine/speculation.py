@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paged_engine.draft_pace import DraftPace
-from paged_engine.ngram import NgramIndex
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.draft_pace import DraftPace
+from kvrelay.paged_engine.ngram import NgramIndex
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk
 
 __all__ = ["ROWS", "Speculation"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paged_engine.request import Request
+from kvrelay.paged_engine.request import Request
 
 __all__ = ["Chunk", "Fetch", "ScoredRows", "StepPlan"]
 

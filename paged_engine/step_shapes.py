@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paged_engine.blocks import NULL_BLOCK
-from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
+from kvrelay.paged_engine.blocks import NULL_BLOCK
+from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
 __all__ = ["MOST_PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
 

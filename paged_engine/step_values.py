@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_engine.blocks import NULL_BLOCK
-from paged_engine.request import Request, State
-from paged_engine.step_plan import Chunk, ScoredRows
+from kvrelay.paged_engine.blocks import NULL_BLOCK
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
 
 __all__ = [
     "PADDING_ROW",

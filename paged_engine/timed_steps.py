@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from paged_engine.engine import Engine
-from paged_engine.kv_pool import FP8
-from paged_engine.request import Request
-from paged_engine.step_plan import Fetch
-from wire.engine_messages import Submit
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.kv_pool import FP8
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps"]
 

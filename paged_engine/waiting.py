@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 
-from paged_engine.request import Request, State
+from kvrelay.paged_engine.request import Request, State
 
 __all__ = ["OVERTAKEN", "WaitingLine"]
 

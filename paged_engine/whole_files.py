@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wire.gguf_header import TensorPlace, read_gguf_header
+from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 
 __all__ = ["check_gguf", "check_safetensors"]
 

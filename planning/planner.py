@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from load.workloads import Asked
-from planning.rate_card import RateCard
-from wire.errors import ConfigError
+from kvrelay.load.workloads import Asked
+from kvrelay.planning.rate_card import RateCard
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "ATTAINMENT",

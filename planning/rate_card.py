@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from wire.errors import ConfigError
-from wire.frames import MALFORMED
-from wire.step_costs import StepCosts, fitted_costs
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.step_costs import StepCosts, fitted_costs
 
 __all__ = [
     "DecodePoint",

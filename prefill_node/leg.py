@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from openai_api.leg import Leg
-from openai_api.writer import AnswerWriter
-from wire.engine_messages import RequestUpdate, Submit
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load
-from wire.transfer import KvTransferParams, packed
-from wire.versions import PACKS_PROMPTS
+from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.engine_messages import RequestUpdate, Submit
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.transfer import KvTransferParams, packed
+from kvrelay.wire.versions import PACKS_PROMPTS
 
 __all__ = ["PrefillLeg"]
 

@@ -16,16 +16,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from openai_api.json_body import json_response
-from router.console.picture import NodeSeen, joined_nodes
-from router.guard import peer_of, read_body
-from router.nodes.members import NodeSpec, Source
-from router.nodes.node import Node, NodeKind
-from router.roles import BEGUN, ask_role
-from router.router import Router
-from router.state import node_of
-from wire.config import Role
-from wire.errors import (
+from kvrelay.openai_api.json_body import json_response
+from kvrelay.router.console.picture import NodeSeen, joined_nodes
+from kvrelay.router.guard import peer_of, read_body
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.roles import BEGUN, ask_role
+from kvrelay.router.router import Router
+from kvrelay.router.state import node_of
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import (
     ConfigError,
     Conflict,
     Forbidden,
@@ -34,7 +34,7 @@ from wire.errors import (
     RequestError,
     Unavailable,
 )
-from wire.frames import MALFORMED
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["add_admin_routes"]
 

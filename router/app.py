@@ -14,21 +14,28 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from openai_api.dialect import as_it_is
-from openai_api.front import front_of
-from openai_api.json_body import json_response
-from openai_api.routes import add_routes
-from openai_api.types import ModelList
-from router.admin import add_admin_routes
-from router.console.routes import add_console_routes
-from router.guard import OPERATED, add_error_answers, answer_error, caller_of, check_key, read_body
-from router.on_all_nodes import ADAPTER_PATHS, add_node_routes
-from router.relay import CLIENT_GONE
-from router.reload import Reread
-from router.router import Router
-from router.shared import Shared
-from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
-from wire.router_config import RouterConfig
+from kvrelay.openai_api.dialect import as_it_is
+from kvrelay.openai_api.front import front_of
+from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.routes import add_routes
+from kvrelay.openai_api.types import ModelList
+from kvrelay.router.admin import add_admin_routes
+from kvrelay.router.console.routes import add_console_routes
+from kvrelay.router.guard import (
+    OPERATED,
+    add_error_answers,
+    answer_error,
+    caller_of,
+    check_key,
+    read_body,
+)
+from kvrelay.router.on_all_nodes import ADAPTER_PATHS, add_node_routes
+from kvrelay.router.relay import CLIENT_GONE
+from kvrelay.router.reload import Reread
+from kvrelay.router.router import Router
+from kvrelay.router.shared import Shared
+from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]
 

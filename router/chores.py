@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from wire.errors import without_frames
+from kvrelay.wire.errors import without_frames
 
 __all__ = ["Chores", "ended", "meanwhile"]
 

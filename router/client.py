@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from openai_api.connections import Guarded
-from openai_api.front import CORS_HEADERS
-from router.reply import Flow
+from kvrelay.openai_api.connections import Guarded
+from kvrelay.openai_api.front import CORS_HEADERS
+from kvrelay.router.reply import Flow
 
 __all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
 

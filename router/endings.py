@@ -11,18 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from openai_api.stage_times import StageTime
-from openai_api.stages import STAGES
-from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
-from router.console.lookout import Lookout
-from router.console.recent import Ended
-from router.flow import Flow
-from router.metrics import Metrics
-from router.relay import CLIENT_GONE, AnyWalk
-from router.timeline import Timeline
-from router.walk.job import Job
-from wire.errors import KvrelayError
-from wire.log_lines import Fields
+from kvrelay.openai_api.stage_times import StageTime
+from kvrelay.openai_api.stages import STAGES
+from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
+from kvrelay.router.console.lookout import Lookout
+from kvrelay.router.console.recent import Ended
+from kvrelay.router.flow import Flow
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.relay import CLIENT_GONE, AnyWalk
+from kvrelay.router.timeline import Timeline
+from kvrelay.router.walk.job import Job
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.log_lines import Fields
 
 __all__ = ["Endings", "Traced", "shown_error"]
 

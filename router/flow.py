@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.metrics import Metrics
+from kvrelay.router.metrics import Metrics
 
 __all__ = ["LOOK_S", "Answer", "Flow"]
 

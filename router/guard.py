@@ -21,14 +21,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, error_shape, given_key
-from openai_api.token_generation import GENERATE_PATH
-from router.admission.keys import Caller, Keyring
-from router.client import arrived, headers_of
-from router.metrics import Metrics
-from router.relay import error_response, id_headers
-from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
-from wire.errors import (
+from kvrelay.openai_api.routes import (
+    ANTHROPIC_PATH,
+    GUARDED,
+    RESPONSES_PATH,
+    error_shape,
+    given_key,
+)
+from kvrelay.openai_api.token_generation import GENERATE_PATH
+from kvrelay.router.admission.keys import Caller, Keyring
+from kvrelay.router.client import arrived, headers_of
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.relay import error_response, id_headers
+from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH
+from kvrelay.wire.errors import (
     BodyTooLarge,
     KvrelayError,
     NotFound,

@@ -10,15 +10,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from openai_api.stages import STAGES
-from openai_api.tallies import Level, Spread, Tally
-from router.admission.metrics import AdmissionMetrics
-from router.console.recent import Ended
-from router.nodes.breaker import State
-from router.nodes.pool import Pool
-from router.prefix.metrics import PrefixMetrics
-from wire.config import Role
-from wire.errors import KV_CAUSES
+from kvrelay.openai_api.stages import STAGES
+from kvrelay.openai_api.tallies import Level, Spread, Tally
+from kvrelay.router.admission.metrics import AdmissionMetrics
+from kvrelay.router.console.recent import Ended
+from kvrelay.router.nodes.breaker import State
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.prefix.metrics import PrefixMetrics
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KV_CAUSES
 
 __all__ = ["Metrics"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wire.announced import FIRST_SPILL_MS
-from wire.means import MEMORY_MS
-from wire.outputs import Load
-from wire.step_costs import TPOT_STEPS, StepCosts
+from kvrelay.wire.announced import FIRST_SPILL_MS
+from kvrelay.wire.means import MEMORY_MS
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import TPOT_STEPS, StepCosts
 
 __all__ = ["LEAST_LEFT", "UNKNOWN", "NodeLoad", "Share", "default_targets"]
 

@@ -19,17 +19,17 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
-from openai_api.json_body import json_response
-from openai_api.server_info import server_info
-from router.guard import caller_of, peer_of
-from router.legs.leg_endings import message_of
-from router.legs.legs import Legs
-from router.nodes.node import Node
-from router.nodes.pool import Pool
-from router.router import Router
-from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
-from wire.frames import MALFORMED
+from kvrelay.openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
+from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.server_info import server_info
+from kvrelay.router.guard import caller_of, peer_of
+from kvrelay.router.legs.leg_endings import message_of
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.router import Router
+from kvrelay.wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["ADAPTER_PATHS", "add_node_routes"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from zlib import crc32
 
-from router.node_load import NodeLoad, Share
+from kvrelay.router.node_load import NodeLoad, Share
 
 __all__ = [
     "LINK_MS",

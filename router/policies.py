@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from wire.config import Role
+from kvrelay.wire.config import Role
 
 __all__ = [
     "POLICIES",

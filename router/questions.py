@@ -9,13 +9,13 @@ import logging
 
 import msgspec
 
-from router.legs.legs import LegFailed, Legs
-from router.nodes.models import Models
-from router.nodes.node import Node
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.errors import RequestError
-from wire.frames import MALFORMED
+from kvrelay.router.legs.legs import LegFailed, Legs
+from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["ask_any"]
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from openai_api.dialect import AS_IS, Dialect, openai_error
-from openai_api.sse import error_event
-from router.admission.gate import Turn
-from router.client import client_of
-from router.vllm.walk import VllmWalk
-from router.walk.handoff import Walk
-from router.walk.joined_walk import JoinedWalk
-from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
+from kvrelay.openai_api.dialect import AS_IS, Dialect, openai_error
+from kvrelay.openai_api.sse import error_event
+from kvrelay.router.admission.gate import Turn
+from kvrelay.router.client import client_of
+from kvrelay.router.vllm.walk import VllmWalk
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.walk.joined_walk import JoinedWalk
+from kvrelay.wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
 __all__ = ["CLIENT_GONE", "AnyWalk", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 

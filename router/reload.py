@@ -13,8 +13,8 @@ import logging
 import signal
 from collections.abc import Callable
 
-from wire.errors import ConfigError, KvrelayError
-from wire.router_config import LIVE, RouterConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.router_config import LIVE, RouterConfig
 
 __all__ = ["Reread", "changes", "reload_on_hangup"]
 

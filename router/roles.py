@@ -18,15 +18,15 @@ from math import fsum, inf
 
 import msgspec
 
-from router.console.picture import RoleChange
-from router.legs.legs import Legs
-from router.metrics import Metrics
-from router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
-from router.nodes.node import Node, NodeKind
-from router.nodes.pool import DRAINS, Pool
-from wire.config import Role
-from wire.errors import Conflict
-from wire.router_config import RouterConfig
+from kvrelay.router.console.picture import RoleChange
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
+from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import Conflict
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["BEGUN", "EVERY_S", "LOOKS", "OTHER", "RoleChanges", "Roles", "ask_role", "work_of"]
 

@@ -22,48 +22,48 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from openai_api.beside import beside, unless_gone
-from openai_api.body import sane_id
-from openai_api.dialect import AS_IS, Speak
-from openai_api.json_body import check_shape
-from openai_api.responses_call import Learn, translated
-from openai_api.routes import shown
-from openai_api.tracing import tracing_to
-from router.admission.gate import Gate
-from router.admission.keys import Keyring
-from router.admission.poison import DEATHS, fingerprint_of
-from router.chores import Chores, meanwhile
-from router.client import headers_of
-from router.console.lookout import Lookout
-from router.endings import Endings, Traced
-from router.guard import caller_of, read_body
-from router.legs.legs import Legs
-from router.membership.heartbeats import hearing
-from router.membership.kubernetes_lists import discovering
-from router.metrics import Metrics
-from router.nodes.doors import Doors
-from router.nodes.health import watching
-from router.nodes.members import Source, static_nodes
-from router.nodes.models import Models
-from router.nodes.node import NodeKind
-from router.nodes.pairs import Meeting, Pairs
-from router.nodes.pool import Pool
-from router.nodes.warm_up import meet_for_ever
-from router.prefix.kv_events import KvEvents
-from router.questions import ask_any
-from router.relay import CLIENT_GONE, AnyWalk, Relay
-from router.reload import Reread, changes
-from router.reply import Reply
-from router.roles import RoleChanges
-from router.shared import Shared
-from router.state import health_of
-from router.timeline import Timeline
-from router.vllm.legs import VllmLegs
-from router.vllm.pings import hearing_pings
-from router.vllm.walk import VllmWalk
-from router.walk.deaths import Deaths
-from router.walk.handoff import Walk
-from router.walk.job import (
+from kvrelay.openai_api.beside import beside, unless_gone
+from kvrelay.openai_api.body import sane_id
+from kvrelay.openai_api.dialect import AS_IS, Speak
+from kvrelay.openai_api.json_body import check_shape
+from kvrelay.openai_api.responses_call import Learn, translated
+from kvrelay.openai_api.routes import shown
+from kvrelay.openai_api.tracing import tracing_to
+from kvrelay.router.admission.gate import Gate
+from kvrelay.router.admission.keys import Keyring
+from kvrelay.router.admission.poison import DEATHS, fingerprint_of
+from kvrelay.router.chores import Chores, meanwhile
+from kvrelay.router.client import headers_of
+from kvrelay.router.console.lookout import Lookout
+from kvrelay.router.endings import Endings, Traced
+from kvrelay.router.guard import caller_of, read_body
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.membership.heartbeats import hearing
+from kvrelay.router.membership.kubernetes_lists import discovering
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import watching
+from kvrelay.router.nodes.members import Source, static_nodes
+from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pairs import Meeting, Pairs
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.nodes.warm_up import meet_for_ever
+from kvrelay.router.prefix.kv_events import KvEvents
+from kvrelay.router.questions import ask_any
+from kvrelay.router.relay import CLIENT_GONE, AnyWalk, Relay
+from kvrelay.router.reload import Reread, changes
+from kvrelay.router.reply import Reply
+from kvrelay.router.roles import RoleChanges
+from kvrelay.router.shared import Shared
+from kvrelay.router.state import health_of
+from kvrelay.router.timeline import Timeline
+from kvrelay.router.vllm.legs import VllmLegs
+from kvrelay.router.vllm.pings import hearing_pings
+from kvrelay.router.vllm.walk import VllmWalk
+from kvrelay.router.walk.deaths import Deaths
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.walk.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     SESSION_HEADER,
@@ -72,11 +72,11 @@ from router.walk.job import (
     parts_of,
     with_salt_of,
 )
-from router.walk.joined_walk import JoinedWalk
-from router.walk.means import Means
-from router.walk.placer import Placer
-from wire.errors import KvrelayError, RequestError
-from wire.router_config import RouterConfig
+from kvrelay.router.walk.joined_walk import JoinedWalk
+from kvrelay.router.walk.means import Means
+from kvrelay.router.walk.placer import Placer
+from kvrelay.wire.errors import KvrelayError, RequestError
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Router", "targets_of"]
 

@@ -16,16 +16,16 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from openai_api.beside import give_large_blocks_back
-from openai_api.connections import connections
-from openai_api.tls import server_context
-from router.app import create_app
-from router.client import ClientConnection
-from router.reload import Reread, reload_on_hangup
-from router.router import Router
-from router.shared import Shared
-from router.tls import trusted
-from wire.router_config import RouterConfig
+from kvrelay.openai_api.beside import give_large_blocks_back
+from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.tls import server_context
+from kvrelay.router.app import create_app
+from kvrelay.router.client import ClientConnection
+from kvrelay.router.reload import Reread, reload_on_hangup
+from kvrelay.router.router import Router
+from kvrelay.router.shared import Shared
+from kvrelay.router.tls import trusted
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
 

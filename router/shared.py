@@ -13,10 +13,10 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
-from openai_api.response_store import IN_MEMORY, ResponseStore
-from router.admission.poison import Poison
-from router.console.picture import WorkerSeen
-from router.nodes.pairs import Met
+from kvrelay.openai_api.response_store import IN_MEMORY, ResponseStore
+from kvrelay.router.admission.poison import Poison
+from kvrelay.router.console.picture import WorkerSeen
+from kvrelay.router.nodes.pairs import Met
 
 __all__ = ["Shared"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from router.console.picture import FailedPair, Health, NodeSeen
-from router.node_load import UNKNOWN
-from router.nodes.models import Models
-from router.nodes.node import Node
-from router.nodes.pairs import Met
-from router.nodes.pool import DRAINS, Pool
-from wire.config import Role
+from kvrelay.router.console.picture import FailedPair, Health, NodeSeen
+from kvrelay.router.node_load import UNKNOWN
+from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.pairs import Met
+from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.wire.config import Role
 
 __all__ = ["failed_pairs", "health_of", "node_of", "nodes_of", "of_models"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from openai_api.stages import STAGES, TOLD, with_stages
+from kvrelay.openai_api.stages import STAGES, TOLD, with_stages
 
 __all__ = ["LegSeen", "Timeline"]
 

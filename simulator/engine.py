@@ -19,14 +19,14 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from simulator.block_cache import BlockCache
-from simulator.seat import Hears, Leg, Seat, Told
-from simulator.speeds import Speeds
-from simulator.steps import Planned, SlowSteps
-from simulator.stream import Stream
-from wire.announced import Announced
-from wire.outputs import Load
-from wire.step_costs import Pace, StepBudget, StepCosts
+from kvrelay.simulator.block_cache import BlockCache
+from kvrelay.simulator.seat import Hears, Leg, Seat, Told
+from kvrelay.simulator.speeds import Speeds
+from kvrelay.simulator.steps import Planned, SlowSteps
+from kvrelay.simulator.stream import Stream
+from kvrelay.wire.announced import Announced
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
 
 __all__ = ["OVERTAKEN", "Engine"]
 

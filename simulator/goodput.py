@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from load.measures import percentile
-from load.workloads import Asked
-from planning.planner import NETWORK_MS
-from simulator.setting import Result, Setting, Targets
-from simulator.stream import Stream, streams_at
-from simulator.world import simulate
+from kvrelay.load.measures import percentile
+from kvrelay.load.workloads import Asked
+from kvrelay.planning.planner import NETWORK_MS
+from kvrelay.simulator.setting import Result, Setting, Targets
+from kvrelay.simulator.stream import Stream, streams_at
+from kvrelay.simulator.world import simulate
 
 __all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "served"]
 

@@ -18,11 +18,11 @@ from datetime import datetime
 
 import msgspec
 
-from simulator.setting import NodeEvent, What
-from simulator.stream import Stream
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.frames import MALFORMED
+from kvrelay.simulator.setting import NodeEvent, What
+from kvrelay.simulator.stream import Stream
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "Happened",

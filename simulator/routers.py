@@ -11,23 +11,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.nodes.doors import Doors
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
-from router.placement import Refuse, Wait
-from router.prefix.index import Prefix
-from router.prefix.text_tree import CHUNK_BYTES
-from router.walk.job import Job, Targets
-from router.walk.placer import Found, Placer, Wanted
-from simulator.engine import Engine
-from simulator.seat import Told
-from simulator.setting import Setting
-from simulator.stream import Stream
-from wire.config import Role
-from wire.errors import NoNode
-from wire.outputs import Load
-from wire.router_config import RouterConfig
-from wire.transfer import Fingerprint, KvFacts
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.prefix.index import Prefix
+from kvrelay.router.prefix.text_tree import CHUNK_BYTES
+from kvrelay.router.walk.job import Job, Targets
+from kvrelay.router.walk.placer import Found, Placer, Wanted
+from kvrelay.simulator.engine import Engine
+from kvrelay.simulator.seat import Told
+from kvrelay.simulator.setting import Setting
+from kvrelay.simulator.stream import Stream
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.transfer import Fingerprint, KvFacts
 
 __all__ = ["Router", "url_of"]
 

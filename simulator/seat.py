@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from simulator.stream import Stream
+from kvrelay.simulator.stream import Stream
 
 __all__ = ["Hears", "Leg", "Seat", "Told"]
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from simulator.speeds import H200, Speeds
-from simulator.stream import Stream, Targets
-from wire.config import Role
-from wire.router_config import PRICE
+from kvrelay.simulator.speeds import H200, Speeds
+from kvrelay.simulator.stream import Stream, Targets
+from kvrelay.wire.config import Role
+from kvrelay.wire.router_config import PRICE
 
 __all__ = ["Flipped", "NodeEvent", "Result", "Setting", "Targets", "What"]
 

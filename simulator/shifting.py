@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.stream import Stream
+from kvrelay.simulator.stream import Stream
 
 __all__ = ["Phase", "shifting"]
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
+from kvrelay.planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
 
 __all__ = ["H200", "Speeds", "slowed"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from load.workloads import Asked, Workload
-from simulator.speeds import H200, Speeds
+from kvrelay.load.workloads import Asked, Workload
+from kvrelay.simulator.speeds import H200, Speeds
 
 __all__ = ["Stream", "Targets", "at_load", "streams_at", "streams_of"]
 

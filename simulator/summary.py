@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from load.measures import percentile
-from planning.planner import NETWORK_MS
-from simulator.setting import Result
-from simulator.speeds import Speeds
-from simulator.stream import Stream
+from kvrelay.load.measures import percentile
+from kvrelay.planning.planner import NETWORK_MS
+from kvrelay.simulator.setting import Result
+from kvrelay.simulator.speeds import Speeds
+from kvrelay.simulator.stream import Stream
 
 __all__ = ["Summary", "summary_of", "table"]
 

@@ -4,9 +4,9 @@ of them.
 
 from __future__ import annotations
 
-from router.roles import EVERY_S, OTHER, Roles, work_of
-from simulator.cluster import Clock, Cluster
-from simulator.setting import Flipped, Result, Setting
+from kvrelay.router.roles import EVERY_S, OTHER, Roles, work_of
+from kvrelay.simulator.cluster import Clock, Cluster
+from kvrelay.simulator.setting import Flipped, Result, Setting
 
 __all__ = ["Watch"]
 

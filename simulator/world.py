@@ -13,14 +13,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.nodes.node import Lease
-from router.walk.placer import Found
-from simulator.cluster import Clock, Cluster
-from simulator.door import DEADLINE_MS, Door
-from simulator.seat import Leg, Told
-from simulator.setting import Result, Setting
-from simulator.stream import Stream
-from simulator.watch import Watch
+from kvrelay.router.nodes.node import Lease
+from kvrelay.router.walk.placer import Found
+from kvrelay.simulator.cluster import Clock, Cluster
+from kvrelay.simulator.door import DEADLINE_MS, Door
+from kvrelay.simulator.seat import Leg, Told
+from kvrelay.simulator.setting import Result, Setting
+from kvrelay.simulator.stream import Stream
+from kvrelay.simulator.watch import Watch
 
 __all__ = ["simulate"]
 

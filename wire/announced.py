@@ -14,8 +14,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from wire.means import DecayingMean, RunningMean
-from wire.step_costs import StepCosts
+from kvrelay.wire.means import DecayingMean, RunningMean
+from kvrelay.wire.step_costs import StepCosts
 
 __all__ = ["FIRST_OUTPUT", "FIRST_SPILL_MS", "Announced"]
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.config_checks import (
+from kvrelay.wire.config_checks import (
     check_front,
     check_keys,
     check_log_format,
@@ -20,10 +20,10 @@ from wire.config_checks import (
     require,
     udp_address,
 )
-from wire.errors import ConfigError
-from wire.kv_events_config import KvEventsConfig
-from wire.profiler_config import ProfilerConfig
-from wire.sampling import GENERATION_FIELDS, generation_values
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.profiler_config import ProfilerConfig
+from kvrelay.wire.sampling import GENERATION_FIELDS, generation_values
 
 __all__ = [
     "REASONING_PARSERS",

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from wire.errors import ConfigError
-from wire.log_lines import LOG_FORMATS
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.log_lines import LOG_FORMATS
 
 __all__ = [
     "MAX_URL_CHARS",

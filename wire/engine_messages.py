@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
-from wire.sampling import SamplingParams
-from wire.step_costs import StepCosts
-from wire.transfer import KvFacts, KvTransferParams
+from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import KvFacts, KvTransferParams
 
 __all__ = [
     "PROBE_PREFIX",

@@ -13,9 +13,9 @@ import enum
 
 import msgspec
 
-from wire.errors import ErrorBody, NodeFailed
-from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
-from wire.transfer import KvTransferParams
+from kvrelay.wire.errors import ErrorBody, NodeFailed
+from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "FRAMES_MEDIA_TYPE",

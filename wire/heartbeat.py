@@ -13,11 +13,11 @@ import hmac
 
 import msgspec
 
-from wire.config import Role
-from wire.errors import RequestError, Unauthorized
-from wire.frames import MALFORMED
-from wire.outputs import Load
-from wire.step_costs import StepCosts
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError, Unauthorized
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import StepCosts
 
 __all__ = [
     "HEARTBEAT_S",

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["KeyConfig"]
 

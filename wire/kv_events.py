@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import NodeFailed
-from wire.frames import MALFORMED
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "END",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from wire.config_checks import positive, require
+from kvrelay.wire.config_checks import positive, require
 
 __all__ = ["KvEventsConfig", "address_of"]
 

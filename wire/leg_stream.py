@@ -17,9 +17,9 @@ import struct
 
 import msgspec
 
-from wire.errors import ErrorBody, NodeFailed
-from wire.frames import MAX_FRAME_BYTES, Frame
-from wire.outputs import Load
+from kvrelay.wire.errors import ErrorBody, NodeFailed
+from kvrelay.wire.frames import MAX_FRAME_BYTES, Frame
+from kvrelay.wire.outputs import Load
 
 __all__ = [
     "HEAD_BYTES",

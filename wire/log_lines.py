@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 
-from wire.errors import shortened
+from kvrelay.wire.errors import shortened
 
 __all__ = ["LOG_FORMATS", "Fields", "JsonLines", "Seldom", "formatter"]
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-from wire.config_checks import is_base_url, require
+from kvrelay.wire.config_checks import is_base_url, require
 
 __all__ = ["check_node_allow", "is_node_allowed"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.config_checks import require
+from kvrelay.wire.config_checks import require
 
 __all__ = ["ProfilerConfig"]
 

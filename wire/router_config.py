@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from wire.config_checks import (
+from kvrelay.wire.config_checks import (
     check_front,
     check_keys,
     check_log_format,
@@ -15,8 +15,8 @@ from wire.config_checks import (
     positive,
     require,
 )
-from wire.key_config import KeyConfig
-from wire.node_hosts import check_node_allow, is_node_allowed
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.node_hosts import check_node_allow, is_node_allowed
 
 __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "RouterConfig"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.errors import ConfigError, RequestError
+from kvrelay.wire.errors import ConfigError, RequestError
 
 __all__ = [
     "GBNF_RULE",

@@ -3,7 +3,7 @@ it.
 
 `KvTransferParams` is the JSON object `kv_transfer_params` of the field (vLLM's names first, ours
 behind them), so that a third-party proxy can drive our nodes. A ticket is a claim on finished KV,
-signed by its source (see `kv_transfer.tickets`); a lease keeps the ticket's blocks alive on the
+signed by its source (see `kvrelay.kv_transfer.tickets`); a lease keeps the ticket's blocks alive on the
 prefill node; a generation is a fresh id made at every process start.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from wire.errors import RequestError
-from wire.outputs import Finish, TokenLogprobs
-from wire.sampling import SamplingDefaults
-from wire.versions import PACKS_PROMPTS, Versions
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.sampling import SamplingDefaults
+from kvrelay.wire.versions import PACKS_PROMPTS, Versions
 
 __all__ = ["SPILL_REFUSED", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
 

@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from benchmarks.chaos.processes import Cluster
-from wire.outputs import Load
+from kvrelay.wire.outputs import Load
 
 __all__ = ["LEASE_S", "left_behind"]
 

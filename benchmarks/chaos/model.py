@@ -48,10 +48,10 @@ def _tiny(folder: Path) -> Path:
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
-    from openai_api.folder_tokenizer import byte_tokenizer
-    from paged_engine.before_loading import checked_model
-    from paged_engine.dummy_weights import dummy_tensors
-    from wire.config import EngineConfig
+    from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
+    from kvrelay.paged_engine.before_loading import checked_model
+    from kvrelay.paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.wire.config import EngineConfig
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_TINY))

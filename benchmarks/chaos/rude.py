@@ -24,7 +24,7 @@ from benchmarks.chaos.crowd import Crowd, Seen
 from benchmarks.chaos.lookout import PREEMPTIONS
 from benchmarks.chaos.processes import Cluster, Node
 from benchmarks.chaos.verdict import Span, meets
-from wire.outputs import Load
+from kvrelay.wire.outputs import Load
 
 __all__ = ["Rude", "Rudeness"]
 

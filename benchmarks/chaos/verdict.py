@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchmarks.chaos.crowd import Seen
-from load.measures import percentile
+from kvrelay.load.measures import percentile
 
 __all__ = [
     "MARGIN_S",

@@ -22,8 +22,8 @@ import msgspec
 from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
 from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Process, Stand
-from wire.frames import FrameKind
-from wire.leg_stream import Kind, MessageReader, frame_of, message
+from kvrelay.wire.frames import FrameKind
+from kvrelay.wire.leg_stream import Kind, MessageReader, frame_of, message
 
 __all__ = [
     "AT_ONCE",

@@ -20,9 +20,9 @@ import zmq.asyncio
 from benchmarks.fuzz.examples import LEADS_AWAY
 from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Stand
-from kv_transfer.control import _keys
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import (
+from kvrelay.kv_transfer.control import _keys
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import (
     End,
     Follow,
     Hello,
@@ -33,10 +33,10 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
-from kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
-from wire.heartbeat import Heartbeat, NodeState, _mac, sealed
-from wire.outputs import Load
-from wire.transfer import KvFacts
+from kvrelay.kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
+from kvrelay.wire.heartbeat import Heartbeat, NodeState, _mac, sealed
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import KvFacts
 
 __all__ = [
     "control",

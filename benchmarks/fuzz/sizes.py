@@ -18,11 +18,10 @@ from functools import cache
 
 from msgspec import inspect
 
-import openai_api
-import router
-import wire
+import kvrelay.openai_api
+import kvrelay.router
 from benchmarks.chaos.model import CONTEXT
-from wire.router_config import RouterConfig
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["MAX_BODY", "UNITS", "Generator", "generators", "ladder", "limits", "text"]
 
@@ -77,7 +76,7 @@ def limits() -> tuple[int, ...]:
     requests.
     """
     found = {MAX_BODY, CONTEXT}
-    for package in (openai_api, router, wire):
+    for package in (kvrelay.openai_api, kvrelay.router, kvrelay.wire):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             for name, value in vars(importlib.import_module(module.name)).items():
                 if "MAX_" in name:

@@ -18,16 +18,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import inspect
 
-from node.app import _HeldBody
-from node.orders import _Wanted
-from node.probe_calls import _Fetch, _Offer
-from openai_api.anthropic_request import MessagesRequest
-from openai_api.chat_fields import PASSED_ON
-from openai_api.openapi import _OPERATIONS
-from openai_api.responses_request import ResponsesRequest
-from openai_api.structured import _KINDS, _Tag, _Tags
-from openai_api.types import CalledFunction, ChatRequest, SamplingFields
-from router.admin import _Add, _Flip, _Name
+from kvrelay.node.app import _HeldBody
+from kvrelay.node.orders import _Wanted
+from kvrelay.node.probe_calls import _Fetch, _Offer
+from kvrelay.openai_api.anthropic_request import MessagesRequest
+from kvrelay.openai_api.chat_fields import PASSED_ON
+from kvrelay.openai_api.openapi import _OPERATIONS
+from kvrelay.openai_api.responses_request import ResponsesRequest
+from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
+from kvrelay.openai_api.types import CalledFunction, ChatRequest, SamplingFields
+from kvrelay.router.admin import _Add, _Flip, _Name
 
 __all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "places"]
 

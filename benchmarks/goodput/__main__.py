@@ -34,7 +34,7 @@ from benchmarks.goodput.drawing import drawn, read_folders, tables
 from benchmarks.goodput.measuring import OutOfTime, Place, judged
 from benchmarks.goodput.nodes import Nodes, cluster, servers
 from benchmarks.goodput.works import WORKS, Arm, Work, parse_work
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 _MODEL = Path(__file__).parents[1] / "models" / "llama-3.1-8b.json"
 _LAST_TOKENS = 1_000

@@ -14,9 +14,9 @@ import msgspec
 
 from benchmarks.goodput.measuring import WANTED, Held, difference, held, judged, met_share
 from benchmarks.goodput.works import GAP_MS, PHYSICS, VLLM, VLLM_SOURCE, WORKS, Fixed
-from load.results import Result, Run, read_result
-from load.svg import Line, Mark, drawing
-from wire.errors import ConfigError
+from kvrelay.load.results import Result, Run, read_result
+from kvrelay.load.svg import Line, Mark, drawing
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Measured", "drawn", "read_folders", "tables"]
 

@@ -21,11 +21,11 @@ import msgspec
 from benchmarks.goodput.nodes import Nodes, router_cpu_s
 from benchmarks.goodput.works import GAP_MS, Arm, Work
 from kvrelay.bench import result_of
-from load.config import BenchConfig
-from load.experiment import Experiment
-from load.results import Result, Run, read_result, write_result
-from load.search import RateSearch
-from wire.errors import ConfigError
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.experiment import Experiment
+from kvrelay.load.results import Result, Run, read_result, write_result
+from kvrelay.load.search import RateSearch
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "PRECISION",

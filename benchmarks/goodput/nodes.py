@@ -23,10 +23,11 @@ import aiohttp
 from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
 from kvrelay.drawn_keys import stored_key
-from kvrelay.machine import environ, this_machine
+from kvrelay.machine import this_machine
+from kvrelay.node.parent import PARENT_PID
 from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
-from node.parent import PARENT_PID
-from wire.config import EngineConfig
+from kvrelay.wire.child_environ import child_environ
+from kvrelay.wire.config import EngineConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
 
@@ -113,7 +114,7 @@ async def cluster(
     """
     began, key = time.monotonic(), secrets.token_urlsafe(24)
     port, other = free_ports(2)
-    environment = environ() | {NODE_API_KEY: key}
+    environment = child_environ() | {NODE_API_KEY: key}
     words = [
         f"--prefill={prefill}",
         f"--decode={decode}",
@@ -141,7 +142,7 @@ async def servers(count: int, flags: Sequence[str], logs: Path) -> AsyncIterator
     gpus = _visible(flags)
     asked = []
     for at, port in enumerate(free_ports(count)):
-        environment = environ() | {NODE_API_KEY: key}
+        environment = child_environ() | {NODE_API_KEY: key}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[at % len(gpus)]
         asked.append(("serve", [f"--port={port}", *flags], environment, port))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from load.sessions import LENGTHS, Lengths
+from kvrelay.load.sessions import LENGTHS, Lengths
 
 __all__ = [
     "GAP_MS",

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.gpu_checksums import PROGRAMS, gpu_block_checksums
+from kvrelay.kernels.gpu_checksums import PROGRAMS, gpu_block_checksums
 
 __all__ = ["rows", "sweep"]
 

@@ -14,10 +14,10 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.fused_act import act_and_mul, relu
-from kernels.fused_embed import embed
-from kernels.fused_norm import rms_norm
-from kernels.fused_rope_write import rope_and_write
+from kvrelay.kernels.fused_act import act_and_mul, relu
+from kvrelay.kernels.fused_embed import embed
+from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.fused_rope_write import rope_and_write
 
 __all__ = ["rows", "sweep"]
 

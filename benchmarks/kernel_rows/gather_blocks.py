@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks
+from kvrelay.kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks
 
 __all__ = ["rows", "sweep"]
 

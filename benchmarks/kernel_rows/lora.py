@@ -15,7 +15,7 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.grouped_lora import LoraTiles, default_tiles, expand, shrink
+from kvrelay.kernels.grouped_lora import LoraTiles, default_tiles, expand, shrink
 
 __all__ = ["rows", "sweep"]
 

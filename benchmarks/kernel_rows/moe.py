@@ -15,7 +15,14 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.grouped_gemm import SortedPlaces, Tiling, _product, _sort_by_expert, _tilings, moe
+from kvrelay.kernels.grouped_gemm import (
+    SortedPlaces,
+    Tiling,
+    _product,
+    _sort_by_expert,
+    _tilings,
+    moe,
+)
 
 __all__ = ["rows", "sweep"]
 

@@ -17,9 +17,9 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels import decode_plan
-from kernels.decode_plan import DecodeWorkspace, Tiling, plan_decode
-from kernels.paged_decode import paged_decode
+from kvrelay.kernels import decode_plan
+from kvrelay.kernels.decode_plan import DecodeWorkspace, Tiling, plan_decode
+from kvrelay.kernels.paged_decode import paged_decode
 
 __all__ = ["rows", "sweep"]
 

@@ -14,10 +14,10 @@ import torch
 from triton import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels import paged_prefill as portable
-from kernels.paged_prefill import LaunchShape, paged_prefill
-from kernels.paged_prefill_hopper import HopperShape, hopper_prefill
-from kernels.prefill_tiles import prefill_tiles
+from kvrelay.kernels import paged_prefill as portable
+from kvrelay.kernels.paged_prefill import LaunchShape, paged_prefill
+from kvrelay.kernels.paged_prefill_hopper import HopperShape, hopper_prefill
+from kvrelay.kernels.prefill_tiles import prefill_tiles
 
 __all__ = ["rows", "sweep"]
 

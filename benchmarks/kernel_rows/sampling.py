@@ -15,9 +15,9 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels import sampling_floors
-from kernels.fused_sampling import sample
-from kernels.sampling_slots import SlotTables, note_of, record_of
+from kvrelay.kernels import sampling_floors
+from kvrelay.kernels.fused_sampling import sample
+from kvrelay.kernels.sampling_slots import SlotTables, note_of, record_of
 
 __all__ = ["rows", "sweep"]
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels.fp8_linear import Fp8Linear, quantize_rows, quantize_weight
-from kernels.fused_act import act_and_mul
-from kernels.fused_norm import rms_norm
-from kernels.gpu_linear import GpuLinear
-from kernels.invariant_gemm import (
+from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows, quantize_weight
+from kvrelay.kernels.fused_act import act_and_mul
+from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.gpu_linear import GpuLinear
+from kvrelay.kernels.invariant_gemm import (
     FEW_OUTPUTS,
     FEW_ROWS,
     MANY_ROWS,
@@ -30,7 +30,7 @@ from kernels.invariant_gemm import (
     InvariantTile,
     invariant_linear,
 )
-from kernels.skinny_gemm import (
+from kvrelay.kernels.skinny_gemm import (
     MAX_ROWS,
     Activation,
     RingTile,

@@ -20,10 +20,10 @@ def pace(card_file: str) -> None:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from paged_engine.runner import CpuRunner, Launched
-    from paged_engine.step_plan import Chunk
-    from planning.rate_card import read_card
-    from simulator.speeds import Speeds
+    from kvrelay.paged_engine.runner import CpuRunner, Launched
+    from kvrelay.paged_engine.step_plan import Chunk
+    from kvrelay.planning.rate_card import read_card
+    from kvrelay.simulator.speeds import Speeds
 
     speeds, launch = Speeds(read_card(Path(card_file))), CpuRunner.launch
 
@@ -44,5 +44,5 @@ def pace(card_file: str) -> None:
     CpuRunner.launch = paced  # type: ignore[method-assign]
 
 
-if CARD in os.environ and any("node.engine_process" in word for word in sys.orig_argv):
+if CARD in os.environ and any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
     pace(os.environ[CARD])

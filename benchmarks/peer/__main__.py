@@ -42,7 +42,7 @@ from benchmarks.peer.model import write_model
 from benchmarks.peer.servers import Servers
 from benchmarks.peer.table import lines_of, tables
 from benchmarks.peer.works import Load, closed, work_named
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 _SHAPE = Path(__file__).parents[1] / "models" / "llama-3.1-8b.json"
 _CLOSED_ROWS = {

@@ -16,7 +16,7 @@ from benchmarks.peer.arms import Arm
 from benchmarks.peer.client import Figures
 from benchmarks.peer.servers import Stage
 from benchmarks.peer.works import TRACE
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "Cell",

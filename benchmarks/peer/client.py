@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.peer.arms import MODEL_NAME, Setting
 from benchmarks.peer.works import BLOCK_TOKENS, Load, Request
-from load.measures import percentile
+from kvrelay.load.measures import percentile
 
 __all__ = ["Ask", "Figures", "Seen", "ask", "client_command", "figures_of", "seen_by"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from load.sessions import LENGTHS, Arrival, sessions
-from load.sessions import Work as Lengths
-from load.workloads import read_trace
-from wire.errors import ConfigError
+from kvrelay.load.sessions import LENGTHS, Arrival, sessions
+from kvrelay.load.sessions import Work as Lengths
+from kvrelay.load.workloads import read_trace
+from kvrelay.wire.errors import ConfigError
 
 __all__ = [
     "BLOCK_TOKENS",

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from router.admission.fair_queue import E, FairQueue
-from router.admission.rate_limits import Refusal
-from router.placement import Refuse, Wait
-from wire.errors import KvrelayError
+from kvrelay.router.admission.fair_queue import E, FairQueue
+from kvrelay.router.admission.rate_limits import Refusal
+from kvrelay.router.placement import Refuse, Wait
+from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Admission", "Look"]
 

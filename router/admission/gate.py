@@ -15,19 +15,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from router.admission.admission import Admission
-from router.admission.fair_queue import Entrant
-from router.admission.keys import Caller
-from router.admission.metrics import AdmissionMetrics
-from router.admission.rate_limits import KeyLimits, Refusal
-from router.chores import ended
-from router.nodes.node import NodeKind
-from router.nodes.pool import Pool
-from router.placement import Refuse, Wait
-from router.walk.job import Job, Targets
-from router.walk.placer import Found, Placed, Placer, Wanted
-from wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
-from wire.router_config import RouterConfig
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.fair_queue import Entrant
+from kvrelay.router.admission.keys import Caller
+from kvrelay.router.admission.metrics import AdmissionMetrics
+from kvrelay.router.admission.rate_limits import KeyLimits, Refusal
+from kvrelay.router.chores import ended
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.walk.job import Job, Targets
+from kvrelay.router.walk.placer import Found, Placed, Placer, Wanted
+from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Gate", "Turn"]
 

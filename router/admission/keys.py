@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from wire.errors import Forbidden, NotFound, RequestError, Unauthorized
-from wire.key_config import KeyConfig
+from kvrelay.wire.errors import Forbidden, NotFound, RequestError, Unauthorized
+from kvrelay.wire.key_config import KeyConfig
 
 __all__ = ["ANYONE", "Caller", "Keyring", "draw_key", "hash_of"]
 

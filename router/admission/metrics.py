@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from openai_api.tallies import Level, Tally
+from kvrelay.openai_api.tallies import Level, Tally
 
 __all__ = ["AdmissionMetrics"]
 

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from router.admission.keys import Caller
+from kvrelay.router.admission.keys import Caller
 
 __all__ = ["KeyLimits", "Refusal", "shown_s"]
 

@@ -11,20 +11,20 @@ import time
 
 from prometheus_client.registry import Collector
 
-from openai_api.routes import version
-from openai_api.stages import MOVED
-from router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
-from router.console.recent import Edge, Ended, Recent
-from router.metrics import Metrics
-from router.nodes.models import Models
-from router.nodes.pairs import Pairs
-from router.nodes.pool import Pool
-from router.roles import RoleChanges
-from router.shared import Shared
-from router.state import failed_pairs, nodes_of, of_models
-from router.vllm.walk import VllmWalk
-from router.walk.handoff import Walk
-from router.walk.joined_walk import JoinedWalk
+from kvrelay.openai_api.routes import version
+from kvrelay.openai_api.stages import MOVED
+from kvrelay.router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
+from kvrelay.router.console.recent import Edge, Ended, Recent
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.pairs import Pairs
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.roles import RoleChanges
+from kvrelay.router.shared import Shared
+from kvrelay.router.state import failed_pairs, nodes_of, of_models
+from kvrelay.router.vllm.walk import VllmWalk
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.walk.joined_walk import JoinedWalk
 
 __all__ = ["Lookout"]
 

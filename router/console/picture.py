@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.console.recent import (
+from kvrelay.router.console.recent import (
     EDGE_SLOTS,
     KEPT_REQUESTS,
     SLOT_S,
@@ -27,9 +27,9 @@ from router.console.recent import (
     quantile,
     summed,
 )
-from router.nodes.breaker import BreakerSeen
-from wire.config import Role
-from wire.step_costs import StepCosts
+from kvrelay.router.nodes.breaker import BreakerSeen
+from kvrelay.wire.config import Role
+from kvrelay.wire.step_costs import StepCosts
 
 __all__ = [
     "FailedPair",

@@ -16,8 +16,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
-from router.console.picture import Picture
-from wire.errors import RequestError
+from kvrelay.router.console.picture import Picture
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["CONSOLE_PATH", "STATE_PATH", "add_console_routes"]
 

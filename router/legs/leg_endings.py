@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from wire.errors import (
+from kvrelay.wire.errors import (
     Draining,
     EngineDead,
     ErrorBody,
@@ -16,8 +16,8 @@ from wire.errors import (
     NodeFailed,
     RequestBroke,
 )
-from wire.frames import MALFORMED, Frame, FrameKind
-from wire.outputs import Load
+from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
+from kvrelay.wire.outputs import Load
 
 __all__ = [
     "LOST",

@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from router.client import send_written
-from router.legs.leg_endings import LOST, LegFailed, TakeFrame, ending, refusal
-from router.nodes.node import HealthReport, Lease, Node
-from wire.errors import NodeFailed
-from wire.frames import MALFORMED, Frame, FrameKind
-from wire.leg_stream import (
+from kvrelay.router.client import send_written
+from kvrelay.router.legs.leg_endings import LOST, LegFailed, TakeFrame, ending, refusal
+from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
+from kvrelay.wire.leg_stream import (
     HEAD_BYTES,
     LEGS_MEDIA_TYPE,
     LEGS_PATH,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from router.nodes.node import Lease
-from router.nodes.passage import Passage
+from kvrelay.router.nodes.node import Lease
+from kvrelay.router.nodes.passage import Passage
 
 __all__ = ["LegWatch", "LegWatches"]
 

@@ -16,8 +16,8 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from router.chores import Chores
-from router.legs.leg_endings import (
+from kvrelay.router.chores import Chores
+from kvrelay.router.legs.leg_endings import (
     LOST,
     LegFailed,
     Refused,
@@ -27,14 +27,14 @@ from router.legs.leg_endings import (
     refusal,
     told_error,
 )
-from router.legs.leg_stream import LegStreams
-from router.nodes.node import HealthReport, Lease, Node
-from router.tls import trusted
-from router.vllm.report import vllm_report
-from wire.errors import DeadlineExceeded, EngineDead, KvrelayError, NodeFailed
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
-from wire.outputs import Load
-from wire.router_config import RouterConfig
+from kvrelay.router.legs.leg_stream import LegStreams
+from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.tls import trusted
+from kvrelay.router.vllm.report import vllm_report
+from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError, NodeFailed
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["LegFailed", "Legs", "Refused"]
 

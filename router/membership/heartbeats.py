@@ -14,11 +14,11 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from router.chores import meanwhile
-from router.nodes.members import NodeSpec, Source
-from router.nodes.pool import Pool
-from wire.errors import KvrelayError, RequestError
-from wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
+from kvrelay.router.chores import meanwhile
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.errors import KvrelayError, RequestError
+from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
 
 __all__ = ["Announced", "hearing"]
 

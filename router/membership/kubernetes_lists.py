@@ -29,10 +29,10 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
-from router.membership.kubernetes_pods import ROLE, ListedPods, Pod, Pods, Told
-from router.nodes.members import Source
-from router.nodes.pool import Pool
-from wire.errors import ConfigError
+from kvrelay.router.membership.kubernetes_pods import ROLE, ListedPods, Pod, Pods, Told
+from kvrelay.router.nodes.members import Source
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Pace", "discovering", "listed_gauge", "server_of"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.nodes.members import NodeSpec
-from wire.config import Role
-from wire.errors import RequestError
+from kvrelay.router.nodes.members import NodeSpec
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["MODEL", "PORT", "PORT_NAME", "ROLE", "ListedPods", "Pod", "Pods", "Told"]
 

@@ -13,15 +13,15 @@ import math
 import random
 from collections.abc import Callable, Collection
 
-from router.nodes.breaker import Breaker, State, Verdict
-from router.nodes.node import Node, NodeKind
-from router.nodes.pairing import FailedPairs, Links
-from router.nodes.passage import Passage
-from router.nodes.pool import Pool
-from router.placement import LINK_MS
-from router.policies import Ask
-from wire.config import Role
-from wire.errors import NoNode, Overloaded
+from kvrelay.router.nodes.breaker import Breaker, State, Verdict
+from kvrelay.router.nodes.node import Node, NodeKind
+from kvrelay.router.nodes.pairing import FailedPairs, Links
+from kvrelay.router.nodes.passage import Passage
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import LINK_MS
+from kvrelay.router.policies import Ask
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode, Overloaded
 
 __all__ = ["Doors"]
 

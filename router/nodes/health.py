@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from router.chores import ended
-from router.legs.legs import Legs
-from router.nodes.node import HealthReport, Node, NodeKind
-from router.nodes.pool import Pool
-from router.prefix.kv_events import KvEvents
-from wire.errors import EngineDead
+from kvrelay.router.chores import ended
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.nodes.node import HealthReport, Node, NodeKind
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.prefix.kv_events import KvEvents
+from kvrelay.wire.errors import EngineDead
 
 __all__ = ["watching"]
 

@@ -12,9 +12,9 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wire.config import Role
-from wire.config_checks import MAX_URL_CHARS, is_base_url
-from wire.errors import RequestError
+from kvrelay.wire.config import Role
+from kvrelay.wire.config_checks import MAX_URL_CHARS, is_base_url
+from kvrelay.wire.errors import RequestError
 
 __all__ = ["Change", "Members", "NodeSpec", "Source", "static_nodes"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from openai_api.types import ModelCard
-from router.nodes.node import NodeKind
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.errors import NoNode, NotFound
+from kvrelay.openai_api.types import ModelCard
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode, NotFound
 
 __all__ = ["Models"]
 

@@ -15,16 +15,16 @@ from typing import Literal
 
 import msgspec
 
-from router.node_load import NodeLoad, Share
-from router.nodes.breaker import Breaker
-from router.nodes.fates import Fates
-from router.prefix.index import Sent
-from wire.config import Role
-from wire.kv_events import KvEventsReport
-from wire.outputs import Load
-from wire.step_costs import StepCosts
-from wire.transfer import KvFacts
-from wire.versions import LEGS, Versions
+from kvrelay.router.node_load import NodeLoad, Share
+from kvrelay.router.nodes.breaker import Breaker
+from kvrelay.router.nodes.fates import Fates
+from kvrelay.router.prefix.index import Sent
+from kvrelay.wire.config import Role
+from kvrelay.wire.kv_events import KvEventsReport
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import KvFacts
+from kvrelay.wire.versions import LEGS, Versions
 
 __all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "News", "Node", "NodeKind", "NodeNews"]
 

@@ -11,8 +11,8 @@ import functools
 from ipaddress import ip_address
 from math import inf
 
-from router.placement import LINK_MS
-from wire.transfer import KvFacts
+from kvrelay.router.placement import LINK_MS
+from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["AVOID_S", "FailedPairs", "Kinds", "Links", "unlike"]
 

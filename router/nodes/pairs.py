@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from router.nodes.node import Node
+from kvrelay.router.nodes.node import Node
 
 __all__ = ["PARTNERS", "Meeting", "Met", "Outcome", "Pairs"]
 

@@ -7,7 +7,7 @@ then on, which its second one speaks for.
 
 from __future__ import annotations
 
-from router.nodes.breaker import Breaker
+from kvrelay.router.nodes.breaker import Breaker
 
 __all__ = ["Passage"]
 

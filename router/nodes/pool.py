@@ -17,15 +17,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from router.node_load import UNKNOWN, Share
-from router.nodes.members import Change, Members, NodeSpec, Source, static_nodes
-from router.nodes.node import NEW, HealthReport, Lease, News, Node, NodeKind, NodeNews
-from router.nodes.pairing import Kinds
-from router.prefix.index import Prefix, PrefixIndex
-from wire.config import Role
-from wire.errors import NoNode
-from wire.outputs import Load
-from wire.step_costs import StepCosts
+from kvrelay.router.node_load import UNKNOWN, Share
+from kvrelay.router.nodes.members import Change, Members, NodeSpec, Source, static_nodes
+from kvrelay.router.nodes.node import NEW, HealthReport, Lease, News, Node, NodeKind, NodeNews
+from kvrelay.router.nodes.pairing import Kinds
+from kvrelay.router.prefix.index import Prefix, PrefixIndex
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import StepCosts
 
 __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
 

@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.legs.legs import LegFailed, Legs, Refused
-from router.nodes.node import NodeKind
-from router.nodes.pairs import Meeting, Outcome, Pairs
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
-from wire.errors import KvrelayError
-from wire.frames import MALFORMED
+from kvrelay.router.legs.legs import LegFailed, Legs, Refused
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pairs import Meeting, Outcome, Pairs
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["meet_for_ever"]
 

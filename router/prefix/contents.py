@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from wire.kv_events import BlockRemoved, BlockStored, key_of
+from kvrelay.wire.kv_events import BlockRemoved, BlockStored, key_of
 
 __all__ = ["BlockContents", "keys_of_prompt"]
 

@@ -4,7 +4,7 @@ way. Pure.
 
 from __future__ import annotations
 
-from wire.kv_events import EventBatch, is_snapshot
+from kvrelay.wire.kv_events import EventBatch, is_snapshot
 
 __all__ = ["EventStream"]
 

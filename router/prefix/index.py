@@ -20,11 +20,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from router.prefix.contents import BlockContents
-from router.prefix.held_blocks import HeldBlocks
-from router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
-from wire.means import RunningMean
-from wire.outputs import PromptBlocks
+from kvrelay.router.prefix.contents import BlockContents
+from kvrelay.router.prefix.held_blocks import HeldBlocks
+from kvrelay.router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
+from kvrelay.wire.means import RunningMean
+from kvrelay.wire.outputs import PromptBlocks
 
 __all__ = ["Prefix", "PrefixIndex", "Sent"]
 

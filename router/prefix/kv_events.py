@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from router.prefix.contents import BlockContents
-from router.prefix.event_stream import EventStream
-from router.prefix.index import PrefixIndex
-from router.prefix.metrics import PrefixMetrics
-from wire.errors import NodeFailed
-from wire.kv_events import (
+from kvrelay.router.prefix.contents import BlockContents
+from kvrelay.router.prefix.event_stream import EventStream
+from kvrelay.router.prefix.index import PrefixIndex
+from kvrelay.router.prefix.metrics import PrefixMetrics
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.kv_events import (
     END,
     AllBlocksCleared,
     BlockRemoved,

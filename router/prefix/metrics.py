@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from openai_api.tallies import Spread, Tally
-from router.prefix.index import PrefixIndex
+from kvrelay.openai_api.tallies import Spread, Tally
+from kvrelay.router.prefix.index import PrefixIndex
 
 __all__ = ["PrefixMetrics"]
 

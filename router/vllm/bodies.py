@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.legs.leg_endings import LegFailed, told_error
-from router.walk.job import CHAT_PATH, Job
-from wire.errors import ErrorBody, RequestError
-from wire.frames import MALFORMED
+from kvrelay.router.legs.leg_endings import LegFailed, told_error
+from kvrelay.router.walk.job import CHAT_PATH, Job
+from kvrelay.wire.errors import ErrorBody, RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "Ending",

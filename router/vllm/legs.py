@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from openai_api.sse import DONE
-from router.legs.leg_endings import LegFailed, refusal
-from router.legs.legs import Legs
-from router.nodes.node import Lease
-from router.vllm.bodies import error_in
+from kvrelay.openai_api.sse import DONE
+from kvrelay.router.legs.leg_endings import LegFailed, refusal
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.nodes.node import Lease
+from kvrelay.router.vllm.bodies import error_in
 
 __all__ = ["PutEvents", "VllmLegs"]
 

@@ -8,8 +8,8 @@ factor both took longer than was thought.
 
 from __future__ import annotations
 
-from router.nodes.node import Node
-from wire.step_costs import StepCosts
+from kvrelay.router.nodes.node import Node
+from kvrelay.wire.step_costs import StepCosts
 
 __all__ = ["prefilled", "streamed"]
 

@@ -21,11 +21,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.nodes.members import NodeSpec, Source
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.errors import RequestError
-from wire.frames import MALFORMED
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["EXPIRY_S", "PingBook", "hearing_pings"]
 

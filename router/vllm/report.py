@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from router.nodes.node import HealthReport, Node, NodeKind
-from wire.config import Role
-from wire.frames import MALFORMED
-from wire.outputs import Load
+from kvrelay.router.nodes.node import HealthReport, Node, NodeKind
+from kvrelay.wire.config import Role
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.outputs import Load
 
 __all__ = ["Fetch", "report_of", "vllm_report"]
 

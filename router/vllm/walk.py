@@ -28,12 +28,12 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from router.legs.legs import LegFailed
-from router.nodes.node import Lease, Node, NodeKind
-from router.prefix.contents import BlockContents, keys_of_prompt
-from router.reply import Reply
-from router.timeline import LegSeen, Timeline
-from router.vllm.bodies import (
+from kvrelay.router.legs.legs import LegFailed
+from kvrelay.router.nodes.node import Lease, Node, NodeKind
+from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
+from kvrelay.router.reply import Reply
+from kvrelay.router.timeline import LegSeen, Timeline
+from kvrelay.router.vllm.bodies import (
     Handover,
     check_fields,
     decode_body,
@@ -44,15 +44,15 @@ from router.vllm.bodies import (
     prefill_body,
     undivided_because,
 )
-from router.vllm.legs import VllmLegs
-from router.vllm.measured import prefilled, streamed
-from router.walk.deaths import Deaths
-from router.walk.job import CHAT_PATH, Job, prefix_of
-from router.walk.means import Means
-from router.walk.placer import Placed, Wanted
-from router.walk.tries import Tries
-from wire.config import Role
-from wire.errors import DeadlineExceeded, NodeFailed
+from kvrelay.router.vllm.legs import VllmLegs
+from kvrelay.router.vllm.measured import prefilled, streamed
+from kvrelay.router.walk.deaths import Deaths
+from kvrelay.router.walk.job import CHAT_PATH, Job, prefix_of
+from kvrelay.router.walk.means import Means
+from kvrelay.router.walk.placer import Placed, Wanted
+from kvrelay.router.walk.tries import Tries
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import DeadlineExceeded, NodeFailed
 
 __all__ = ["VllmWalk"]
 

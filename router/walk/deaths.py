@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 
-from router.admission.poison import DEATHS, REFUSED_S, Poison
-from router.metrics import Metrics
-from router.nodes.node import Lease
-from wire.errors import PoisonRequest
+from kvrelay.router.admission.poison import DEATHS, REFUSED_S, Poison
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.node import Lease
+from kvrelay.wire.errors import PoisonRequest
 
 __all__ = ["Deaths"]
 

@@ -25,21 +25,21 @@ from collections.abc import Awaitable, Mapping
 
 import msgspec
 
-from router.chores import ended
-from router.legs.leg_watch import LegWatch
-from router.legs.legs import LegFailed, Refused
-from router.nodes.node import Lease, Node
-from router.nodes.pairing import unlike
-from router.reply import Reply
-from router.timeline import LegSeen, Timeline
-from router.walk.deaths import Deaths
-from router.walk.job import Job, decode_body, prefill_body, prefix_of
-from router.walk.means import Means
-from router.walk.placer import Found, Placed, Wanted
-from router.walk.progress import Diverged, Place, Progress
-from router.walk.tries import Tries
-from wire.config import Role
-from wire.errors import (
+from kvrelay.router.chores import ended
+from kvrelay.router.legs.leg_watch import LegWatch
+from kvrelay.router.legs.legs import LegFailed, Refused
+from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.nodes.pairing import unlike
+from kvrelay.router.reply import Reply
+from kvrelay.router.timeline import LegSeen, Timeline
+from kvrelay.router.walk.deaths import Deaths
+from kvrelay.router.walk.job import Job, decode_body, prefill_body, prefix_of
+from kvrelay.router.walk.means import Means
+from kvrelay.router.walk.placer import Found, Placed, Wanted
+from kvrelay.router.walk.progress import Diverged, Place, Progress
+from kvrelay.router.walk.tries import Tries
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import (
     DeadlineExceeded,
     KvrelayError,
     NodeFailed,
@@ -49,8 +49,8 @@ from wire.errors import (
     Unavailable,
     without_frames,
 )
-from wire.frames import Frame, FrameKind
-from wire.transfer import SPILL_REFUSED, KvTransferParams
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
 __all__ = ["Walk"]
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from openai_api.body import check_choices
-from router.prefix.index import Prefix
-from wire.errors import RequestError
-from wire.frames import MALFORMED
-from wire.transfer import KvTransferParams
+from kvrelay.openai_api.body import check_choices
+from kvrelay.router.prefix.index import Prefix
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
     "CHAT_PATH",

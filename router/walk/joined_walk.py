@@ -8,14 +8,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from openai_api.join import joined_body, joined_end
-from router.admission.poison import DEATHS
-from router.chores import ended
-from router.reply import Reply
-from router.timeline import Timeline
-from router.walk.handoff import Walk
-from router.walk.job import Job
-from router.walk.placer import Placed, Wanted
+from kvrelay.openai_api.join import joined_body, joined_end
+from kvrelay.router.admission.poison import DEATHS
+from kvrelay.router.chores import ended
+from kvrelay.router.reply import Reply
+from kvrelay.router.timeline import Timeline
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.walk.job import Job
+from kvrelay.router.walk.placer import Placed, Wanted
 
 __all__ = ["JoinedWalk"]
 

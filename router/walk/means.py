@@ -6,18 +6,18 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from router.chores import Chores
-from router.legs.leg_watch import LegWatches
-from router.legs.legs import LegFailed, Legs, Refused
-from router.metrics import Metrics
-from router.nodes.doors import Doors
-from router.nodes.node import Lease, Node
-from router.nodes.passage import Passage
-from router.nodes.pool import Pool
-from router.walk.placer import Placer
-from router.walk.retries import RetryBudget
-from wire.errors import Overloaded
-from wire.router_config import RouterConfig
+from kvrelay.router.chores import Chores
+from kvrelay.router.legs.leg_watch import LegWatches
+from kvrelay.router.legs.legs import LegFailed, Legs, Refused
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.nodes.passage import Passage
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.walk.placer import Placer
+from kvrelay.router.walk.retries import RetryBudget
+from kvrelay.wire.errors import Overloaded
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Means"]
 

@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
-from router.node_load import UNKNOWN, Share, default_targets
-from router.nodes.doors import Doors
-from router.nodes.node import Lease, Node, NodeKind
-from router.nodes.pairing import unlike
-from router.nodes.pool import Pool
-from router.placement import (
+from kvrelay.router.node_load import UNKNOWN, Share, default_targets
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.node import Lease, Node, NodeKind
+from kvrelay.router.nodes.pairing import unlike
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import (
     Cluster,
     Placement,
     PlacementRequest,
@@ -31,15 +31,15 @@ from router.placement import (
     place_prefill,
     shares_of,
 )
-from router.policies import POLICIES, Ask
-from router.prefix.index import Prefix
-from router.walk.job import Job, Targets
-from wire.announced import FIRST_OUTPUT
-from wire.config import Role
-from wire.errors import KvNotLoaded, NoNode, Overloaded
-from wire.means import RunningMean
-from wire.router_config import PRICE, RouterConfig
-from wire.transfer import KvFacts
+from kvrelay.router.policies import POLICIES, Ask
+from kvrelay.router.prefix.index import Prefix
+from kvrelay.router.walk.job import Job, Targets
+from kvrelay.wire.announced import FIRST_OUTPUT
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
+from kvrelay.wire.means import RunningMean
+from kvrelay.wire.router_config import PRICE, RouterConfig
+from kvrelay.wire.transfer import KvFacts
 
 __all__ = ["Found", "Placed", "Placer", "Wanted"]
 

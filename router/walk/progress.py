@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from router.walk.job import Job
-from wire.frames import Frame, FrameKind
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.router.walk.job import Job
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 __all__ = ["Diverged", "Place", "Progress"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from router.legs.legs import LegFailed, Refused
-from router.nodes.node import Node
-from router.walk.means import Means
-from wire.config import Role
-from wire.errors import NodeFailed
+from kvrelay.router.legs.legs import LegFailed, Refused
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.walk.means import Means
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NodeFailed
 
 __all__ = ["Tries"]
 

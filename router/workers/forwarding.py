@@ -12,8 +12,8 @@ import yarl
 from fastapi import Request
 from starlette.responses import Response
 
-from router.guard import PEER_HEADER, peer_of
-from wire.errors import Unavailable
+from kvrelay.router.guard import PEER_HEADER, peer_of
+from kvrelay.wire.errors import Unavailable
 
 __all__ = ["Forwarding"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 __all__ = ["shared_port"]
 

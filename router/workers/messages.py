@@ -15,14 +15,14 @@ from typing import TypeVar
 
 import msgspec
 
-from router.admission.poison import Suspect
-from router.console.picture import WorkerSeen
-from router.nodes.members import NodeSpec, Source
-from router.nodes.node import NodeNews
-from router.nodes.pairs import Met
-from wire.errors import KvrelayError
-from wire.frames import MALFORMED
-from wire.router_config import RouterConfig
+from kvrelay.router.admission.poison import Suspect
+from kvrelay.router.console.picture import WorkerSeen
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import NodeNews
+from kvrelay.router.nodes.pairs import Met
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.frames import MALFORMED
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["MAX_BYTES", "Family", "LinkBroken", "Report", "Snapshot", "framed", "received"]
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from router.workers.messages import Family
+from kvrelay.router.workers.messages import Family
 
 __all__ = ["LARGEST", "collected", "lasting", "summed", "text_of"]
 

@@ -24,14 +24,14 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
-from router.console.picture import WorkerSeen
-from router.reload import Reread
-from router.router import Router
-from router.server import make_server
-from router.shared import Shared
-from router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received
-from router.workers.metric_sums import collected, lasting, summed, text_of
-from wire.router_config import RouterConfig
+from kvrelay.router.console.picture import WorkerSeen
+from kvrelay.router.reload import Reread
+from kvrelay.router.router import Router
+from kvrelay.router.server import make_server
+from kvrelay.router.shared import Shared
+from kvrelay.router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received
+from kvrelay.router.workers.metric_sums import collected, lasting, summed, text_of
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "share_of"]
 

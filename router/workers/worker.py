@@ -16,16 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from router.nodes.node import NodeNews
-from router.router import Router
-from router.server import make_server
-from router.shared import Shared
-from router.workers.forwarding import Forwarding
-from router.workers.listening import shared_port
-from router.workers.messages import LinkBroken, Report, Snapshot, framed, received
-from router.workers.metric_sums import collected
-from router.workers.parent import BACKLOG_BYTES, SOCKET
-from wire.config import Role
+from kvrelay.router.nodes.node import NodeNews
+from kvrelay.router.router import Router
+from kvrelay.router.server import make_server
+from kvrelay.router.shared import Shared
+from kvrelay.router.workers.forwarding import Forwarding
+from kvrelay.router.workers.listening import shared_port
+from kvrelay.router.workers.messages import LinkBroken, Report, Snapshot, framed, received
+from kvrelay.router.workers.metric_sums import collected
+from kvrelay.router.workers.parent import BACKLOG_BYTES, SOCKET
+from kvrelay.wire.config import Role
 
 __all__ = ["Worker", "serve_worker"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import wire.errors
+import kvrelay.wire.errors
+from kvrelay.wire.errors import ConfigError, KvrelayError
 from scripts.reference.markdown import code, table
-from wire.errors import ConfigError, KvrelayError
 
 __all__ = ["REMEDIES", "error_pieces", "tree"]
 
@@ -59,7 +59,7 @@ def tree(
     """The classes of wire/errors.py and how deep they lie, parents before children."""
     yield root, depth
     for each in root.__subclasses__():
-        if each.__module__ == wire.errors.__name__:
+        if each.__module__ == kvrelay.wire.errors.__name__:
             yield from tree(each, depth + 1)
 
 

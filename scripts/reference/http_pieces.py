@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from openai_api.chat_fields import PASSED_ON
-from openai_api.not_built import REFUSED
-from openai_api.openapi import document
-from openai_api.stages import STAGES
+from kvrelay.openai_api.chat_fields import PASSED_ON
+from kvrelay.openai_api.not_built import REFUSED
+from kvrelay.openai_api.openapi import document
+from kvrelay.openai_api.stages import STAGES
 from scripts.reference.markdown import code, table
 
 __all__ = ["http_pieces"]

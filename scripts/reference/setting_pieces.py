@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvrelay.flag_names import VLLM
+from kvrelay.load.config import BenchConfig
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import Setting, settings_of
-from load.config import BenchConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import Parameter, commands
 from scripts.reference.markdown import code, table
-from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
-from wire.key_config import KeyConfig
-from wire.router_config import RouterConfig
 
 __all__ = ["CONFIGS", "setting_pieces"]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fuzz.languages import LANGUAGES
-from paged_engine.grammar import Grammars
-from wire.errors import RequestError
-from wire.sampling import Constraint
+from kvrelay.paged_engine.grammar import Grammars
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint
 
 _RULES = 400
 

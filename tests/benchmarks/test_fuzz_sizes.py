@@ -22,15 +22,15 @@ from benchmarks.fuzz.languages import LANGUAGES, NUMBERED, sites
 from benchmarks.fuzz.over_sizes import TARGETS, Case, cases, round_of
 from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder, limits, text
 from benchmarks.fuzz.table import INSIDE, OPEN, ROUTES, Route, open_type, places
-from node.app import Node
-from node.app import create_app as create_node
-from node.engine_client import EngineClient
-from openai_api.body import MAX_CHOICES
-from openai_api.structured import _KINDS
-from router.app import create_app as create_router
-from wire.config import EngineConfig, NodeConfig
-from wire.router_config import RouterConfig
-from wire.sampling import _MAX_CONSTRAINT_CHARS, _MAX_LISTED_TOKENS
+from kvrelay.node.app import Node
+from kvrelay.node.app import create_app as create_node
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.openai_api.body import MAX_CHOICES
+from kvrelay.openai_api.structured import _KINDS
+from kvrelay.router.app import create_app as create_router
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.sampling import _MAX_CONSTRAINT_CHARS, _MAX_LISTED_TOKENS
 
 WITHOUT_BODY = {"/ping", "/drain", "/undrain", "/admin/reload", "/kv/legs"}
 WITHOUT_BODY |= {"/reset_prefix_cache", "/start_profile", "/stop_profile"}

@@ -22,13 +22,13 @@ from benchmarks.goodput.measuring import OutOfTime, Place, held, judged, met_sha
 from benchmarks.goodput.nodes import Nodes, gpus_taken
 from benchmarks.goodput.works import WORKS, Arm, flips_to, parse_work
 from benchmarks.local_cluster import free_ports
-from load.config import BenchConfig
-from load.endpoint import Server
-from load.measures import Slo, Window, client_of, measured
-from load.prompts import Spelling
-from load.records import Record
-from load.results import Made, Result, Run, cdfs_of, read_result, row_of, write_result
-from wire.errors import ConfigError
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.endpoint import Server
+from kvrelay.load.measures import Slo, Window, client_of, measured
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.records import Record
+from kvrelay.load.results import Made, Result, Run, cdfs_of, read_result, row_of, write_result
+from kvrelay.wire.errors import ConfigError
 
 SLO = Slo(200.0, 15.0)
 TINY = "tiny=64:8:200:15:3:1:10:8:2"

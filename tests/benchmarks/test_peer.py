@@ -34,9 +34,9 @@ from benchmarks.peer.model import write_model
 from benchmarks.peer.servers import Stage
 from benchmarks.peer.table import lines_of, tables
 from benchmarks.peer.works import WORKS, Load, Request, Targets, closed, work_named
-from router.router import targets_of
+from kvrelay.router.router import targets_of
+from kvrelay.wire.errors import ConfigError
 from scripts.reference.command_line import commands, general_flags
-from wire.errors import ConfigError
 
 FLAGS = {each.name: {flag for one in each.parameters for flag in one.flags} for each in commands()}
 SETTING = Setting(Path("/m"))

@@ -20,13 +20,13 @@ from benchmarks.reality import (
     streams_like,
     told,
 )
-from load.config import BenchConfig
-from load.results import Run, write_result
-from load.sessions import Work, sessions
-from planning.rate_card import write_card
-from simulator.setting import Setting
-from simulator.speeds import H200, Speeds
-from simulator.stream import Stream
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.results import Run, write_result
+from kvrelay.load.sessions import Work, sessions
+from kvrelay.planning.rate_card import write_card
+from kvrelay.simulator.setting import Setting
+from kvrelay.simulator.speeds import H200, Speeds
+from kvrelay.simulator.stream import Stream
 
 
 def test_the_simulator_is_asked_what_the_client_asked() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import serving
-from load.conductor import Outcome
-from load.records import Record
+from kvrelay.load.conductor import Outcome
+from kvrelay.load.records import Record
 
 
 def record(failure: str = "") -> Record:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from benchmarks.transfer import Row, Work
-from node.transfer_end import End
-from node.transfer_pair import Took
-from wire.errors import TransferError
+from kvrelay.node.transfer_end import End
+from kvrelay.node.transfer_pair import Took
+from kvrelay.wire.errors import TransferError
 
 MIB, BLOCK_BYTES = 1 << 20, 65536
 KINDS = ["direct", "nixl", "nccl"] if importlib.util.find_spec("nixl") else ["direct", "nccl"]

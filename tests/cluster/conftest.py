@@ -23,7 +23,7 @@ from real_cluster import (
 )
 
 from kvrelay.embedded import embedded_model
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 INSTALL_DEADLINE_S = 500.0
 CLIENTS = Path(__file__).parents[1] / "clients"

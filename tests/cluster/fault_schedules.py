@@ -35,8 +35,8 @@ import msgspec
 from gates import Gate, Gates, can_cut, cut_connections, family
 from real_cluster import TINY, Cluster, Process, free_port, wait_until
 
-from wire.config import EngineConfig
-from wire.outputs import Load
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.outputs import Load
 
 KINDS = (
     "kill", "restart", "short stop", "long stop", "cut between nodes", "cut from router", "refusal", "client gone",
@@ -328,9 +328,9 @@ def attentive_model(folder: Path) -> list[str]:
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
-    from openai_api.folder_tokenizer import byte_tokenizer
-    from paged_engine.before_loading import checked_model
-    from paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
+    from kvrelay.paged_engine.before_loading import checked_model
+    from kvrelay.paged_engine.dummy_weights import dummy_tensors
 
     model = folder / "tiny"
     model.mkdir()

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.local_cluster import free_ports, kv_events
 from kvrelay.drawn_keys import stored_key
-from wire.outputs import Load
+from kvrelay.wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
 SMALL_LEASE_S, SMALL_LONGEST_BODY = (

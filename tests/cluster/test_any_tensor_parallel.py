@@ -149,6 +149,6 @@ def test_a_rank_that_is_lost_ends_its_node_and_takes_nothing_with_it(cluster):
 
 def kill_a_rank(node: Process) -> None:
     """And wait until its node has ended."""
-    (engine,) = children(node.popen.pid, b"node.engine_process")
-    os.kill(children(engine, b"node.ranks")[0], signal.SIGKILL)
+    (engine,) = children(node.popen.pid, b"kvrelay.node.engine_process")
+    os.kill(children(engine, b"kvrelay.node.ranks")[0], signal.SIGKILL)
     wait_until(lambda: node.popen.poll() is not None, 20, "the node ends")

@@ -73,7 +73,7 @@ def ask(node: Process, what: str, content: object, key: str = KEY) -> httpx2.Res
 def engine_pid(node: Process) -> int:
     """Of its engine process: the child that runs it."""
     for pid in Path(f"/proc/{node.popen.pid}/task/{node.popen.pid}/children").read_text().split():
-        if b"node.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"kvrelay.node.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     raise AssertionError("no engine process")
 

@@ -40,7 +40,7 @@ def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_fo
         lambda: with_blocks(faults, "decode"), 30, "a decode node takes blocks", 0.002
     )
     # Its engine alone: to the router the node is there.
-    (engine,) = children(decode.popen.pid, b"node.engine_process")
+    (engine,) = children(decode.popen.pid, b"kvrelay.node.engine_process")
     os.kill(engine, signal.SIGSTOP)
     try:
         prefill = wait_until(lambda: with_more(faults, before), 20, "the lease runs out")

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from real_cluster import Cluster, running, tiny_model
 
-from router.admission.keys import hash_of
+from kvrelay.router.admission.keys import hash_of
 
 pytestmark = pytest.mark.cluster
 

@@ -35,7 +35,7 @@ from benchmarks.listening import listening
 from benchmarks.local_cluster import family
 from kvrelay import cli
 from kvrelay.flag_names import BEFORE
-from wire.versions import LEGS, RELEASE
+from kvrelay.wire.versions import LEGS, RELEASE
 
 pytestmark = pytest.mark.cluster
 

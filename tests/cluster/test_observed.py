@@ -22,7 +22,7 @@ from queries import Asked, asked
 from real_cluster import Cluster, running, tiny_model, wait_until
 
 from kvrelay.metrics_reference import metrics_reference
-from openai_api.stages import STAGES
+from kvrelay.openai_api.stages import STAGES
 
 pytestmark = pytest.mark.cluster
 

@@ -119,7 +119,7 @@ def test_nodes_that_end_in_order_count_nothing(cluster: Cluster) -> None:
     answers: list[int] = []
     prefill = cluster.of("prefill")
     for node in prefill:
-        (engine,) = children(node.popen.pid, b"node.engine_process")
+        (engine,) = children(node.popen.pid, b"kvrelay.node.engine_process")
         os.kill(engine, signal.SIGSTOP)  # it answers nothing
     asking = threading.Thread(
         target=lambda: answers.append(ask(cluster, "in order").status_code), daemon=True

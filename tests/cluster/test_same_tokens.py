@@ -12,9 +12,9 @@ from real_cluster import EMBEDDED_KEY, Cluster
 
 from benchmarks.equality import in_engine, through, varied_prompts
 from kvrelay.embedded import embedded_model
-from openai_api.tokenizer import Tokenizer
-from paged_engine.engine import Engine
-from wire.config import EngineConfig
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.wire.config import EngineConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 

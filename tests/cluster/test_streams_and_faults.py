@@ -15,10 +15,10 @@ import openai
 import pytest
 from real_cluster import Cluster, counted, running, tiny_model, wait_until
 
-from kv_transfer.tickets import signed
-from router.nodes.node import HealthReport
-from wire.outputs import Load
-from wire.transfer import KvTransferParams
+from kvrelay.kv_transfer.tickets import signed
+from kvrelay.router.nodes.node import HealthReport
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import KvTransferParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 

@@ -35,8 +35,8 @@ DEADLINE_S = 240.0
 WEATHER = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
 CALLS = {"get_current_weather": WEATHER, "get_weather": {"latitude": 48.9, "longitude": 2.4}}
 PLUGIN = """
-from openai_api.model_formats import REASONING_FORMATS, ReasoningFormat
-from openai_api.reasoning import ReasoningMarks
+from kvrelay.openai_api.model_formats import REASONING_FORMATS, ReasoningFormat
+from kvrelay.openai_api.reasoning import ReasoningMarks
 
 # The embedded model does not reason: its first sentence is taken for a thought.
 REASONING_FORMATS["first_sentence"] = ReasoningFormat(marks=ReasoningMarks((), (".",), assumed=True))

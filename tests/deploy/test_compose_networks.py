@@ -17,8 +17,8 @@ import yaml
 import kvrelay.cli
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.plan import ClusterConfig
-from wire.config import EngineConfig, NodeConfig, TransferConfig
-from wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
+from kvrelay.wire.kv_events_config import KvEventsConfig
 
 SECRET = "a-secret-of-the-cluster"
 HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"
@@ -61,7 +61,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Nod
         asked.append(config)
         return 0
 
-    monkeypatch.setitem(sys.modules, "node.server", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kvrelay.node.server", SimpleNamespace(run=run))  # type: ignore[arg-type]
     monkeypatch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
     monkeypatch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
     for name in ("KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):

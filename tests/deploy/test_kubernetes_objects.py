@@ -23,7 +23,7 @@ from kubernetes_manifests import (
     validate,
 )
 
-from router.membership.kubernetes_pods import Pod, Pods
+from kvrelay.router.membership.kubernetes_pods import Pod, Pods
 
 SECRET_KEYS = {
     ("kvrelay-keys", "api-key"): "KVRELAY_API_KEY",

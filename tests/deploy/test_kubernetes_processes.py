@@ -34,14 +34,14 @@ from starlette.routing import Route
 
 import kvrelay.cli
 from kvrelay.metrics_reference import metrics_reference
-from node.app import Node
-from node.app import create_app as node_app
-from node.drain import DRAIN_DEADLINE_S
-from node.process_log import LOG_FORMAT
-from router.app import create_app as router_app
-from wire.config import EngineConfig, NodeConfig, RanksConfig
-from wire.kv_events_config import address_of
-from wire.router_config import RouterConfig
+from kvrelay.node.app import Node
+from kvrelay.node.app import create_app as node_app
+from kvrelay.node.drain import DRAIN_DEADLINE_S
+from kvrelay.node.process_log import LOG_FORMAT
+from kvrelay.router.app import create_app as router_app
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
+from kvrelay.wire.kv_events_config import address_of
+from kvrelay.wire.router_config import RouterConfig
 
 KINDS = {"router": RouterConfig, "prefill": NodeConfig, "decode": NodeConfig, "rank": RanksConfig}
 
@@ -71,9 +71,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         return 0
 
     commands = (
-        ("node.server", "run"),
-        ("router.server", "run"),
-        ("node.ranks", "run_ranks"),
+        ("kvrelay.node.server", "run"),
+        ("kvrelay.router.server", "run"),
+        ("kvrelay.node.ranks", "run_ranks"),
         ("kvrelay.cluster", "up"),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -81,10 +81,11 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
             patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
         patch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
         patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
-        patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
-        patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
+        patch.setattr("kvrelay.paged_engine.rank_address.check_rank_0", lambda address: None)
+        patch.setattr("kvrelay.paged_engine.rank_address.interface_towards", lambda address: "eth0")
         patch.setattr(
-            "router.membership.kubernetes_lists.server_of", lambda namespace: (None, "kvrelay")
+            "kvrelay.router.membership.kubernetes_lists.server_of",
+            lambda namespace: (None, "kvrelay"),
         )
 
         def started(overlay: str, pod: PodOf) -> Started:

@@ -16,12 +16,12 @@ from documents import DOCS, ROOT, Block, blocks, commands, pages, words
 from starlette.routing import Route
 
 from kvrelay.metrics_reference import metrics_reference
+from kvrelay.paged_engine.model_config import ROPE_KINDS
+from kvrelay.router.app import create_app
 from kvrelay.settings import convert
-from paged_engine.model_config import ROPE_KINDS
-from router.app import create_app
+from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
-from wire.router_config import RouterConfig
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
 ALWAYS = general_flags()

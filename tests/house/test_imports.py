@@ -58,16 +58,17 @@ NEVER = {
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level name) of each import in a file; a relative import counts as the package's
-    own.
-    """
+    """Yield the line and the package of each import: a folder of ours, or a top-level name."""
     for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(statement, ast.Import):
-            yield from (
-                (statement.lineno, alias.name.partition(".")[0]) for alias in statement.names
-            )
+            names = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-            yield statement.lineno, (statement.module or "").partition(".")[0]
+            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        else:
+            continue
+        for name in names:
+            first, second = [*name.split("."), ""][:2]
+            yield statement.lineno, second if first == "kvrelay" and second in OURS else first
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -85,11 +86,36 @@ def test_a_package_imports_only_what_it_may(package: str, repository: Path) -> N
 def test_the_rule_names_every_packaged_folder(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
     packages = set(project["tool"]["setuptools"]["packages"])
-    assert {name.partition(".")[0] for name in packages} == set(MAY_IMPORT)
-    within = {folder.parent for name in MAY_IMPORT for folder in (repository / name).glob("*/*.py")}
-    assert {
-        str(folder.relative_to(repository)).replace("/", ".") for folder in within
-    } == packages - set(MAY_IMPORT)
+    folders = {name for name in MAY_IMPORT if name != "kvrelay"}
+    within = {file.parent for name in folders for file in (repository / name).glob("*/*.py")}
+    named = folders | {str(folder.relative_to(repository)).replace("/", ".") for folder in within}
+    assert packages == {"kvrelay", *(f"kvrelay.{name}" for name in named)}
+
+
+@pytest.mark.parametrize("package", [name for name in MAY_IMPORT if name != "kvrelay"])
+def test_a_link_makes_the_folder_a_package_of_kvrelay(package: str, repository: Path) -> None:
+    assert (repository / "kvrelay" / package).readlink() == Path("..", package)
+
+
+def test_nothing_is_imported_under_a_second_name(repository: Path) -> None:
+    """Tests and benchmarks, too: `router` and `kvrelay.router` would be two modules."""
+    folders = {name for name in MAY_IMPORT if name != "kvrelay"}
+    roots = [*MAY_IMPORT, "tests", "benchmarks", "scripts", "deploy"]
+    wrong = [
+        f"{file.relative_to(repository)}:{statement.lineno} imports {name}"
+        for root in roots
+        for file in sorted((repository / root).rglob("*.py"))
+        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for name in (
+            [alias.name for alias in statement.names]
+            if isinstance(statement, ast.Import)
+            else [statement.module or ""]
+            if isinstance(statement, ast.ImportFrom) and not statement.level
+            else []
+        )
+        if name.partition(".")[0] in folders
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_policies_are_pure(repository: Path) -> None:
@@ -102,7 +128,7 @@ def test_policies_are_pure(repository: Path) -> None:
 
 
 def test_every_package_but_kernels_is_a_regular_one(repository: Path) -> None:
-    """Without __init__.py a folder of the same name elsewhere on the path would be found first."""
+    """transformers looks for a package `kernels`, and must not find ours in a checkout."""
     assert [name for name in MAY_IMPORT if not (repository / name / "__init__.py").exists()] == [
         "kernels"
     ]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_checksums import STRIDE, block_checksums, keys
+from kvrelay.kernels.block_checksums import STRIDE, block_checksums, keys
 
 MASK = (1 << 64) - 1
 
@@ -51,7 +51,7 @@ def test_triton_equals_the_cpu(
     slice_bytes: int, kv_heads: int, blocks: list[int], device: torch.device
 ) -> None:
     pytest.importorskip("triton")
-    from kernels.gpu_checksums import gpu_block_checksums
+    from kvrelay.kernels.gpu_checksums import gpu_block_checksums
 
     words = slice_bytes // 8
     pool = pool_of(5, kv_heads, words, seed=slice_bytes)
@@ -67,7 +67,7 @@ def test_triton_equals_the_cpu(
 @pytest.mark.gpu
 def test_pools_of_more_than_4_gib(device: torch.device) -> None:
     """Offsets pass int32 at 2 GiB and uint32 at 4 GiB."""
-    from kernels.gpu_checksums import gpu_block_checksums
+    from kvrelay.kernels.gpu_checksums import gpu_block_checksums
 
     slice_bytes, kv_heads, blocks = 1 << 20, 8, [0, 255, 256, 511, 512, 639]
     pool = torch.zeros(640, kv_heads, slice_bytes // 8, dtype=torch.int64, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.block_tables import append_blocks, step_tables
+from kvrelay.kernels.block_tables import append_blocks, step_tables
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.decode_plan import DecodeWorkspace, plan_decode
+from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
 
 KV_HEADS = 2
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.norm_rope_act import embed as embed_twin
+from kvrelay.kernels.norm_rope_act import embed as embed_twin
 from tests.kernels.rounding import exact_rounding, poisoned_memory, randn
 
 pytest.importorskip("triton")
-from kernels.fused_embed import embed
-from kernels.fused_sampling import sample
-from kernels.sampling_slots import SlotTables
+from kvrelay.kernels.fused_embed import embed
+from kvrelay.kernels.fused_sampling import sample
+from kvrelay.kernels.sampling_slots import SlotTables
 
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
 in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)

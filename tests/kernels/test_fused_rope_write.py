@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.kv_write import rope_and_write as twin
+from kvrelay.kernels.kv_write import rope_and_write as twin
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned, randn
 
-fused = pytest.importorskip("kernels.fused_rope_write", exc_type=ImportError)
+fused = pytest.importorskip("kvrelay.kernels.fused_rope_write", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
 
 gpu = pytest.mark.gpu

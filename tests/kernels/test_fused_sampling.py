@@ -9,17 +9,17 @@ import itertools
 import pytest
 import torch
 
-from kernels.philox import uniform
-from kernels.sampling import keep_likely
+from kvrelay.kernels.philox import uniform
+from kvrelay.kernels.sampling import keep_likely
 from tests.kernels.rounding import poisoned_memory
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kernels import fused_sampling, sampling_floors
-from kernels.fused_sampling import sample
-from kernels.sampling_slots import Rows, SlotTables, TokenMask, record_of
+from kvrelay.kernels import fused_sampling, sampling_floors
+from kvrelay.kernels.fused_sampling import sample
+from kvrelay.kernels.sampling_slots import Rows, SlotTables, TokenMask, record_of
 
 in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)
 

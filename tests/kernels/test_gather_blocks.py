@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.gather_blocks import (
+from kvrelay.kernels.gather_blocks import (
     PROGRAMS,
     TILE_BYTES,
     gather_blocks,
@@ -147,7 +147,7 @@ def pools(
 COMPILE = """
 import re, triton
 from triton.backends.compiler import GPUTarget
-from kernels.gather_blocks import TILE_BYTES, _gather
+from kvrelay.kernels.gather_blocks import TILE_BYTES, _gather
 
 names = _gather.arg_names
 types = dict(zip(names, ["i64", "i64", "*i32", "*i32", *["i32"] * 5, "constexpr"]))

@@ -10,17 +10,17 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from kernels import fp8_linear, invariant_gemm
-from kernels.fp8_linear import Fp8Linear, quantize_rows
-from kernels.fp8_reference import (
+from kvrelay.kernels import fp8_linear, invariant_gemm
+from kvrelay.kernels.fp8_linear import Fp8Linear, quantize_rows
+from kvrelay.kernels.fp8_reference import (
     dequantize,
     fp8_linear_reference,
     quantize_rows_reference,
     quantize_weight,
 )
-from kernels.fused_norm import rms_norm
-from kernels.gpu_linear import GpuLinear
-from kernels.invariant_gemm import (
+from kvrelay.kernels.fused_norm import rms_norm
+from kvrelay.kernels.gpu_linear import GpuLinear
+from kvrelay.kernels.invariant_gemm import (
     FEW_OUTPUTS,
     FEW_ROWS,
     MANY_ROWS,

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import grouped_gemm
-from kernels.grouped_gemm import Tiling, moe
-from kernels.moe import moe as twin
-from kernels.moe import route
+from kvrelay.kernels import grouped_gemm
+from kvrelay.kernels.grouped_gemm import Tiling, moe
+from kvrelay.kernels.moe import moe as twin
+from kvrelay.kernels.moe import route
 
 SMALL = (16, Tiling(16, 32, 4, 2), Tiling(32, 16, 4, 2))
 

@@ -12,10 +12,10 @@ import sys
 import pytest
 import torch
 
-from kernels.lora import PackedLora, add_lora
+from kvrelay.kernels.lora import PackedLora, add_lora
 from tests.kernels.rounding import assert_same, exact_rounding, poisoned_memory, randn
 
-fused = pytest.importorskip("kernels.grouped_lora", exc_type=ImportError)
+fused = pytest.importorskip("kvrelay.kernels.grouped_lora", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__, poisoned_memory.__name__)
 
 gpu = pytest.mark.gpu
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused(device):
 COMPILE = """
 import json, re, subprocess, sys, tempfile, triton
 from triton.backends.compiler import GPUTarget
-from kernels.grouped_lora import _expand, _shrink
+from kvrelay.kernels.grouped_lora import _expand, _shrink
 
 def compiled_as(name, rows, split, target):
     kernel = {"shrink": _shrink, "expand": _expand}[name]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.linear import Linear, fewest_invariant_rows
-from kernels.moe import Experts, moe, route
+from kvrelay.kernels.linear import Linear, fewest_invariant_rows
+from kvrelay.kernels.moe import Experts, moe, route
 
 
 def inputs(

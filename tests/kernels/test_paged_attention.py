@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kernels.kv_write import write_kv
-from kernels.paged_attention import SequenceSpan, attend, plan_attention
+from kvrelay.kernels.kv_write import write_kv
+from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
 
 BLOCK = 16
 
@@ -125,7 +125,7 @@ def test_slabs_bound_the_memory_and_change_nothing(monkeypatch):
     pool, spans = _pool(3, 64), _spans([(1, 700), (100, 37), (1, 60), (40, 0)])
     query = torch.randn(142, 9, 64, generator=torch.Generator().manual_seed(6))
     whole = plan_attention(spans, tokens=142, block_size=BLOCK, kv_heads=3, group=3)
-    monkeypatch.setattr("kernels.paged_attention.SLAB_BYTES", 1)
+    monkeypatch.setattr("kvrelay.kernels.paged_attention.SLAB_BYTES", 1)
     cut = plan_attention(spans, tokens=142, block_size=BLOCK, kv_heads=3, group=3)
     assert len(cut.slabs) > len(whole.slabs)
     assert torch.equal(attend(query, *_layer(pool, 0), cut), attend(query, *_layer(pool, 0), whole))

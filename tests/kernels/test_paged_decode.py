@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.decode_plan import DecodeWorkspace, plan_decode
-from kernels.paged_attention import SequenceSpan, attend, plan_attention
-from kernels.paged_decode import paged_decode
+from kvrelay.kernels.decode_plan import DecodeWorkspace, plan_decode
+from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
+from kvrelay.kernels.paged_decode import paged_decode
 from tests.kernels.rounding import assert_attention
 
 LAYERS = 2

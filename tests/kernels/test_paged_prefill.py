@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.paged_attention import SequenceSpan, attend, plan_attention
-from kernels.prefill_tiles import TILE_ROWS, prefill_tiles, tile_heads, tile_tokens
+from kvrelay.kernels.paged_attention import SequenceSpan, attend, plan_attention
+from kvrelay.kernels.prefill_tiles import TILE_ROWS, prefill_tiles, tile_heads, tile_tokens
 from tests.kernels.rounding import assert_attention
 
 pytest.importorskip("triton")
-from kernels import paged_prefill as prefill_module
-from kernels.paged_prefill import paged_prefill
+from kvrelay.kernels import paged_prefill as prefill_module
+from kvrelay.kernels.paged_prefill import paged_prefill
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -369,7 +369,7 @@ COMPILE = """
 import re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
-from kernels.prefill_tiles import tile_heads, tile_tokens
+from kvrelay.kernels.prefill_tiles import tile_heads, tile_tokens
 
 def signature(kernel, special, constants):
     types = {name: special.get(name, "i32") for name in kernel.arg_names}
@@ -392,7 +392,7 @@ sizes = dict(KV_HEADS=8, GROUP=4, HEAD_DIM=128, WINDOW=0, SOFTCAP=False)
 def spilled(which):
     if which == "hopper":
         from triton.experimental.gluon._runtime import GluonASTSource
-        from kernels.paged_prefill_hopper import _prefill_kernel as kernel
+        from kvrelay.kernels.paged_prefill_hopper import _prefill_kernel as kernel
         layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,"
         layout += " fp4_padded=False, cga_layout=[])"
         block = f"tensordesc<bf16[16, 128],{layout.format(2)}>"
@@ -402,7 +402,7 @@ def spilled(which):
         constants = dict(sizes, STRIP=128, SLOTS=2, TAKE_TURNS=True, HOLD_WAIT=True)
         kind, options, target = GluonASTSource, {"num_warps": 4}, 90
     else:
-        from kernels.paged_prefill import _prefill_kernel as kernel
+        from kvrelay.kernels.paged_prefill import _prefill_kernel as kernel
         kind, target = triton.compiler.ASTSource, int(which)
         special = dict(tables, query="*bf16", keys="*bf16", values="*bf16", out="*bf16", to_exponent="fp32", cap="fp32")
         constants = dict(sizes, HEADS=4, TOKENS=32, DIM=128, STRIP=64, BLOCK_TOKENS=16, FP8=False)

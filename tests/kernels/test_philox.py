@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.philox import philox_4x32, uniform
+from kvrelay.kernels.philox import philox_4x32, uniform
 
 
 def _words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:

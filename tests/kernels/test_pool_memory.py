@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.pool_memory import NONCE_BYTES, PoolMemory, _forget, nonce_offset, pool_memory, zeros
+from kvrelay.kernels.pool_memory import (
+    NONCE_BYTES,
+    PoolMemory,
+    _forget,
+    nonce_offset,
+    pool_memory,
+    zeros,
+)
 
 SIZE = 10_000
 CPU = torch.device("cpu")

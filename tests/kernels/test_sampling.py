@@ -5,8 +5,8 @@ drawn from.
 import pytest
 import torch
 
-from kernels.linear import Linear, rows_are_invariant
-from kernels.sampling import draw, keep_likely, penalize
+from kvrelay.kernels.linear import Linear, rows_are_invariant
+from kvrelay.kernels.sampling import draw, keep_likely, penalize
 
 OFF_K, OFF_P, OFF_M = 0, 1.0, 0.0
 

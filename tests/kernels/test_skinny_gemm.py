@@ -15,9 +15,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from kernels import skinny_gemm
-from kernels.fp8_reference import quantize_rows_reference, quantize_weight
-from kernels.skinny_gemm import (
+from kvrelay.kernels import skinny_gemm
+from kvrelay.kernels.fp8_reference import quantize_rows_reference, quantize_weight
+from kvrelay.kernels.skinny_gemm import (
     MAX_ROWS,
     RING_ROWS,
     RingTile,
@@ -379,7 +379,7 @@ import re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from kernels.skinny_hopper import ring_kernel as kernel
+from kvrelay.kernels.skinny_hopper import ring_kernel as kernel
 
 gated, block_m, rows, split, slots = sys.argv[1] == "gated", *map(int, sys.argv[2:])
 layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,"

@@ -11,10 +11,10 @@ from peer_process import CONFIG, FINGERPRINT
 from shared_plane import REGION, SharedPlane
 from woken import Woken
 
-from kv_transfer.connector import Event, FetchFailed
-from kv_transfer.desk import Desk
-from wire.config import TransferConfig
-from wire.transfer import Fingerprint
+from kvrelay.kv_transfer.connector import Event, FetchFailed
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.transfer import Fingerprint
 
 
 class Node(Woken):

@@ -24,8 +24,15 @@ import traceback
 from pathlib import Path
 
 # Not NIXL: its libraries read their settings when they are loaded, and each process has its own.
-IMPORTED = ("torch", "numpy", "pytest", "kernels.pool_memory", "kv_transfer.desk", "kv_transfer.via_direct",
-            "kv_transfer.via_nccl")  # fmt: skip
+IMPORTED = (
+    "torch",
+    "numpy",
+    "pytest",
+    "kvrelay.kernels.pool_memory",
+    "kvrelay.kv_transfer.desk",
+    "kvrelay.kv_transfer.via_direct",
+    "kvrelay.kv_transfer.via_nccl",
+)
 START_S = 120.0
 
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from child_process import ChildProcess
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import Source
-from kv_transfer.via_nccl import NcclPlane
-from wire.errors import TransferError
-from wire.transfer import Fingerprint
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.wire.errors import TransferError
+from kvrelay.wire.transfer import Fingerprint
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 # How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 from child_process import ChildProcess
 
-import kv_transfer.peers
-from wire.config import TransferConfig
-from wire.errors import TransferError
-from wire.transfer import Fingerprint, KvTransferParams
+import kvrelay.kv_transfer.peers
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import TransferError
+from kvrelay.wire.transfer import Fingerprint, KvTransferParams
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 # Short, so that tests are: a lease is a little over three heartbeats.
@@ -59,7 +59,7 @@ def of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def unseen(*_: object) -> None:
         raise TransferError("of another host")
 
-    monkeypatch.setattr(kv_transfer.peers, "HeldWords", unseen)
+    monkeypatch.setattr(kvrelay.kv_transfer.peers, "HeldWords", unseen)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def main(kind: str, *arguments: str) -> None:
     if kind == "shared":
         from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
-        from kv_transfer.desk import Desk
+        from kvrelay.kv_transfer.desk import Desk
 
         plane = SharedPlane(Path(arguments[0]))
         for index in range(BLOCKS):

@@ -13,14 +13,14 @@ import torch
 from peer_process import CONFIG, FINGERPRINT
 from woken import Woken
 
-from kernels.pool_memory import zeros
-from kv_transfer.connector import PoolRegion
-from kv_transfer.desk import Desk
-from kv_transfer.planes import DataPlane
-from kv_transfer.via_direct import DirectPlane
-from kv_transfer.via_nccl import NcclPlane
-from kv_transfer.via_nixl import NixlPlane
-from wire.config import TransferConfig
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.planes import DataPlane
+from kvrelay.kv_transfer.via_direct import DirectPlane
+from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.kv_transfer.via_nixl import NixlPlane
+from kvrelay.wire.config import TransferConfig
 
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
 

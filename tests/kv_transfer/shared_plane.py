@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import Source
-from wire.errors import PeerLost, TransferError
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.wire.errors import PeerLost, TransferError
 
 BLOCKS, BLOCK_BYTES = 16, 4096
 REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, device="cpu")

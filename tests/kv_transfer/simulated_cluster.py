@@ -17,10 +17,10 @@ from simulated_device import EOS, chain, next_token
 from simulated_node import STEP_S, SimulatedNode
 from simulated_world import Violation, World
 
-from wire.engine_messages import Abort, Release, RequestUpdate, StepOutputs, Submit
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.wire.engine_messages import Abort, Release, RequestUpdate, StepOutputs, Submit
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 ATTEMPTS = 3
 # After so long without a word the router cuts the legs on a node, as it does after three health

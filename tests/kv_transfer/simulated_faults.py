@@ -30,11 +30,11 @@ from simulated_node import LATE_S, TRANSFER, SimulatedNode
 from simulated_plane import SimulatedChecksums, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
-import kv_transfer.desk
-import kv_transfer.peers
-import kv_transfer.plane_choice
-import kv_transfer.planes
-from node import engine_process
+import kvrelay.kv_transfer.desk
+import kvrelay.kv_transfer.peers
+import kvrelay.kv_transfer.plane_choice
+import kvrelay.kv_transfer.planes
+from kvrelay.node import engine_process
 
 FAULTS = (
     "kill",
@@ -90,18 +90,22 @@ def simulation(world: World) -> Iterator[None]:
     """The modules under test live in this world."""
     CLOCK.world = world
     with contextlib.ExitStack() as stack:
-        for module in (kv_transfer.desk, kv_transfer.planes, engine_process):
+        for module in (kvrelay.kv_transfer.desk, kvrelay.kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
-        stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
         stack.enter_context(
-            mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread)
+            mock.patch.object(kvrelay.kv_transfer.desk, "ControlThread", SimulatedControl)
         )
         stack.enter_context(
-            mock.patch.object(kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums)
+            mock.patch.object(kvrelay.kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                kvrelay.kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums
+            )
         )
         # Longer than a READ of this world takes, also if its source is stopped meanwhile.
-        stack.enter_context(mock.patch.object(kv_transfer.planes, "BROKEN_S", 20.0))
-        for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
+        stack.enter_context(mock.patch.object(kvrelay.kv_transfer.planes, "BROKEN_S", 20.0))
+        for module in (kvrelay.kv_transfer.peers, kvrelay.kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "log", SILENT))
         yield
 

@@ -15,22 +15,29 @@ from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Devi
 from simulated_plane import SimulatedPlane, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.connector import Completion, Fetched, FetchFailed, PoolRegion, Released, Settled
-from kv_transfer.desk import Desk
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import End, Ended, Message
-from node.adapter_loads import AdapterLoads
-from node.cache_changes import CacheTeller
-from node.engine_process import EngineProcess
-from paged_engine.blocks import BlockPool
-from paged_engine.engine import Counters, Engine
-from paged_engine.request import Request
-from paged_engine.scheduler import Scheduler
-from paged_engine.step_plan import Fetch
-from wire.config import EngineConfig, NodeConfig, TransferConfig
-from wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
-from wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Fetched,
+    FetchFailed,
+    PoolRegion,
+    Released,
+    Settled,
+)
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import End, Ended, Message
+from kvrelay.node.adapter_loads import AdapterLoads
+from kvrelay.node.cache_changes import CacheTeller
+from kvrelay.node.engine_process import EngineProcess
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.engine import Counters, Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
+from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
+from kvrelay.wire.transfer import Fingerprint, KvTransferParams
 
 TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
 FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)

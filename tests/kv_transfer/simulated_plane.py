@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from simulated_world import CLOCK, QUICK_S, Violation
 
-import kv_transfer.planes
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
-from wire.errors import PeerLost, TransferError
+import kvrelay.kv_transfer.planes
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
+from kvrelay.wire.errors import PeerLost, TransferError
 
 if TYPE_CHECKING:
     from simulated_node import SimulatedNode
@@ -192,7 +192,7 @@ class SimulatedPlane:
             self._forget(handle)
         if end is not None:
             if handle.over is None:  # the thread will look again
-                self._world.after(kv_transfer.planes.BROKEN_S, self._node.plane_thread.wake)
+                self._world.after(kvrelay.kv_transfer.planes.BROKEN_S, self._node.plane_thread.wake)
             raise end
         return True
 

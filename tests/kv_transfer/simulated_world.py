@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.commands import PeerKey
-from kv_transfer.control import ENDED
-from kv_transfer.messages import Message, decode, encode
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.control import ENDED
+from kvrelay.kv_transfer.messages import Message, decode, encode
 
 if TYPE_CHECKING:
     from simulated_node import SimulatedNode

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.checks import Checks, drawn, in_our_order
-from kv_transfer.leases import LeaseId
-from kv_transfer.shares import Heads, order_of_heads
+from kvrelay.kv_transfer.checks import Checks, drawn, in_our_order
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.shares import Heads, order_of_heads
 
 LEASE = LeaseId("request", 3)
 

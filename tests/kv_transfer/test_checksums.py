@@ -14,14 +14,21 @@ import torch
 from peer_process import CONFIG
 from real_node import RealNode
 
-from kernels.block_checksums import block_checksums, keys
-from kv_transfer import checksums
-from kv_transfer.checksums import Checksums, ChecksumThread
-from kv_transfer.connector import Completion, Event, Fetched, FetchFailed, PoolRegion, Settled
-from kv_transfer.messages import Follow, Message
-from kv_transfer.planes import DataPlane
-from wire.config import TransferConfig
-from wire.errors import ConfigError
+from kvrelay.kernels.block_checksums import block_checksums, keys
+from kvrelay.kv_transfer import checksums
+from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Event,
+    Fetched,
+    FetchFailed,
+    PoolRegion,
+    Settled,
+)
+from kvrelay.kv_transfer.messages import Follow, Message
+from kvrelay.kv_transfer.planes import DataPlane
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError
 
 BLOCKS, BLOCK_BYTES, HEADS = 32, 64 << 10, 2
 DEADLINE_S = 30.0

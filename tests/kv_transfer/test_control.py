@@ -24,15 +24,15 @@ from peer_process import AT_ONCE_S, CONFIG, FINGERPRINT
 from shared_plane import pattern
 from zmq.utils import z85
 
-import kv_transfer.control
-from kv_transfer.commands import PeerKey
-from kv_transfer.connector import Completion, Fetched, Settled
-from kv_transfer.control import ENDED_EARLY, ControlThread
-from kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
-from kv_transfer.tickets import signed
-from wire.config import TransferConfig
-from wire.errors import ConfigError
-from wire.transfer import KvTransferParams
+import kvrelay.kv_transfer.control
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import Completion, Fetched, Settled
+from kvrelay.kv_transfer.control import ENDED_EARLY, ControlThread
+from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
+from kvrelay.kv_transfer.tickets import signed
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.transfer import KvTransferParams
 
 SECRET, OTHER = "sixteen letters!", "sixteen letters?"
 HELLO = Hello("me", FINGERPRINT)
@@ -185,7 +185,7 @@ def test_neither_key_nor_content_can_be_read_on_the_way() -> None:
             assert here.news.get(timeout=5) == Refused("a word in confidence")
         relay.close()
     assert b"CURVE" in relay.heard
-    for key in kv_transfer.control._keys(SECRET):
+    for key in kvrelay.kv_transfer.control._keys(SECRET):
         assert z85.decode(key) not in relay.heard
         assert key not in relay.heard
     assert b"confidence" not in relay.heard

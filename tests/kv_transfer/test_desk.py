@@ -15,12 +15,12 @@ from desk_node import Node, node, reason
 from peer_process import AT_ONCE_S, CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, pattern
 
-from kv_transfer.commands import PeerKey
-from kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
-from kv_transfer.control import ENDED
-from wire.config import TransferConfig
-from wire.errors import ConfigError, PeerLost, TransferError
-from wire.transfer import KvTransferParams
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
+from kvrelay.kv_transfer.control import ENDED
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.wire.transfer import KvTransferParams
 
 # Heartbeats that never come within a test: only the answer to the reader's End can tell it that the
 # lease is lost.
@@ -570,7 +570,7 @@ def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader:
 def test_a_hung_step_loop_keeps_no_lease_alive(
     source: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.desk.STALL_S", 0.0)
+    monkeypatch.setattr("kvrelay.kv_transfer.desk.STALL_S", 0.0)
     reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
     reader.desk.fetch("mine", [5, 0], [7, 3])
     assert reason(reader.wait(2)[0]).startswith("LeaseLost:")

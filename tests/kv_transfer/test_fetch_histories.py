@@ -10,13 +10,13 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.checks import drawn
-from kv_transfer.commands import Ask, End, PeerKey, Prove, Sum
-from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
-from kv_transfer.fetch import FetchLimits
-from kv_transfer.fetches import FetchTable
-from kv_transfer.leases import LeaseId
-from wire.errors import PeerLost, TransferError
+from kvrelay.kv_transfer.checks import drawn
+from kvrelay.kv_transfer.commands import Ask, End, PeerKey, Prove, Sum
+from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.fetch import FetchLimits
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g1")
 BLOCKS = 3  # of each ticket

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.commands import Ask, End, PeerKey, Read, Sum
-from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
-from kv_transfer.fetch import FetchLimits
-from kv_transfer.fetches import FetchTable
-from kv_transfer.leases import LeaseId
-from wire.errors import PeerLost, TransferError
+from kvrelay.kv_transfer.commands import Ask, End, PeerKey, Read, Sum
+from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.fetch import FetchLimits
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g1")
 LIMITS = FetchLimits(lease_s=5.0, deadline_s=10.0, floor_bytes_s=100.0, block_bytes=100)

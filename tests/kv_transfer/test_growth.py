@@ -7,10 +7,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.connector import Completion
-from kv_transfer.growth import GrowthTable
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import Grown
+from kvrelay.kv_transfer.connector import Completion
+from kvrelay.kv_transfer.growth import GrowthTable
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import Grown
 
 DONE = Completion([7])
 

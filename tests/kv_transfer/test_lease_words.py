@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.host_files import HostFile
-from kv_transfer.lease_words import HeldWords, LeaseWords
-from kv_transfer.leases import LeaseId
-from wire.errors import TransferError
+from kvrelay.kv_transfer.host_files import HostFile
+from kvrelay.kv_transfer.lease_words import HeldWords, LeaseWords
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.wire.errors import TransferError
 
 GENERATION = "0123456789abcdef" * 2
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import (
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
     End,
     Ended,
@@ -23,7 +23,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
-from wire.transfer import Fingerprint
+from kvrelay.wire.transfer import Fingerprint
 
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", 16, 3, 64, 30, 0, 1)
 LEASE = LeaseId("r", 7)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.communicators import NcclBackend
-from wire.errors import PeerLost
+from kvrelay.kv_transfer.communicators import NcclBackend
+from kvrelay.wire.errors import PeerLost
 
 PARENT, CHILD = 0x1000, 0x2000
 SUCCESS, INTERNAL_ERROR, IN_PROGRESS = 0, 3, 7

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.communicators import Communicator
-from kv_transfer.over_tcp import MAX_STRANGERS, TOKEN_BYTES, Invitation, TcpBackend
-from wire.errors import PeerLost
+from kvrelay.kv_transfer.communicators import Communicator
+from kvrelay.kv_transfer.over_tcp import MAX_STRANGERS, TOKEN_BYTES, Invitation, TcpBackend
+from kvrelay.wire.errors import PeerLost
 
 PATIENCE_S = 10.0
 

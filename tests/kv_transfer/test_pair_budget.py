@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kv_transfer.pair_budget import Budget
-from wire.errors import PeerLost
+from kvrelay.kv_transfer.pair_budget import Budget
+from kvrelay.wire.errors import PeerLost
 
 
 def test_names_the_cap_when_there_is_no_room() -> None:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kv_transfer import pairs
-from kv_transfer.communicators import Communicator, Work
-from kv_transfer.connector import PoolRegion
-from kv_transfer.pair_budget import Budget
-from kv_transfer.pair_ends import ReaderPair, SourcePair
-from kv_transfer.pair_messages import Ask, Meet, PairMessage, Part
-from kv_transfer.pairs import STAGES, Pair, Terms, Transfer
-from kv_transfer.shares import Share
-from kv_transfer.staging import BlockPool, Lane
-from wire.errors import PeerLost
+from kvrelay.kv_transfer import pairs
+from kvrelay.kv_transfer.communicators import Communicator, Work
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.pair_budget import Budget
+from kvrelay.kv_transfer.pair_ends import ReaderPair, SourcePair
+from kvrelay.kv_transfer.pair_messages import Ask, Meet, PairMessage, Part
+from kvrelay.kv_transfer.pairs import STAGES, Pair, Terms, Transfer
+from kvrelay.kv_transfer.shares import Share
+from kvrelay.kv_transfer.staging import BlockPool, Lane
+from kvrelay.wire.errors import PeerLost
 
 BLOCKS, BLOCK_BYTES = 32, 8
 SLICE_BYTES = 2 * BLOCK_BYTES

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.parts import Failed, Finished, Joined, Part, PartTable
-from wire.errors import KvrelayError, PeerLost, TransferError
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.parts import Failed, Finished, Joined, Part, PartTable
+from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 PEER = PeerKey("h", 1, "g")
 OWN, OTHER, FAR = Part(0, PEER), Part(1, PEER), Part(1, PeerKey("h", 1, "g/1"))

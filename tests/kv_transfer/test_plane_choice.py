@@ -14,13 +14,13 @@ import zmq
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
-from kv_transfer import plane_choice
-from kv_transfer.connector import Event, Fetched, FetchFailed
-from kv_transfer.desk import Desk
-from kv_transfer.messages import Hello, Welcome, decode, encode
-from kv_transfer.planes import Source
-from kv_transfer.zmq_address import tcp
-from wire.errors import ConfigError, TransferError
+from kvrelay.kv_transfer import plane_choice
+from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.messages import Hello, Welcome, decode, encode
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.zmq_address import tcp
+from kvrelay.wire.errors import ConfigError, TransferError
 
 
 class Refusing(SharedPlane):

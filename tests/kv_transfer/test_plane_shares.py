@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.pool_memory import zeros
-from kv_transfer import mapped_host
-from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import DataPlane, Source
-from kv_transfer.shares import Heads, shares
-from kv_transfer.via_direct import DirectPlane
-from kv_transfer.via_nccl import NcclPlane
-from kv_transfer.via_nixl import NixlPlane
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer import mapped_host
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.planes import DataPlane, Source
+from kvrelay.kv_transfer.shares import Heads, shares
+from kvrelay.kv_transfer.via_direct import DirectPlane
+from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.kv_transfer.via_nixl import NixlPlane
 
 BLOCKS, HEADS, HEAD_BYTES = 12, 4, 4096
 

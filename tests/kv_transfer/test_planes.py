@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-import kv_transfer.planes
-from kv_transfer.commands import PeerKey, Read
-from kv_transfer.planes import BROKEN_S, HANGING_S, PlaneThread, Source
-from wire.errors import KvrelayError, PeerLost, TransferError
+import kvrelay.kv_transfer.planes
+from kvrelay.kv_transfer.commands import PeerKey, Read
+from kvrelay.kv_transfer.planes import BROKEN_S, HANGING_S, PlaneThread, Source
+from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g")
 BROKE, LOST = TransferError("a part of it broke"), PeerLost("disconnected")
@@ -90,7 +90,7 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plane, self.desk, self.clock = Plane(), Desk(), Clock()
-        monkeypatch.setattr(kv_transfer.planes, "time", self.clock)
+        monkeypatch.setattr(kvrelay.kv_transfer.planes, "time", self.clock)
         self.thread = PlaneThread(self.plane, self.desk)
         self.thread.open(lambda _: None)
         self.turn()

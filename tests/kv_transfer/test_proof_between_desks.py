@@ -8,8 +8,8 @@ from pathlib import Path
 from desk_node import node
 from shared_plane import BLOCKS, pattern
 
-from kv_transfer.connector import FetchFailed, Settled
-from wire.config import TransferConfig
+from kvrelay.kv_transfer.connector import FetchFailed, Settled
+from kvrelay.wire.config import TransferConfig
 
 # Heartbeats that never come within a test.
 SLOW = TransferConfig(lease_s=30.0, heartbeat_s=10.0)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer import questions
-from kv_transfer.growth import GrowthTable
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import Grown
-from kv_transfer.questions import Question, QuestionTable
+from kvrelay.kv_transfer import questions
+from kvrelay.kv_transfer.growth import GrowthTable
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import Grown
+from kvrelay.kv_transfer.questions import Question, QuestionTable
 
 LEASE, OTHER = LeaseId("r", 1), LeaseId("s", 2)
 

@@ -17,15 +17,15 @@ from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCK_BYTES, BLOCKS, SharedPlane, pattern
 from woken import Woken
 
-from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
-from kv_transfer.desk import Desk
-from kv_transfer.led_planes import LedPlanes
-from kv_transfer.open import terms_of
-from kv_transfer.planes import Source
-from kv_transfer.rank_link import LinkEnd, RankLink
-from kv_transfer.rank_messages import Meeting
-from kv_transfer.shares import Heads
-from wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.led_planes import LedPlanes
+from kvrelay.kv_transfer.open import terms_of
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.rank_link import LinkEnd, RankLink
+from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.kv_transfer.shares import Heads
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 KINDS = ("a", "b")
 

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from kv_transfer.shares import Heads, Share, shares
-from paged_engine.sharding import kv_heads_of
-from wire.errors import Incompatible
+from kvrelay.kv_transfer.shares import Heads, Share, shares
+from kvrelay.paged_engine.sharding import kv_heads_of
+from kvrelay.wire.errors import Incompatible
 
 SIZES = (1, 2, 4, 8)
 HEAD_BYTES = 3

@@ -13,18 +13,18 @@ import pytest
 from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
-import kv_transfer.fetch
-from kv_transfer.commands import PeerKey
-from kv_transfer.desk import Desk
-from kv_transfer.fetch import Fetch
-from kv_transfer.fetches import FetchTable
-from kv_transfer.growth import GrowthTable
-from kv_transfer.lease_words import LeaseWords
-from kv_transfer.leases import LeaseId, LeaseTable
-from kv_transfer.peers import Peers
-from node.engine_process import EngineProcess
-from paged_engine.request import Request
-from paged_engine.scheduler import Scheduler
+import kvrelay.kv_transfer.fetch
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.fetch import Fetch
+from kvrelay.kv_transfer.fetches import FetchTable
+from kvrelay.kv_transfer.growth import GrowthTable
+from kvrelay.kv_transfer.lease_words import LeaseWords
+from kvrelay.kv_transfer.leases import LeaseId, LeaseTable
+from kvrelay.kv_transfer.peers import Peers
+from kvrelay.node.engine_process import EngineProcess
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
 
 COUNT = 3000
 # Enough for each of the mutants below, several times over.
@@ -47,7 +47,7 @@ def test_every_fault_in_every_state_leaves_nothing_behind_and_nothing_wrong() ->
 
 
 def no_entry_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_transfer.fetch, "MARGIN", -3.0)
+    patch.setattr(kvrelay.kv_transfer.fetch, "MARGIN", -3.0)
 
 
 def no_exit_fence(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.connector import PoolRegion
-from kv_transfer.staging import BlockPool, Lane, cut
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.staging import BlockPool, Lane, cut
 
 # Triton reads it when it is imported.
 if not torch.cuda.is_available():
@@ -45,7 +45,9 @@ def test_slices_of_whole_rows_are_as_few_and_as_equal_as_can_be() -> None:
 
 @pytest.fixture(params=["torch", "kernel"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    return None if request.param == "torch" else pytest.importorskip("kernels.gather_blocks")
+    return (
+        None if request.param == "torch" else pytest.importorskip("kvrelay.kernels.gather_blocks")
+    )
 
 
 @pytest.mark.parametrize("slice_bytes", [40, 300])
@@ -69,7 +71,7 @@ def test_what_is_gathered_is_scattered(
 
 
 def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
-    kernel = pytest.importorskip("kernels.gather_blocks")
+    kernel = pytest.importorskip("kvrelay.kernels.gather_blocks")
     pool, expected, region = some_pool()
     lane = Lane(BlockPool(region), None, kernel)
     staging = lane.staging(20 * BLOCK_BYTES)

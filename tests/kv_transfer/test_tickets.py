@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.tickets import LIFE_S, refusal, signed
-from wire.transfer import KvTransferParams
+from kvrelay.kv_transfer.tickets import LIFE_S, refusal, signed
+from kvrelay.wire.transfer import KvTransferParams
 
 SECRET, OTHER = "the secret of this cluster", "the secret of this cluster."
 NOW = 1_800_000_000.25

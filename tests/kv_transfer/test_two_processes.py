@@ -15,7 +15,7 @@ from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_p
 from real_node import RealNode
 from shared_plane import BLOCK_BYTES, BLOCKS
 
-from kv_transfer.connector import Fetched, Released, Settled
+from kvrelay.kv_transfer.connector import Fetched, Released, Settled
 
 
 @pytest.fixture(params=["shared", "direct"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.ucx_devices import addresses_here, net_devices, net_devices_of
-from wire.errors import ConfigError
+from kvrelay.kv_transfer.ucx_devices import addresses_here, net_devices, net_devices_of
+from kvrelay.wire.errors import ConfigError
 
 KNOWN = [
     ("lo", "127.0.0.1"),

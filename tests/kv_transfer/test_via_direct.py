@@ -19,16 +19,16 @@ import torch
 from peer_process import CONFIG, FINGERPRINT, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
-from kernels.pool_memory import zeros
-from kv_transfer import mapped_host
-from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Settled
-from kv_transfer.mapped_gpu import GpuPiece
-from kv_transfer.mapped_host import HostFile, runs
-from kv_transfer.open import open_connector
-from kv_transfer.planes import Source
-from kv_transfer.via_direct import DirectPlane, Metadata
-from wire.config import TransferConfig
-from wire.errors import ConfigError, TransferError
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer import mapped_host
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Settled
+from kvrelay.kv_transfer.mapped_gpu import GpuPiece
+from kvrelay.kv_transfer.mapped_host import HostFile, runs
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.planes import Source
+from kvrelay.kv_transfer.via_direct import DirectPlane, Metadata
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError, TransferError
 
 SMALL, SMALL_BYTES = 8, 48
 

@@ -12,13 +12,13 @@ import torch
 from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
-from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
-from kv_transfer.via_direct import DirectPlane
-from kv_transfer.via_nixl import NixlPlane
-from paged_engine.blocks import BlockPool
-from paged_engine.scheduler import Scheduler
-from wire.config import TransferConfig
-from wire.errors import ConfigError
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
+from kvrelay.kv_transfer.via_direct import DirectPlane
+from kvrelay.kv_transfer.via_nixl import NixlPlane
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError
 
 EVERYTHING = list(range(BLOCKS))
 

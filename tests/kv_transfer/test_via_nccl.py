@@ -19,14 +19,14 @@ import zmq
 from nccl_peer import FINGERPRINT, PATIENCE_S, PeerPlane, PlaneNode, peer_plane
 from woken import Woken
 
-from kv_transfer import pairs
-from kv_transfer.connector import Fetched, PoolRegion, Released
-from kv_transfer.open import open_connector
-from kv_transfer.over_tcp import Invitation
-from kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
-from kv_transfer.via_nccl import NcclPlane
-from wire.config import TransferConfig
-from wire.errors import ConfigError, PeerLost, TransferError
+from kvrelay.kv_transfer import pairs
+from kvrelay.kv_transfer.connector import Fetched, PoolRegion, Released
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.over_tcp import Invitation
+from kvrelay.kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
+from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 # Neither divides the other: slices of two blocks and a bit; and blocks of several slices.
 SMALL, LARGE = (64, 10_001, 30_000), (24, 100_003, 7_000)

@@ -17,15 +17,15 @@ from peer_process import CONFIG, FINGERPRINT, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from benchmarks.listening import Port, listening
-from kernels.pool_memory import zeros
-from kv_transfer.commands import PeerKey
-from kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
-from kv_transfer.open import open_connector
-from kv_transfer.ucx_devices import addresses_here
-from kv_transfer.via_nixl import COPIED_S, NixlPlane
-from wire.config import TransferConfig
-from wire.errors import ConfigError
-from wire.transfer import KvTransferParams
+from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.ucx_devices import addresses_here
+from kvrelay.kv_transfer.via_nixl import COPIED_S, NixlPlane
+from kvrelay.wire.config import TransferConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.transfer import KvTransferParams
 
 PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kv_transfer.connector import Connector, Event
+from kvrelay.kv_transfer.connector import Connector, Event
 
 
 class Woken:

@@ -20,7 +20,7 @@ from kvrelay import batch
 from kvrelay.batch import Answered, Ask, BatchLine, over_http, read_batch, run_batch
 from kvrelay.chat import Endpoint
 from kvrelay.cli import run
-from wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.errors import ConfigError, KvrelayError
 
 
 def line(custom_id: str, **fields: Any) -> dict[str, Any]:

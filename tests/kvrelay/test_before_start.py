@@ -17,8 +17,8 @@ from kvrelay.before_start import Host, check_start, with_model_here
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.memory import Memory, NotNow
 from kvrelay.plan import ClusterConfig
-from wire.config import EngineConfig, NodeConfig, RanksConfig
-from wire.errors import ConfigError
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
+from kvrelay.wire.errors import ConfigError
 
 GIB = 1 << 30
 BIG = "benchmarks/models/llama-3.1-8b.json"  # 15 GiB of weights in 16 bits, 30 in 32
@@ -279,7 +279,7 @@ def test_what_is_checked_before_a_start_needs_no_torch(big: EngineConfig, reposi
     code = """
 import sys
 from kvrelay.before_start import Host, check_start
-from wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig
 
 check_start(NodeConfig(EngineConfig(sys.argv[1], load_format="dummy")), Host(None, []))
 assert "torch" not in sys.modules

@@ -12,8 +12,8 @@ import pytest
 
 from kvrelay import bench
 from kvrelay.cli import run
-from load.config import BenchConfig
-from load.results import read_result
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.results import read_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "load"))
 from openai_double import Double, Told, event, over, paced, serving

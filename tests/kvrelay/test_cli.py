@@ -13,13 +13,13 @@ import pytest
 
 from kvrelay import before_start, cli
 from kvrelay.drawn_keys import stored_key
-from paged_engine import prefetch
-from router.admission.keys import hash_of
-from router.reload import changes
-from wire.config import NodeConfig, Role
-from wire.errors import ConfigError
-from wire.key_config import KeyConfig
-from wire.router_config import RouterConfig
+from kvrelay.paged_engine import prefetch
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.reload import changes
+from kvrelay.wire.config import NodeConfig, Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import RouterConfig
 
 PEERS = ("--prefill", "http://a", "--decode", "http://b")
 
@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         return 0
 
-    for name in ("node.server", "router.server", "kvrelay.cluster"):
+    for name in ("kvrelay.node.server", "kvrelay.router.server", "kvrelay.cluster"):
         module = ModuleType(name)
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
@@ -98,7 +98,7 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
                 changes(config, reread())
         return 0
 
-    monkeypatch.setattr(sys.modules["router.server"], "run", run)
+    monkeypatch.setattr(sys.modules["kvrelay.router.server"], "run", run)
     several = ModuleType("kvrelay.workers")
     several.run_workers = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvrelay.workers", several)
@@ -110,7 +110,7 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
     file.write_text("port: 0")
     monkeypatch.setattr(
-        sys.modules["router.server"], "run", lambda config, _: drawn.append(config) or 0
+        sys.modules["kvrelay.router.server"], "run", lambda config, _: drawn.append(config) or 0
     )
     assert cli.run(["router", *PEERS, "--config", str(file)]) == 0
     assert drawn[1].admin_key == "given"
@@ -218,10 +218,10 @@ def test_a_key_is_printed_with_the_configuration_that_knows_it(
 def test_a_failure_of_the_server_is_exit_code_1(
     served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wire.errors import EngineDead
+    from kvrelay.wire.errors import EngineDead
 
     def broken(config: Any, reread: Any = None) -> int:
         raise EngineDead("the engine ended")
 
-    monkeypatch.setattr(sys.modules["router.server"], "run", broken)
+    monkeypatch.setattr(sys.modules["kvrelay.router.server"], "run", broken)
     assert cli.run(["router", *PEERS]) == 1

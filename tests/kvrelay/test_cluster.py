@@ -25,8 +25,8 @@ import sys
 from dataclasses import replace
 from kvrelay.cluster import up
 from kvrelay.plan import ClusterConfig, plan
-from wire.config import EngineConfig
-from wire.errors import KvrelayError
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import KvrelayError
 
 server, log_dir, broken, *demo = sys.argv[1:]
 

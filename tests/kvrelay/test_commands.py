@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay import cli
 from kvrelay.installed import installed
-from wire.versions import HANDOVER, LEGS, RELEASE
+from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
 DRIVER = (
     "NVRM version: NVIDIA UNIX {} Kernel Module  {}  Wed Jan  1 00:00:00 UTC 2025\nGCC "

@@ -19,8 +19,8 @@ from rich.console import Console
 from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of
 from kvrelay.compose_files import write
 from kvrelay.plan import ClusterConfig
-from wire.config import EngineConfig, TransferConfig
-from wire.errors import ConfigError
+from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.errors import ConfigError
 
 QUIET = Console(quiet=True)
 

@@ -8,7 +8,7 @@ import pytest
 from kvrelay import cli, doctor
 from kvrelay.drawn_keys import drawn_key
 from kvrelay.verdict import NodeSeen, PairSeen, Sample, judge
-from wire.sampling import SamplingDefaults
+from kvrelay.wire.sampling import SamplingDefaults
 
 NODES = [NodeSeen("prefill-0", "prefill", "http://p"), NodeSeen("decode-0", "decode", "http://d")]
 

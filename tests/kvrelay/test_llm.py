@@ -13,9 +13,9 @@ from rich.console import Console
 from kvrelay import LLM, SamplingParams
 from kvrelay.batch import run_batch, with_engine
 from kvrelay.settings import build
+from kvrelay.wire.config import NodeConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError
 from tests.cluster.real_cluster import tiny_model
-from wire.config import NodeConfig
-from wire.errors import ConfigError, KvrelayError, RequestError
 
 pytestmark = pytest.mark.cluster
 

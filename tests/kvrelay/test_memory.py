@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.memory import Memory, NotNow, check_memory, memory_here
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712

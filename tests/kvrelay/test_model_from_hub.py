@@ -48,8 +48,8 @@ def show_children(config):
                                                     for word in (*s.command, *s.env, *s.env.values())]]))
     return 0
 
-stand_in("node.server", "run", show)
-stand_in("node.ranks", "run_ranks", show)
+stand_in("kvrelay.node.server", "run", show)
+stand_in("kvrelay.node.ranks", "run_ranks", show)
 stand_in("kvrelay.cluster", "up", show_children)
 from kvrelay.cli import run
 sys.exit(run(sys.argv[1:]))

@@ -19,8 +19,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 from grafana_foundation_sdk.models.prometheus import Dataquery as PrometheusQuery
 from prometheus_client import generate_latest
 
-from router.metrics import Metrics
-from router.nodes.pool import Pool
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.pool import Pool
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = FOLDER / "prometheus" / "kvrelay.rules.yml"

@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.plan import ClusterConfig, Machine, NodeGpus, gpus_of_nodes, plan, reachable, waves
 from kvrelay.supervisor import ChildSpec
-from wire.config import EngineConfig, TransferConfig
-from wire.errors import ConfigError
+from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.errors import ConfigError
 
 
 def planned(config: ClusterConfig, cores: int = 8, gpus: tuple[str, ...] = ()) -> list[ChildSpec]:

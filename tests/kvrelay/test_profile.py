@@ -10,10 +10,10 @@ import pytest
 
 from kvrelay import profile
 from kvrelay.cli import run
+from kvrelay.planning.rate_card import read_card
 from kvrelay.profile import parse_points, spread_of
-from planning.rate_card import read_card
+from kvrelay.wire.errors import ConfigError
 from tests.cluster.real_cluster import tiny_model
-from wire.errors import ConfigError
 
 pytestmark = pytest.mark.cluster
 

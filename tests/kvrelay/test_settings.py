@@ -10,10 +10,10 @@ import yaml
 
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
-from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
-from wire.errors import ConfigError
-from wire.kv_events_config import KvEventsConfig, address_of
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events_config import KvEventsConfig, address_of
+from kvrelay.wire.router_config import RouterConfig
 
 
 def test_every_field_of_nested_configs_is_a_setting() -> None:

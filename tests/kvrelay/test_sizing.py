@@ -10,13 +10,13 @@ import pytest
 
 from kvrelay import sizing
 from kvrelay.cli import run
+from kvrelay.planning.planner import Goal
+from kvrelay.planning.rate_card import write_card
+from kvrelay.simulator.goodput import Served
+from kvrelay.simulator.setting import Setting, Targets
+from kvrelay.simulator.speeds import H200, slowed
 from kvrelay.sizing import Wanted, sized, workload_of
-from planning.planner import Goal
-from planning.rate_card import write_card
-from simulator.goodput import Served
-from simulator.setting import Setting, Targets
-from simulator.speeds import H200, slowed
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 
 @pytest.fixture

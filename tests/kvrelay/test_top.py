@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.drawn_keys import drawn_key
+from kvrelay.router.console.picture import FailedPair, RoleChange, RolesSeen
 from kvrelay.top import drawn
-from router.console.picture import FailedPair, RoleChange, RolesSeen
 from tests.router.router_doubles import cluster, decode, prefill
 
 

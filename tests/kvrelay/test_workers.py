@@ -23,16 +23,16 @@ from yarl import URL
 
 from kvrelay import workers
 from kvrelay.drawn_keys import stored_key
-from router.admission.keys import hash_of
-from router.guard import OPERATED
-from router.nodes.pool import DRAINS
-from router.workers import parent as parent_module
-from router.workers.listening import shared_port
-from router.workers.metric_sums import collected
-from router.workers.parent import Parent
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.guard import OPERATED
+from kvrelay.router.nodes.pool import DRAINS
+from kvrelay.router.workers import parent as parent_module
+from kvrelay.router.workers.listening import shared_port
+from kvrelay.router.workers.metric_sums import collected
+from kvrelay.router.workers.parent import Parent
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.versions import RELEASE
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
-from wire.router_config import RouterConfig
-from wire.versions import RELEASE
 
 PATH = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

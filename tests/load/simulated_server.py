@@ -8,11 +8,11 @@ import heapq
 import itertools
 import random
 
-from load.measures import Slo, Window, client_of, measured
-from load.records import Record
-from load.results import Made, Result, Run, cdfs_of, row_of
-from load.search import RateSearch
-from load.sessions import Arrival, Work, sessions
+from kvrelay.load.measures import Slo, Window, client_of, measured
+from kvrelay.load.records import Record
+from kvrelay.load.results import Made, Result, Run, cdfs_of, row_of
+from kvrelay.load.search import RateSearch
+from kvrelay.load.sessions import Arrival, Work, sessions
 
 SLO = Slo(200.0, 15.0)
 WORK = Work(512, 64)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load.answer import Answer
-from load.records import Failure, Record
+from kvrelay.load.answer import Answer
+from kvrelay.load.records import Failure, Record
 
 DONE = b"data: [DONE]\n\n"
 

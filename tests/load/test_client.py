@@ -19,14 +19,14 @@ import msgspec
 import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
-from load.answer import Answer
-from load.conductor import Outcome, conduct, cores
-from load.connection import Connections
-from load.endpoint import ServerUnusable, ask_server
-from load.measures import tpot_ms, ttft_ms
-from load.prompts import Spelling
-from load.records import Asking, Failure, Load
-from load.sessions import Arrival, Work
+from kvrelay.load.answer import Answer
+from kvrelay.load.conductor import Outcome, conduct, cores
+from kvrelay.load.connection import Connections
+from kvrelay.load.endpoint import ServerUnusable, ask_server
+from kvrelay.load.measures import tpot_ms, ttft_ms
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.records import Asking, Failure, Load
+from kvrelay.load.sessions import Arrival, Work
 
 DEADLINE_S = 120.0
 
@@ -381,7 +381,7 @@ async def test_no_process_is_left_when_the_command_is_interrupted() -> None:
                 await running
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
-    assert not [command for command in commands if b"load.sender" in command]
+    assert not [command for command in commands if b"kvrelay.load.sender" in command]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from simulated_server import records_of
 
-from load import experiment
-from load.conductor import Outcome
-from load.config import BenchConfig
-from load.endpoint import Server
-from load.experiment import Experiment, Told
-from load.prompts import Spelling
-from load.records import Asking, Load, Progress, Record
-from wire.errors import KvrelayError
+from kvrelay.load import experiment
+from kvrelay.load.conductor import Outcome
+from kvrelay.load.config import BenchConfig
+from kvrelay.load.endpoint import Server
+from kvrelay.load.experiment import Experiment, Told
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.records import Asking, Load, Progress, Record
+from kvrelay.wire.errors import KvrelayError
 
 
 @pytest.fixture

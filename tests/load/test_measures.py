@@ -8,12 +8,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from load.measures import Slo, Window, client_of, measured, met, percentile, tpot_ms
-from load.records import Failure, Record
-from load.results import VERSION, Made, Result, Run, cdfs_of, read_result, row_of, write_result
-from load.search import Found
-from load.sessions import Work
-from wire.errors import ConfigError
+from kvrelay.load.measures import Slo, Window, client_of, measured, met, percentile, tpot_ms
+from kvrelay.load.records import Failure, Record
+from kvrelay.load.results import (
+    VERSION,
+    Made,
+    Result,
+    Run,
+    cdfs_of,
+    read_result,
+    row_of,
+    write_result,
+)
+from kvrelay.load.search import Found
+from kvrelay.load.sessions import Work
+from kvrelay.wire.errors import ConfigError
 
 SLO = Slo(200.0, 15.0)
 

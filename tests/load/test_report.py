@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
 
-from load.measures import Slo
-from load.report import _cumulated, page, warnings_of, write_report
-from load.results import Result
-from load.sessions import Work
-from load.svg import Line, Mark, chart
-from wire.errors import ConfigError
+from kvrelay.load.measures import Slo
+from kvrelay.load.report import _cumulated, page, warnings_of, write_report
+from kvrelay.load.results import Result
+from kvrelay.load.sessions import Work
+from kvrelay.load.svg import Line, Mark, chart
+from kvrelay.wire.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

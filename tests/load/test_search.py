@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load.search import Found, RateSearch
+from kvrelay.load.search import Found, RateSearch
 
 
 def searched(

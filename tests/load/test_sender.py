@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from openai_double import paced, serving
 
-from load.prompts import Spelling
-from load.records import Asking, Begin, Load, Progress, Share, Told, pack, size_of
-from load.sender import Sender
-from load.sessions import Arrival, Work
+from kvrelay.load.prompts import Spelling
+from kvrelay.load.records import Asking, Begin, Load, Progress, Share, Told, pack, size_of
+from kvrelay.load.sender import Sender
+from kvrelay.load.sessions import Arrival, Work
 
 DEADLINE_S, UNREAD_S = 60.0, 2.0
 PIPE_BYTES = 4096
@@ -27,7 +27,7 @@ async def test_a_result_that_is_read_late_is_whole() -> None:
             sys.executable,
             "-P",
             "-m",
-            "load.sender",
+            "kvrelay.load.sender",
             stdin=PIPE,
             stdout=PIPE,
             limit=PIPE_BYTES // 2,

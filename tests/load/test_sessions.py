@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from load.arrivals import arrivals
-from load.prompts import FIRST_TOKEN, Prompts, Spelling
-from load.sessions import Arrival, Session, Turn, Work, sessions
-from wire.errors import ConfigError
+from kvrelay.load.arrivals import arrivals
+from kvrelay.load.prompts import FIRST_TOKEN, Prompts, Spelling
+from kvrelay.load.sessions import Arrival, Session, Turn, Work, sessions
+from kvrelay.wire.errors import ConfigError
 
 
 def gaps(kind: str, rate: float, variation: float = 2.0) -> list[float]:

@@ -14,12 +14,12 @@ import threading
 
 import msgspec
 
-from node.ranks import join_as_rank_0
-from paged_engine.engine import Engine
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.errors import ConfigError
-from wire.sampling import SamplingParams
+from kvrelay.node.ranks import join_as_rank_0
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingParams
 
 
 def load(engine: Engine, path: str) -> None:

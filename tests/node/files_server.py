@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from openai_api.connections import connections
+from kvrelay.openai_api.connections import connections
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from node.adapter_calls import load_adapter, unload_adapter
-from node.adapter_loads import AdapterLoads, content
-from paged_engine.adapter_slots import Loaded
-from paged_engine.request import Request
-from wire.config import EngineConfig, NodeConfig
-from wire.engine_messages import (
+from kvrelay.node.adapter_calls import load_adapter, unload_adapter
+from kvrelay.node.adapter_loads import AdapterLoads, content
+from kvrelay.paged_engine.adapter_slots import Loaded
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.engine_messages import (
     AdapterFacts,
     AdapterLoaded,
     AdapterRefused,
@@ -24,10 +24,10 @@ from wire.engine_messages import (
     Submit,
     UnloadAdapter,
 )
-from wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
-from wire.hashes import ROOT, root_of
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
+from kvrelay.wire.hashes import ROOT, root_of
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 FACTS = AdapterFacts("a", "d1" * 16, 8)
 

@@ -8,13 +8,13 @@ import os
 import subprocess
 from pathlib import Path
 
-from node.collector import command_of
+from kvrelay.node.collector import command_of
 
 _MODULE = """
 import gc
 import sys
 
-from node.collector import imports_are_done
+from kvrelay.node.collector import imports_are_done
 
 while_importing = gc.isenabled()
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from node import compiling
-from node.compiling import COMPILE_DEADLINE_S, Compiling, grammars_for
-from openai_api.tokenizer import Tokenizer
-from paged_engine.guide import Guide
-from paged_engine.request import Request
-from wire.engine_messages import Submit
-from wire.sampling import Constraint, SamplingParams
+from kvrelay.node import compiling
+from kvrelay.node.compiling import COMPILE_DEADLINE_S, Compiling, grammars_for
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine.guide import Guide
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import Constraint, SamplingParams
 
 VOCAB, EOS = 300, 2
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from node.drain import Drain
-from node.engine_client import EngineClient
-from wire.engine_messages import EngineStats
-from wire.errors import DeadlineExceeded, Draining, EngineDead
-from wire.outputs import Load
+from kvrelay.node.drain import Drain
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.wire.engine_messages import EngineStats
+from kvrelay.wire.errors import DeadlineExceeded, Draining, EngineDead
+from kvrelay.wire.outputs import Load
 
 
 @dataclass

@@ -8,15 +8,15 @@ from typing import cast
 
 import pytest
 
-from kv_transfer.connector import Connector
-from node.engine_process import EngineProcess
-from paged_engine.blocks import BlockPool
-from paged_engine.engine import Engine
-from paged_engine.scheduler import Scheduler
-from wire.engine_messages import RequestUpdate, Submit
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.kv_transfer.connector import Connector
+from kvrelay.node.engine_process import EngineProcess
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.engine_messages import RequestUpdate, Submit
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 TICKET = KvTransferParams(
     do_remote_prefill=True, remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p"

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node import event_log
-from node.event_log import EventLog
-from paged_engine.blocks import BlockPool
-from router.prefix.event_stream import MAX_AHEAD, EventStream
-from wire.engine_messages import BlockText, CacheChanges
-from wire.hashes import extend
-from wire.kv_events import (
+from kvrelay.node import event_log
+from kvrelay.node.event_log import EventLog
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.router.prefix.event_stream import MAX_AHEAD, EventStream
+from kvrelay.wire.engine_messages import BlockText, CacheChanges
+from kvrelay.wire.hashes import extend
+from kvrelay.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -15,8 +15,8 @@ from typing import IO
 
 import pytest
 
-from node import file_limit
-from node.file_limit import raise_file_limit
+from kvrelay.node import file_limit
+from kvrelay.node.file_limit import raise_file_limit
 
 DEADLINE_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

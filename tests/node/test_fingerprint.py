@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from node import engine_process
-from node.engine_process import EngineProcess, connected
-from wire.config import EngineConfig, NodeConfig
-from wire.transfer import Fingerprint
+from kvrelay.node import engine_process
+from kvrelay.node.engine_process import EngineProcess, connected
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.transfer import Fingerprint
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 CONFIG = {

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from node.app import Node, create_app
-from node.serving import Call, Serving
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatRequest, CompletionRequest
-from wire.config import EngineConfig, NodeConfig, Role
-from wire.engine_messages import EngineReady
-from wire.errors import KvrelayError
+from kvrelay.node.app import Node, create_app
+from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role
+from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.errors import KvrelayError
 
 INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [2], "h", 1, 0.0)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

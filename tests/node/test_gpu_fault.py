@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from kvrelay.node.last_words import sentence
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
-from node.last_words import sentence
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 from real_cluster import free_port, tiny_model

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from kv_transfer.connector import (
+from kvrelay.kv_transfer.connector import (
     Completion,
     Connector,
     Fetched,
@@ -19,16 +19,16 @@ from kv_transfer.connector import (
     Released,
     Settled,
 )
-from kv_transfer.open import open_connector
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from paged_engine.step_plan import Fetch
-from wire.config import EngineConfig, TransferConfig
-from wire.engine_messages import Submit
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
-from wire.transfer import Fingerprint, KvTransferParams
-from wire.versions import HANDOVER
+from kvrelay.kv_transfer.open import open_connector
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.versions import HANDOVER
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import node.heartbeat
-from node.heartbeat import Announcer
-from wire.config import Role
-from wire.heartbeat import Heartbeat, NodeState, opened
-from wire.outputs import Load
+import kvrelay.node.heartbeat
+from kvrelay.node.heartbeat import Announcer
+from kvrelay.wire.config import Role
+from kvrelay.wire.heartbeat import Heartbeat, NodeState, opened
+from kvrelay.wire.outputs import Load
 
 KEY = "the nodes' key"
 FACTS = Heartbeat("http://p", Role.PREFILL, "m", "g", Load(), 0.0)
@@ -93,7 +93,7 @@ async def test_a_name_is_asked_for_before_each_beat_and_all_its_addresses_are_to
 async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node.heartbeat, "LOOK_UP_S", 0.01)
+    monkeypatch.setattr(kvrelay.node.heartbeat, "LOOK_UP_S", 0.01)
     asked: list[str] = []
     with ear() as router:
 
@@ -146,7 +146,7 @@ async def test_between_two_beats_it_has_no_port(monkeypatch: pytest.MonkeyPatch)
             opened_ones.append(self)
 
     with ear() as router:
-        monkeypatch.setattr(node.heartbeat.socket, "socket", Noted)
+        monkeypatch.setattr(kvrelay.node.heartbeat.socket, "socket", Noted)
         address = f"udp://127.0.0.1:{router.getsockname()[1]}"
         task = asyncio.create_task(
             Announcer([address], KEY, lambda: FACTS, every_s=DEADLINE_S).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.last_words import fate_of
+from kvrelay.node.last_words import fate_of
 
 
 @pytest.mark.parametrize(

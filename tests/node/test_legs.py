@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_node.leg import DecodeLeg
-from openai_api.body import choice_count, decode_completion, sampling_params
-from openai_api.leg import Leg, with_forks
-from openai_api.tokenizer import Tokenizer
-from openai_api.writer import AnswerWriter
-from prefill_node.leg import PrefillLeg
-from wire.engine_messages import EngineReady, RequestUpdate, Submit
-from wire.errors import KvNotLoaded, RequestError
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load, TokenLogprobs
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.decode_node.leg import DecodeLeg
+from kvrelay.openai_api.body import choice_count, decode_completion, sampling_params
+from kvrelay.openai_api.leg import Leg, with_forks
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.prefill_node.leg import PrefillLeg
+from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
+from kvrelay.wire.errors import KvNotLoaded, RequestError
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 EOS = 2
 INFO = EngineReady("e", "g", "m", 300, 1000, 16, 99, 1, [EOS], "h", 1, 0.0)

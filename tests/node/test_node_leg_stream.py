@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.leg_stream import LegStreams, check_version
-from wire.errors import Overloaded, RequestError
-from wire.frames import Frame, FrameKind
-from wire.leg_stream import (
+from kvrelay.node.leg_stream import LegStreams, check_version
+from kvrelay.wire.errors import Overloaded, RequestError
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.leg_stream import (
     LEGS_VERSION_HEADER,
     WINDOW_BYTES,
     Answer,
@@ -25,8 +25,8 @@ from wire.leg_stream import (
     frame_of,
     message,
 )
-from wire.outputs import Load
-from wire.versions import LEGS
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.versions import LEGS
 
 LARGE = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
 END = Frame(FrameKind.END, b"end")

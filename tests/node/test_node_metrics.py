@@ -6,10 +6,10 @@ import os
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from node.metrics import NodeMetrics
-from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
-from wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
-from wire.outputs import Finish, Load
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
+from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
+from kvrelay.wire.outputs import Finish, Load
 
 INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], "", 0, 1.0)
 

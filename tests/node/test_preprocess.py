@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.preprocess import detokenized, legs_of, tokenized
-from node.sandbox import Sandbox
-from node.serving import Call, Serving
-from openai_api.tokenizer import Tokenizer
-from wire.config import Role
-from wire.engine_messages import EngineReady
-from wire.errors import Overloaded, RequestError
-from wire.sampling import Constraint
+from kvrelay.node.preprocess import detokenized, legs_of, tokenized
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Call, Serving
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.errors import Overloaded, RequestError
+from kvrelay.wire.sampling import Constraint
 
 EOS = 2
 INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [EOS], "h", 1, 0.0)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from node import private_files
-from node.private_files import ProcessFolder, open_log, private_folder
-from wire.errors import ConfigError
+from kvrelay.node import private_files
+from kvrelay.node.private_files import ProcessFolder, open_log, private_folder
+from kvrelay.wire.errors import ConfigError
 
 _HOLD = """
 import sys
-from node.private_files import ProcessFolder
+from kvrelay.node.private_files import ProcessFolder
 folder = ProcessFolder()
 (folder.path / "engine").touch()
 print(folder.path, flush=True)

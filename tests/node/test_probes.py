@@ -8,14 +8,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kv_transfer.connector import Connector, Fetched, FetchFailed, Released, Settled, Way
-from node.probe_pattern import pattern
-from node.probes import MAX_BYTES, Probes
-from paged_engine.blocks import BlockPool
-from paged_engine.engine import Engine
-from paged_engine.scheduler import Scheduler
-from wire.engine_messages import FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
-from wire.transfer import KvTransferParams
+from kvrelay.kv_transfer.connector import Connector, Fetched, FetchFailed, Released, Settled, Way
+from kvrelay.node.probe_pattern import pattern
+from kvrelay.node.probes import MAX_BYTES, Probes
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.engine_messages import (
+    FetchProbe,
+    OfferProbe,
+    ProbeFetched,
+    ProbeOffered,
+    ProbeRefused,
+)
+from kvrelay.wire.transfer import KvTransferParams
 
 BLOCKS, WORDS = 33, 256
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from node.app import SILENCE_LIMIT_S, Node
-from wire.config import EngineConfig, NodeConfig
-from wire.engine_messages import EngineStats
-from wire.errors import EngineDead
-from wire.outputs import Load
+from kvrelay.node.app import SILENCE_LIMIT_S, Node
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.engine_messages import EngineStats
+from kvrelay.wire.errors import EngineDead
+from kvrelay.wire.outputs import Load
 
 
 def node_of(

@@ -15,14 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_node_metrics import INFO
 
-from node.drain import Drain
-from node.engine_client import EngineClient
-from node.metrics import NodeMetrics
-from node.role import NodeRole
-from wire.config import EngineConfig, NodeConfig, Role
-from wire.engine_messages import EngineStats
-from wire.errors import Conflict, Draining, RequestError
-from wire.outputs import Finish, Load
+from kvrelay.node.drain import Drain
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.role import NodeRole
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role
+from kvrelay.wire.engine_messages import EngineStats
+from kvrelay.wire.errors import Conflict, Draining, RequestError
+from kvrelay.wire.outputs import Finish, Load
 
 P, D = Role.PREFILL, Role.DECODE
 

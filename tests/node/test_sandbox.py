@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from node.sandbox import Sandbox
-from node.sandbox_messages import Setup
-from wire.errors import Overloaded, RequestError, Unavailable
-from wire.sampling import Constraint
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.sandbox_messages import Setup
+from kvrelay.wire.errors import Overloaded, RequestError, Unavailable
+from kvrelay.wire.sampling import Constraint
 
 VOCAB, EOS = 300, 2
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.app import Node, _streamed
-from node.engine_client import EngineClient
-from node.serving import Serving
-from openai_api.tokenizer import Tokenizer
-from wire.config import EngineConfig, NodeConfig, Role
-from wire.engine_messages import Abort, EngineReady, RequestUpdate, Submit, ToEngine
-from wire.errors import Overloaded
-from wire.frames import FrameKind
-from wire.outputs import Finish, Load
-from wire.step_costs import StepCosts
+from kvrelay.node.app import Node, _streamed
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.serving import Serving
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role
+from kvrelay.wire.engine_messages import Abort, EngineReady, RequestUpdate, Submit, ToEngine
+from kvrelay.wire.errors import Overloaded
+from kvrelay.wire.frames import FrameKind
+from kvrelay.wire.outputs import Finish, Load
+from kvrelay.wire.step_costs import StepCosts
 
 COSTS = StepCosts(10.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 """A millisecond for each token of a prompt."""

@@ -21,13 +21,13 @@ import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
-from kv_transfer.open import terms_of
-from kv_transfer.rank_messages import Meeting
-from node import rank_asides
-from node import ranks as rank_processes
-from paged_engine.ranks import Alone
-from wire.config import EngineConfig, TransferConfig
-from wire.errors import ConfigError
+from kvrelay.kv_transfer.open import terms_of
+from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.node import rank_asides
+from kvrelay.node import ranks as rank_processes
+from kvrelay.paged_engine.ranks import Alone
+from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.wire.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from tiny_adapters import make_adapter

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from node import transfer_times as measured
-from node.transfer_pair import Part, Took
-from wire.errors import TransferError
+from kvrelay.node import transfer_times as measured
+from kvrelay.node.transfer_pair import Part, Took
+from kvrelay.wire.errors import TransferError
 
 OF = cast(
     measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_size=16)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

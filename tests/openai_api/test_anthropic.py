@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from openai_api.anthropic_answer import anthropic_error, speak_anthropic
-from openai_api.anthropic_request import count_body
-from openai_api.dialect import KEEP_ALIVE, Dialect
-from openai_api.response_store import ResponseStore
-from openai_api.responses_call import speak_responses
-from openai_api.sse import error_event
+from kvrelay.openai_api.anthropic_answer import anthropic_error, speak_anthropic
+from kvrelay.openai_api.anthropic_request import count_body
+from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect
+from kvrelay.openai_api.response_store import ResponseStore
+from kvrelay.openai_api.responses_call import speak_responses
+from kvrelay.openai_api.sse import error_event
+from kvrelay.wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
 from tests.openai_api.chat_chunks import (
     DONE,
     ROLE,
@@ -26,7 +27,6 @@ from tests.openai_api.chat_chunks import (
     events_of,
     whole,
 )
-from wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
 
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 

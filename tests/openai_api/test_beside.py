@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from openai_api.beside import beside
+from kvrelay.openai_api.beside import beside
 
 
 async def test_short_bodies_are_worked_on_at_once_and_longer_ones_on_threads() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from openai_api.body import (
+from kvrelay.openai_api.body import (
     choice_count,
     decode_chat,
     decode_completion,
@@ -18,10 +18,10 @@ from openai_api.body import (
     sampling_params,
     token_limit,
 )
-from openai_api.types import ChatRequest, CompletionRequest
-from wire.errors import RequestError
-from wire.sampling import SamplingDefaults, SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import SamplingDefaults, SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

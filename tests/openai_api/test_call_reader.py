@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.call_reader import ArgumentsReader, CallReader, JsonValue
+from kvrelay.openai_api.call_reader import ArgumentsReader, CallReader, JsonValue
 
 
 def fed(text: str, step: int) -> tuple[bool, bool, int]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_chat
-from openai_api.chat_template import check_template, render
-from openai_api.model_formats import TOOL_FORMATS
-from openai_api.tokenizer import Tokenizer
-from wire.errors import ConfigError, RequestError
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.chat_template import check_template, render
+from kvrelay.openai_api.model_formats import TOOL_FORMATS
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.errors import ConfigError, RequestError
 
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}{% if "

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from openai_api.connections import connections
+from kvrelay.openai_api.connections import connections
 
 HEAD = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
 

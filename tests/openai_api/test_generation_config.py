@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from openai_api.generation_config import sampling_defaults
-from wire.config import EngineConfig
-from wire.errors import ConfigError
-from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
+from kvrelay.openai_api.generation_config import sampling_defaults
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
 QWEN = {
     "do_sample": True,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.json_body import (
+from kvrelay.openai_api.json_body import (
     MAX_CONTAINERS,
     MAX_DEPTH,
     MAX_STRINGS,
@@ -20,7 +20,7 @@ from openai_api.json_body import (
     check_leg,
     check_shape,
 )
-from wire.errors import BodyTooLarge, RequestError
+from kvrelay.wire.errors import BodyTooLarge, RequestError
 
 values = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(st.characters(codec="utf-8"), max_size=20)),

@@ -7,7 +7,7 @@ import pytest
 
 BODIES = """
 import os, sys
-from openai_api.beside import give_large_blocks_back
+from kvrelay.openai_api.beside import give_large_blocks_back
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -24,13 +24,17 @@ def loaded_by(statement: str, repository: Path) -> set[str]:
 
 
 def test_types_body_and_sse_load_no_tokenizer_and_no_template_code(repository: Path) -> None:
-    loaded = loaded_by("import openai_api.types, openai_api.body, openai_api.sse", repository)
+    loaded = loaded_by(
+        "import kvrelay.openai_api.types, kvrelay.openai_api.body, kvrelay.openai_api.sse",
+        repository,
+    )
     assert not loaded & {"tokenizers", "jinja2", "transformers", "torch", "numpy", "gguf"}
 
 
 def test_the_whole_package_loads_neither_transformers_nor_torch_nor_numpy(repository: Path) -> None:
     loaded = loaded_by(
-        "import openai_api.writer, openai_api.chat_template, openai_api.tokenizer", repository
+        "import kvrelay.openai_api.writer, kvrelay.openai_api.chat_template, kvrelay.openai_api.tokenizer",
+        repository,
     )
     assert "tokenizers" in loaded
     assert not loaded & {"transformers", "torch", "numpy", "gguf"}

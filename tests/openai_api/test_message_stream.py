@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from openai_api.body import decode_chat
-from openai_api.message import MessageParser
-from openai_api.message_stream import MessageForm, message_form
-from openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from openai_api.reasoning import Opening
-from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import Delta
-from wire.errors import RequestError
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.message import MessageParser
+from kvrelay.openai_api.message_stream import MessageForm, message_form
+from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
+from kvrelay.openai_api.reasoning import Opening
+from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import Delta
+from kvrelay.wire.errors import RequestError
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 NOW = {"type": "function", "function": {"name": "now"}}

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.body import decode_chat
-from openai_api.message_stream import message_form
-from openai_api.model_formats import (
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.message_stream import message_form
+from kvrelay.openai_api.model_formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     load_plugin,
     reasoning_format,
     tool_format,
 )
-from openai_api.reasoning import Opening
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ReplyMessage
-from wire.config import REASONING_PARSERS, TOOL_CALL_PARSERS
-from wire.errors import ConfigError
-from wire.sampling import Constraint
+from kvrelay.openai_api.reasoning import Opening
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ReplyMessage
+from kvrelay.wire.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import Constraint
 
 WEATHER = {
     "type": "function",
@@ -458,9 +458,9 @@ def test_the_flags_take_the_rows_that_there_are() -> None:
 
 
 PLUGIN = """
-from openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
-from openai_api.reasoning import ReasoningMarks
-from openai_api.tool_parsers import CallMarks
+from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
+from kvrelay.openai_api.reasoning import ReasoningMarks
+from kvrelay.openai_api.tool_parsers import CallMarks
 
 TOOL_FORMATS["mine"] = ToolFormat(
     write=lambda name, arguments: f"!{name}!", marks=CallMarks(("<call>",), ("</call>",))
@@ -472,9 +472,11 @@ REASONING_FORMATS["my_thoughts"] = ReasoningFormat(marks=ReasoningMarks(("<hm>",
 def test_a_plugin_adds_rows(
     tmp_path: Path, bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openai_api.model_formats.TOOL_FORMATS", tools := dict(TOOL_FORMATS))
     monkeypatch.setattr(
-        "openai_api.model_formats.REASONING_FORMATS", thoughts := dict(REASONING_FORMATS)
+        "kvrelay.openai_api.model_formats.TOOL_FORMATS", tools := dict(TOOL_FORMATS)
+    )
+    monkeypatch.setattr(
+        "kvrelay.openai_api.model_formats.REASONING_FORMATS", thoughts := dict(REASONING_FORMATS)
     )
     with pytest.raises(
         ConfigError, match=r"--tool-call-parser 'mine' is not one of .*--tool-parser-plugin FILE"

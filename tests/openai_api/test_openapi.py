@@ -13,17 +13,17 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from node.app import Node
-from node.app import create_app as create_node
-from node.engine_client import EngineClient
-from openai_api.anthropic_request import decode_messages
-from openai_api.body import decode_chat
-from openai_api.openapi import document
-from openai_api.responses_request import decode_responses
-from router.app import create_app as create_router
-from wire.config import EngineConfig, NodeConfig
-from wire.errors import RequestError
-from wire.router_config import RouterConfig
+from kvrelay.node.app import Node
+from kvrelay.node.app import create_app as create_node
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.openai_api.anthropic_request import decode_messages
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.openapi import document
+from kvrelay.openai_api.responses_request import decode_responses
+from kvrelay.router.app import create_app as create_router
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.router_config import RouterConfig
 
 NOT_FOR_CLIENTS = (
     *("/kv/", "/admin/", "/drain", "/undrain", "/console"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_chat, decode_completion
-from openai_api.prompt import Prompts
-from openai_api.tokenizer import Tokenizer
-from wire.errors import RequestError
+from kvrelay.openai_api.body import decode_chat, decode_completion
+from kvrelay.openai_api.prompt import Prompts
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.errors import RequestError
 
 TEMPLATE = (
     "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% for m in messages %}{{ "

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, joined
-from openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
+from kvrelay.openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, joined
+from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
 
 THINK = ReasoningMarks()
 

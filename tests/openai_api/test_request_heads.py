@@ -14,15 +14,15 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from node.app import Node
-from node.app import create_app as create_node
-from node.engine_client import EngineClient
-from openai_api.connections import Guarded, connections
-from openai_api.routes import given_key
-from router.app import create_app as create_router
-from router.client import ClientConnection
-from wire.config import EngineConfig, NodeConfig
-from wire.router_config import RouterConfig
+from kvrelay.node.app import Node
+from kvrelay.node.app import create_app as create_node
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.openai_api.connections import Guarded, connections
+from kvrelay.openai_api.routes import given_key
+from kvrelay.router.app import create_app as create_router
+from kvrelay.router.client import ClientConnection
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.router_config import RouterConfig
 
 
 def router_app() -> tuple[FastAPI, type[Guarded]]:

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from openai_api import responses_answer
-from openai_api.dialect import KEEP_ALIVE, Dialect
-from openai_api.response_store import ResponseStore, Stored
-from openai_api.responses_call import speak_responses, stored_items
-from openai_api.sse import error_event
+from kvrelay.openai_api import responses_answer
+from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect
+from kvrelay.openai_api.response_store import ResponseStore, Stored
+from kvrelay.openai_api.responses_call import speak_responses, stored_items
+from kvrelay.openai_api.sse import error_event
+from kvrelay.wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 from tests.openai_api.chat_chunks import (
     DONE,
     ROLE,
@@ -28,7 +29,6 @@ from tests.openai_api.chat_chunks import (
     usage_chunk,
     whole,
 )
-from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 
 
 class Kept:

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from openai_api import responses_call
-from openai_api.chat_fields import MAX_MESSAGES
-from openai_api.dialect import AS_IS, Dialect
-from openai_api.json_body import MAX_CONTAINERS
-from openai_api.response_store import ResponseStore, Stored
-from openai_api.responses_call import Recalled, speak_responses, translated
+from kvrelay.openai_api import responses_call
+from kvrelay.openai_api.chat_fields import MAX_MESSAGES
+from kvrelay.openai_api.dialect import AS_IS, Dialect
+from kvrelay.openai_api.json_body import MAX_CONTAINERS
+from kvrelay.openai_api.response_store import ResponseStore, Stored
+from kvrelay.openai_api.responses_call import Recalled, speak_responses, translated
+from kvrelay.wire.errors import RequestError
 from tests.openai_api.chat_chunks import whole
-from wire.errors import RequestError
 
 MAX_BYTES = 16 << 20
 EMPTY = {"type": "reasoning", "summary": []}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
-from openai_api.response_store import ResponseStore
-from openai_api.responses_call import Recalled, speak_responses
-from openai_api.responses_request import _tools, decode_responses
-from wire.errors import RequestError
+from kvrelay.openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
+from kvrelay.openai_api.response_store import ResponseStore
+from kvrelay.openai_api.responses_call import Recalled, speak_responses
+from kvrelay.openai_api.responses_request import _tools, decode_responses
+from kvrelay.wire.errors import RequestError
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:

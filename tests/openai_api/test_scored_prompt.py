@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import PromptLogprob
-from wire.errors import RequestError
-from wire.outputs import TokenLogprobs
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import PromptLogprob
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.outputs import TokenLogprobs
 
 
 def scored(ids: list[int]) -> ScoredPrompt:

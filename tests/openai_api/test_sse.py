@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from openai_api import sse
-from wire.errors import RequestError
+from kvrelay.openai_api import sse
+from kvrelay.wire.errors import RequestError
 
 
 def test_an_event_is_one_line_of_data() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openai_api.stage_times import StageTime, stage_times
-from openai_api.stages import STAGES
-from wire.engine_messages import Timing
+from kvrelay.openai_api.stage_times import StageTime, stage_times
+from kvrelay.openai_api.stages import STAGES
+from kvrelay.wire.engine_messages import Timing
 
 SECONDS = st.floats(0, 100)
 

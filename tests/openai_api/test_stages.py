@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from openai_api import sse
-from openai_api.stages import STAGES, stages_ms, with_stages
-from wire.engine_messages import Timing
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.stages import STAGES, stages_ms, with_stages
+from kvrelay.wire.engine_messages import Timing
 
 
 def test_a_request_that_is_served_whole_has_no_hand_over() -> None:
@@ -59,6 +59,6 @@ def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
 
 
 def test_each_stage_is_described() -> None:
-    import openai_api.stages
+    import kvrelay.openai_api.stages
 
-    assert all(f"\n    {name} " in (openai_api.stages.__doc__ or "") for name in STAGES)
+    assert all(f"\n    {name} " in (kvrelay.openai_api.stages.__doc__ or "") for name in STAGES)

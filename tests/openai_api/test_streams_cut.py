@@ -12,15 +12,15 @@ import httpx2
 import pytest
 from openai import APIError, OpenAI
 
-from openai_api import sse
-from openai_api.body import decode_chat, sampling_params
-from openai_api.dialect import KEEP_ALIVE
-from openai_api.tokenizer import Tokenizer
-from openai_api.writer import AnswerWriter
-from wire.errors import NodeFailed
-from wire.frames import Frame, FrameKind, FrameReader, pack
-from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import ChoiceSoFar
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.body import decode_chat, sampling_params
+from kvrelay.openai_api.dialect import KEEP_ALIVE
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.frames import Frame, FrameKind, FrameReader, pack
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar
 
 TEXT = 'é"😀\n\n'
 

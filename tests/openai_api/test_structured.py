@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_chat, sampling_params
-from openai_api.structured import bad_word_ids, constraint_of
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatRequest
-from wire.errors import RequestError
-from wire.sampling import Constraint
+from kvrelay.openai_api.body import decode_chat, sampling_params
+from kvrelay.openai_api.structured import bad_word_ids, constraint_of
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatRequest
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint
 
 SCHEMA = {"type": "object", "properties": {"ö": {"type": "string"}, "a": {"type": "integer"}}}
 TAGS = {"structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}

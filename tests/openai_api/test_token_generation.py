@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_completion
-from openai_api.sse import DONE
-from openai_api.token_generation import speak_generate
-from wire.errors import ErrorBody, NodeFailed, RequestError
+from kvrelay.openai_api.body import decode_completion
+from kvrelay.openai_api.sse import DONE
+from kvrelay.openai_api.token_generation import speak_generate
+from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 
 ASKED = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"temperature": 0.5}}
 SCORED = {

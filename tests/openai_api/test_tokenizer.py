@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from openai_api.folder_tokenizer import byte_tokenizer
-from openai_api.token_bytes import BYTE_CHARS
-from openai_api.tokenizer import Tokenizer
-from wire.errors import ConfigError
+from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
+from kvrelay.openai_api.token_bytes import BYTE_CHARS
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.wire.errors import ConfigError
 
 TEXTS = [
     "",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_chat
-from openai_api.tool_choice import Choice, ToolUse, asked_tools, tool_use
-from wire.errors import RequestError
+from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.tool_choice import Choice, ToolUse, asked_tools, tool_use
+from kvrelay.wire.errors import RequestError
 
 
 def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
-from openai_api.model_formats import TOOL_FORMATS
-from openai_api.tool_parsers import NamedParser, TextParser
+from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
+from kvrelay.openai_api.model_formats import TOOL_FORMATS
+from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
 
 IDS = CallIds("chatcmpl-1", 0)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from openai_api.tracing import Tracing, endpoint_of, trace_id_of, tracing_to
-from wire.errors import ConfigError
+from kvrelay.openai_api.tracing import Tracing, endpoint_of, trace_id_of, tracing_to
+from kvrelay.wire.errors import ConfigError
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from openai_api.body import decode_chat, decode_completion
-from openai_api.not_built import REFUSED
-from openai_api.types import ChatRequest, CompletionRequest
-from wire.errors import RequestError
+from kvrelay.openai_api.body import decode_chat, decode_completion
+from kvrelay.openai_api.not_built import REFUSED
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.errors import RequestError
 
 # Of vllm/entrypoints/openai, as of 2026-11; with those of SamplingParams that its clients also
 # send.

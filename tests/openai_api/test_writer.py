@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.body import decode_chat, decode_completion, sampling_params
-from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from openai_api.writer import AnswerWriter
-from wire.errors import NodeFailed, RequestError
-from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.types import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.errors import NodeFailed, RequestError
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 EOS = 2
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from openai_api.beginning import Beginning
-from openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
-from openai_api.join import joined_body, joined_end
-from openai_api.scored_prompt import ScoredPrompt
-from openai_api.tokenizer import Tokenizer
-from openai_api.writer import AnswerWriter
-from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import ChoiceSoFar
+from kvrelay.openai_api.beginning import Beginning
+from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.join import joined_body, joined_end
+from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar
 
 HEAD: dict[str, Any] = {
     "response_id": "id-1",

@@ -14,14 +14,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from openai_api.body import decode_chat, sampling_params
-from openai_api.message_stream import message_form
-from openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
-from openai_api.tokenizer import Tokenizer
-from openai_api.writer import AnswerWriter
-from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import ChoiceSoFar
+from kvrelay.openai_api.body import decode_chat, sampling_params
+from kvrelay.openai_api.message_stream import message_form
+from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
+from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.writer import AnswerWriter
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather"}},

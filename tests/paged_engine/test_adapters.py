@@ -13,13 +13,13 @@ from test_engine import drain, make
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from paged_engine.adapter_slots import AdapterSlots
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from wire.config import SpeculativeConfig
-from wire.engine_messages import AdapterFacts, Submit
-from wire.errors import ConfigError
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.adapter_slots import AdapterSlots
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import SpeculativeConfig
+from kvrelay.wire.engine_messages import AdapterFacts, Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingParams
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

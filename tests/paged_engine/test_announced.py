@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request, State
-from paged_engine.scheduler import Scheduler
-from wire.engine_messages import Submit
-from wire.means import MEMORY_MS
-from wire.sampling import SamplingParams
-from wire.step_costs import StepCosts
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.means import MEMORY_MS
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import KvTransferParams
 
 BLOCK, EOS = 16, 1
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)

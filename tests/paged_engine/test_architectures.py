@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from test_engine import SAMPLED, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from paged_engine.decoder import by_projection
-from paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
-from paged_engine.model_files import read_model_config, read_tensors
-from paged_engine.model_tensors import tensor_shapes, weight_shapes
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
-from wire.engine_messages import Submit
-from wire.errors import ConfigError
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.decoder import by_projection
+from kvrelay.paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
+from kvrelay.paged_engine.model_files import read_model_config, read_tensors
+from kvrelay.paged_engine.model_tensors import tensor_shapes, weight_shapes
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingParams
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {}),

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from paged_engine import engine as engine_module
-from paged_engine.engine import Engine
-from paged_engine.hf_config import model_config_of
-from paged_engine.model_config import ModelConfig
-from paged_engine.model_tensors import tensor_shapes
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.errors import ConfigError
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine import engine as engine_module
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import tensor_shapes
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingParams
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from paged_engine.before_loading import dtype_of
-from paged_engine.devices import check_engine, choose_device
-from paged_engine.gpu_memory import GpuBudget
-from paged_engine.hf_config import model_config_of
-from paged_engine.memory_sizes import least_weight_bytes
-from paged_engine.sharding import shard_config
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.before_loading import dtype_of
+from kvrelay.paged_engine.devices import check_engine, choose_device
+from kvrelay.paged_engine.gpu_memory import GpuBudget
+from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.memory_sizes import least_weight_bytes
+from kvrelay.paged_engine.sharding import shard_config
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 LLAMA_8B = "benchmarks/models/llama-3.1-8b.json"
 

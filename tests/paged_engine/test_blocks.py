@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from paged_engine.blocks import BlockPool
-from wire.engine_messages import BlockText
-from wire.hashes import ROOT, chain, extend, root_of
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.wire.engine_messages import BlockText
+from kvrelay.wire.hashes import ROOT, chain, extend, root_of
 
 
 def _hashes(count: int, salt: int = 0) -> list[bytes]:

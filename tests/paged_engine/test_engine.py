@@ -7,14 +7,14 @@ import pytest
 import torch
 from tiny_models import DIFFERENCES, make_tiny
 
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.errors import ConfigError
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
 
 ARCHITECTURES = sorted(DIFFERENCES)
 

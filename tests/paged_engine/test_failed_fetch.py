@@ -11,14 +11,14 @@ import random
 
 import pytest
 
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request, State
-from paged_engine.scheduler import Scheduler
-from paged_engine.step_plan import Chunk, Fetch
-from wire.engine_messages import Submit
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.step_plan import Chunk, Fetch
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 BLOCK, EOS = 16, 1
 

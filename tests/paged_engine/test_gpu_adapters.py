@@ -20,16 +20,16 @@ pytest.importorskip("triton")
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from kernels.gpu_linear import GpuLinear
-from kernels.lora import add_lora
-from kernels.norm_rope_act import act_and_mul, rms_norm
-from paged_engine.adapter_layout import Site
-from paged_engine.engine import Engine
-from paged_engine.gpu_adapters import AdaptedLinear, _Rows
-from paged_engine.request import Request
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.sampling import SamplingParams
+from kvrelay.kernels.gpu_linear import GpuLinear
+from kvrelay.kernels.lora import add_lora
+from kvrelay.kernels.norm_rope_act import act_and_mul, rms_norm
+from kvrelay.paged_engine.adapter_layout import Site
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.gpu_adapters import AdaptedLinear, _Rows
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import SamplingParams
 
 WIDTHS, K, RANK = (64, 64), 96, 16
 

@@ -15,15 +15,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from paged_engine.gpu_sampler import GpuSampler, SamplePlan
-from paged_engine.grammar import masks_of
-from paged_engine.guide import Guide
-from paged_engine.request import Request
-from paged_engine.sampler import Sampler
+from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
+from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.guide import Guide
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.sampler import Sampler
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.outputs import TokenLogprobs
+from kvrelay.wire.sampling import MAX_LOGPROBS, SamplingParams
 from tests.kernels.test_fused_sampling import check_tokens
-from wire.engine_messages import Submit
-from wire.outputs import TokenLogprobs
-from wire.sampling import MAX_LOGPROBS, SamplingParams
 
 EOS = (3, 7)
 VOCAB = 128256  # the largest of these tests

@@ -10,9 +10,9 @@ import re
 import msgspec
 import pytest
 
-from paged_engine.grammar import Grammars
-from wire.errors import RequestError
-from wire.sampling import Constraint
+from kvrelay.paged_engine.grammar import Grammars
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.sampling import Constraint
 
 EOS, OPEN, CLOSE = 2, 256, 257
 BYTES = [b"<end>" if token == EOS else bytes([token]) for token in range(256)]

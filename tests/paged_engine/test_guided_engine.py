@@ -17,18 +17,18 @@ from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt
 from tiny_models import make_tiny
 
 from kvrelay.embedded import embedded_model
-from node.compiling import grammars_for
-from openai_api.tokenizer import Tokenizer
-from paged_engine import grammar
-from paged_engine.engine import Engine
-from paged_engine.grammar import Grammars, TimedMatcher, _refused
-from paged_engine.guide import Guide
-from paged_engine.request import Request
-from wire.config import SpeculativeConfig
-from wire.engine_messages import Submit
-from wire.errors import RequestError
-from wire.outputs import Finish
-from wire.sampling import Constraint, SamplingParams
+from kvrelay.node.compiling import grammars_for
+from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.paged_engine import grammar
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.grammar import Grammars, TimedMatcher, _refused
+from kvrelay.paged_engine.guide import Guide
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import SpeculativeConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import Constraint, SamplingParams
 
 EOS = 2
 VOCAB = 256

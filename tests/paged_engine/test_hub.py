@@ -28,11 +28,11 @@ import torch
 from fake_hub import FakeHub, Repository, fake_hub
 from tiny_models import make_tiny
 
-from paged_engine.devices import check_engine
-from paged_engine.hub import resolve_model
-from paged_engine.model_files import read_model_config, read_tensors
-from wire.config import EngineConfig
-from wire.errors import ConfigError
+from kvrelay.paged_engine.devices import check_engine
+from kvrelay.paged_engine.hub import resolve_model
+from kvrelay.paged_engine.model_files import read_model_config, read_tensors
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.errors import ConfigError
 
 MEBIBYTE = 1 << 20
 
@@ -99,7 +99,7 @@ def environment(hub: FakeHub, home: Path) -> dict[str, str]:
 
 
 RESOLVE = (
-    "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
+    "import sys; from kvrelay.paged_engine.hub import resolve_model; from kvrelay.wire.config import EngineConfig; "
     "print(resolve_model(EngineConfig(sys.argv[1]), id))"
 )
 
@@ -237,7 +237,7 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
 
 def test_a_path_costs_no_import() -> None:
     code = (
-        "import sys; from paged_engine.hub import resolve_model; from wire.config import "
+        "import sys; from kvrelay.paged_engine.hub import resolve_model; from kvrelay.wire.config import "
         "EngineConfig; "
         "resolve_model(EngineConfig('.'), id); "
         "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
@@ -386,7 +386,7 @@ def test_only_what_is_left_must_fit_on_the_disk(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000)
     )
-    monkeypatch.setattr("paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
+    monkeypatch.setattr("kvrelay.paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
     with caplog.at_level("INFO", logger="kvrelay.engine"):
         folder = resolve("org/tiny")
     assert (folder / "model.safetensors").read_bytes() == content

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import make_adapter
 from tiny_models import make_tiny
 
-from paged_engine.lora_files import Adapter, read_adapter
-from paged_engine.model_files import read_model_config
-from wire.errors import ConfigError
+from kvrelay.paged_engine.lora_files import Adapter, read_adapter
+from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.wire.errors import ConfigError
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 

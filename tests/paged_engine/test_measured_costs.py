@@ -9,9 +9,9 @@ import pytest
 from test_engine import drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from paged_engine.measured_costs import measure_steps
-from wire.config import EngineConfig
-from wire.step_costs import Point, StepCosts, fitted_costs
+from kvrelay.paged_engine.measured_costs import measure_steps
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 
 TRUE = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
 STEPS = [

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tiny_models import DIFFERENCES, LLAMA3_ROPE, make_tiny
 
-from paged_engine.model_config import RopeScaling
-from paged_engine.model_files import read_model_config
-from paged_engine.model_tensors import tensor_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import RopeScaling
+from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.paged_engine.model_tensors import tensor_shapes
+from kvrelay.wire.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -27,10 +27,10 @@ from tiny_models import DIFFERENCES, make_tiny
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paged_engine.model_config import RopeScaling
-from paged_engine.model_files import read_model_config, read_tensors
-from paged_engine.model_tensors import tensor_shapes
-from wire.errors import ConfigError
+from kvrelay.paged_engine.model_config import RopeScaling
+from kvrelay.paged_engine.model_files import read_model_config, read_tensors
+from kvrelay.paged_engine.model_tensors import tensor_shapes
+from kvrelay.wire.errors import ConfigError
 
 
 def read_all(path: Path, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -462,7 +462,7 @@ def test_dummy_values_are_these_on_every_machine(tmp_path: Path) -> None:
 
 def test_reading_a_model_never_imports_transformers(llama: Path) -> None:
     code = (
-        "import sys; from paged_engine.model_files import read_model_config, read_tensors; "
+        "import sys; from kvrelay.paged_engine.model_files import read_model_config, read_tensors; "
         f"c = read_model_config({str(llama)!r}); n = len(list(read_tensors({str(llama)!r}, c))); "
         "assert n > 20 and 'transformers' not in sys.modules"
     )

@@ -11,10 +11,10 @@ import torch
 from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from paged_engine import prompt_scores, runner
-from paged_engine.request import Request
-from wire.config import SpeculativeConfig
-from wire.outputs import TokenLogprobs
+from kvrelay.paged_engine import prompt_scores, runner
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import SpeculativeConfig
+from kvrelay.wire.outputs import TokenLogprobs
 
 ARCHITECTURES = ["LlamaForCausalLM", "Gemma2ForCausalLM"]  # one with a soft cap of its logits
 

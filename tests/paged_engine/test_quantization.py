@@ -15,22 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
-from kernels.fp8_reference import dequantize
-from paged_engine.engine import Engine
-from paged_engine.model_config import ModelConfig, Quantization
-from paged_engine.model_files import read_model_config, read_tensors
-from paged_engine.model_tensors import (
+from kvrelay.kernels.fp8_reference import dequantize
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.model_config import ModelConfig, Quantization
+from kvrelay.paged_engine.model_files import read_model_config, read_tensors
+from kvrelay.paged_engine.model_tensors import (
     quantized_weights,
     stored_weights,
     tensor_shapes,
     weight_shapes,
 )
-from paged_engine.quantization import dequantized
-from paged_engine.request import Request
-from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.errors import ConfigError
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.quantization import dequantized
+from kvrelay.paged_engine.request import Request
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.sampling import SamplingParams
 
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
-from paged_engine import ranks
-from paged_engine.rank_address import awaiting, check_rank_0, interface_towards
-from paged_engine.ranks import TorchRanks
-from wire.errors import ConfigError
+from kvrelay.paged_engine import ranks
+from kvrelay.paged_engine.rank_address import awaiting, check_rank_0, interface_towards
+from kvrelay.paged_engine.ranks import TorchRanks
+from kvrelay.wire.errors import ConfigError
 
 # Of a network that is for documentation only (RFC 5737): no host has it.
 ELSEWHERE = "192.0.2.7"

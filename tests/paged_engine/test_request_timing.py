@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny
 
-from paged_engine.engine import Engine
-from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
-from wire.config import EngineConfig
-from wire.engine_messages import Submit, Timing
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.engine_messages import Submit, Timing
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 PROMPT = [5] * 20
 

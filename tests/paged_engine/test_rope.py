@@ -14,8 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from paged_engine.model_files import read_model_config
-from paged_engine.rope import rope_frequencies, rope_variant
+from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 LONGROPE = {

@@ -15,15 +15,15 @@ from test_engine import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt,
 from test_scheduler import BLOCK, EOS, next_token, request
 from tiny_models import make_tiny
 
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request, State
-from paged_engine.scheduler import Scheduler
-from paged_engine.speculation import ROWS, Speculation
-from paged_engine.step_plan import Chunk
-from wire.config import SpeculativeConfig
-from wire.engine_messages import Submit
-from wire.outputs import Finish
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.speculation import ROWS, Speculation
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.wire.config import SpeculativeConfig
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.outputs import Finish
+from kvrelay.wire.sampling import SamplingParams
 
 ON = {"speculative_config": SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)}
 

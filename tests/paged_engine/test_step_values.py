@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from paged_engine.adapter_slots import Loaded
-from paged_engine.blocks import NULL_BLOCK, BlockPool
-from paged_engine.request import Request
-from paged_engine.scheduler import Scheduler
-from paged_engine.speculation import Speculation
-from paged_engine.step_plan import Chunk
-from paged_engine.step_shapes import StepShape, padded, shape_of, step_shapes
-from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
-from wire.engine_messages import AdapterFacts, Submit
-from wire.sampling import SamplingParams
+from kvrelay.paged_engine.adapter_slots import Loaded
+from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.speculation import Speculation
+from kvrelay.paged_engine.step_plan import Chunk
+from kvrelay.paged_engine.step_shapes import StepShape, padded, shape_of, step_shapes
+from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
+from kvrelay.wire.engine_messages import AdapterFacts, Submit
+from kvrelay.wire.sampling import SamplingParams
 
 BLOCK, MAX_BLOCKS, SLOTS = 4, 40, 6
 

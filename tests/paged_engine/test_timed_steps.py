@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_models import make_tiny
 
-from paged_engine.engine import Engine
-from paged_engine.timed_steps import STEPS, TimedSteps
-from wire.config import EngineConfig
+from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.timed_steps import STEPS, TimedSteps
+from kvrelay.wire.config import EngineConfig
 
 GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 

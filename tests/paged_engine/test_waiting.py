@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request
-from paged_engine.scheduler import Scheduler
-from paged_engine.waiting import OVERTAKEN, WaitingLine
-from wire.engine_messages import Submit
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.waiting import OVERTAKEN, WaitingLine
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.transfer import KvTransferParams
 
 BLOCK, BUDGET = 16, 64
 

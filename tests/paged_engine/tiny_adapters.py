@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged_engine.model_files import read_model_config
-from paged_engine.model_tensors import tensor_shapes
+from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.paged_engine.model_tensors import tensor_shapes
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

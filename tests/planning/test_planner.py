@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load.workloads import Asked
-from planning.planner import Demand, Estimate, Goal, Split, demand_of, estimate, plans, splits
-from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
-from wire.errors import ConfigError
+from kvrelay.load.workloads import Asked
+from kvrelay.planning.planner import (
+    Demand,
+    Estimate,
+    Goal,
+    Split,
+    demand_of,
+    estimate,
+    plans,
+    splits,
+)
+from kvrelay.planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
+from kvrelay.wire.errors import ConfigError
 
 # A prompt takes 0.02 ms a token, a step of n requests 5 ms and 0.05 each, whatever their context.
 CARD = RateCard(

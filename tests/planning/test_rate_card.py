@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.rate_card import (
+from kvrelay.planning.rate_card import (
     DecodePoint,
     PrefillPoint,
     RateCard,
@@ -16,7 +16,7 @@ from planning.rate_card import (
     read_card,
     write_card,
 )
-from wire.errors import ConfigError
+from kvrelay.wire.errors import ConfigError
 
 
 def card(**changes: object) -> RateCard:

@@ -14,21 +14,21 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from router.node_load import Share
-from router.nodes.node import Lease, Node
-from router.nodes.pool import Pool
-from router.reload import Reread
-from router.router import Router
-from router.server import make_server
+from kvrelay.router.node_load import Share
+from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.reload import Reread
+from kvrelay.router.router import Router
+from kvrelay.router.server import make_server
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import EngineDead, ErrorBody
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from kvrelay.wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from kvrelay.wire.versions import LEGS
 from tests.router.stream_doubles import Put, serve_stream
-from wire.config import Role
-from wire.errors import EngineDead, ErrorBody
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
-from wire.outputs import Load
-from wire.router_config import RouterConfig
-from wire.transfer import Fingerprint, KvFacts, KvTransferParams
-from wire.versions import LEGS
 
 MODEL = "tiny"
 SPEAKS = {"legs": True}

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from node.leg_stream import LegStreams
-from wire.errors import ErrorBody, KvrelayError, NodeFailed
-from wire.frames import Frame
-from wire.leg_stream import LEGS_MEDIA_TYPE
-from wire.outputs import Load
+from kvrelay.node.leg_stream import LegStreams
+from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed
+from kvrelay.wire.frames import Frame
+from kvrelay.wire.leg_stream import LEGS_MEDIA_TYPE
+from kvrelay.wire.outputs import Load
 
 __all__ = ["Put", "serve_stream"]
 

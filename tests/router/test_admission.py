@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.admission import Admission
-from router.admission.fair_queue import Entrant
-from router.admission.rate_limits import Refusal
-from router.placement import Refuse, Wait
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.fair_queue import Entrant
+from kvrelay.router.admission.rate_limits import Refusal
+from kvrelay.router.placement import Refuse, Wait
 
 TAKES_S = 1.0
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.nodes.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, Breaker, State, Verdict
+from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, Breaker, State, Verdict
 
 
 class Fixed(random.Random):

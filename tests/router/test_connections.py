@@ -17,10 +17,10 @@ import msgspec
 import pytest
 from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
 
-import router.server as server_module
-from openai_api.connections import connections
-from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
-from wire.leg_stream import LEGS_VERSION_HEADER
+import kvrelay.router.server as server_module
+from kvrelay.openai_api.connections import connections
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
+from kvrelay.wire.leg_stream import LEGS_VERSION_HEADER
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'
@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_while_a_node_tokenizes_for_it_ends_that() ->
 async def test_a_client_that_does_not_read_holds_nothing_for_ever(
     last: bytes, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openai_api.connections._FLUSH_S", 0.3)
+    monkeypatch.setattr("kvrelay.openai_api.connections._FLUSH_S", 0.3)
     large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * (12 << 20)})
 
     async def answer(call: Call) -> None:
@@ -302,7 +302,7 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
 async def test_a_client_that_reads_slowly_gets_all_of_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("openai_api.connections._FLUSH_S", 0.2)
+    monkeypatch.setattr("kvrelay.openai_api.connections._FLUSH_S", 0.2)
     padding = 12 << 20
     large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * padding})
 

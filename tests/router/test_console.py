@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from router_doubles import MODEL, OPERATOR, Call, Cluster, cluster, decode, prefill, until
 
-from router.console.picture import Picture
-from wire.frames import Frame, FrameKind
-from wire.outputs import Load
+from kvrelay.router.console.picture import Picture
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Load
 
 FOLDER = Path(__file__).parents[2] / "router" / "console" / "static"
 SECRET = "the plan of the treasure island"
@@ -97,7 +97,7 @@ def test_the_chat_leaves_the_temperature_to_the_model() -> None:
 
 def test_the_page_is_in_the_wheel(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
-    globs = project["tool"]["setuptools"]["package-data"]["router.console"]
+    globs = project["tool"]["setuptools"]["package-data"]["kvrelay.router.console"]
     packaged = {file for each in globs for file in (FOLDER.parent).glob(each)}
     assert packaged == set(FOLDER.iterdir())
 

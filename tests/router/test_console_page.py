@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
-from router.console.picture import RoleChange
-from router.console.recent import Ended
-from router.roles import Roles
-from wire.config import Role
-from wire.frames import Frame, FrameKind
+from kvrelay.router.console.picture import RoleChange
+from kvrelay.router.console.recent import Ended
+from kvrelay.router.roles import Roles
+from kvrelay.wire.config import Role
+from kvrelay.wire.frames import Frame, FrameKind
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

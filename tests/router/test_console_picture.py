@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.console.picture import (
+from kvrelay.router.console.picture import (
     FailedPair,
     Health,
     NodeSeen,
@@ -24,7 +24,7 @@ from router.console.picture import (
     WorkerSeen,
     picture_of,
 )
-from router.console.recent import (
+from kvrelay.router.console.recent import (
     EDGE_SLOTS,
     KEPT_REQUESTS,
     MAX_EDGES,
@@ -36,9 +36,9 @@ from router.console.recent import (
     bucket_of,
     quantile,
 )
-from router.nodes.breaker import BreakerSeen
-from router.workers.messages import Report, framed, received
-from wire.config import Role
+from kvrelay.router.nodes.breaker import BreakerSeen
+from kvrelay.router.workers.messages import Report, framed, received
+from kvrelay.wire.config import Role
 
 P, D = "http://p:1", "http://d:1"
 

@@ -22,10 +22,10 @@ from router_doubles import (
     until,
 )
 
-from router.walk.deaths import _FATE_S
-from wire.frames import Frame, FrameKind
-from wire.router_config import RouterConfig
-from wire.transfer import KvTransferParams
+from kvrelay.router.walk.deaths import _FATE_S
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.transfer import KvTransferParams
 
 POISON = {"messages": [{"role": "user", "content": "poison"}]}
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
@@ -68,7 +68,7 @@ def calls(*nodes: FakeNode) -> int:
 async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.admission.poison.REFUSED_S", 2.0)
+    monkeypatch.setattr("kvrelay.router.admission.poison.REFUSED_S", 2.0)
     nodes = [fragile(prefill()) for _ in range(3)] + [fragile(decode()) for _ in range(3)]
     async with cluster(*nodes) as c:
         status, body, headers = await asked(c, POISON)
@@ -253,7 +253,7 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
 async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_against_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.walk.deaths._FATE_S", 0.2)
+    monkeypatch.setattr("kvrelay.router.walk.deaths._FATE_S", 0.2)
 
     async def hang(call: Call) -> None:
         next(each for each in silent if call in each.calls).health_hangs = True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from openai_api.tracing import sane_trace
-from router.endings import shown_error
-from router.router import targets_of
-from wire.errors import NotFound, RequestError
+from kvrelay.openai_api.tracing import sane_trace
+from kvrelay.router.endings import shown_error
+from kvrelay.router.router import targets_of
+from kvrelay.wire.errors import NotFound, RequestError
 
 
 def test_targets_are_milliseconds_in_headers() -> None:

@@ -9,7 +9,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import Entrant, FairQueue
+from kvrelay.router.admission.fair_queue import Entrant, FairQueue
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.nodes.fates import Fates
+from kvrelay.router.nodes.fates import Fates
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import asyncio
 import pytest
 from router_doubles import DONE, Call, broken, cluster, decode, event, handover, prefill
 
-from router.walk.handoff import Walk
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

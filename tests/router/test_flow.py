@@ -9,12 +9,12 @@ import asyncio
 import pytest
 from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
 
-from router.admission.keys import hash_of
-from router.flow import Flow
-from router.metrics import Metrics
-from router.nodes.pool import Pool
-from wire.frames import Frame, FrameKind
-from wire.key_config import KeyConfig
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.flow import Flow
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.key_config import KeyConfig
 
 TOKENS = "kvrelay_router_output_tokens_total"
 OF_ALICE = "kvrelay_router_key_tokens_total"
@@ -43,7 +43,7 @@ def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
 
 
 async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.flow.LOOK_S", 0.02)
+    monkeypatch.setattr("kvrelay.router.flow.LOOK_S", 0.02)
     more, last = asyncio.Event(), asyncio.Event()
 
     async def slow(call: Call) -> None:

@@ -23,10 +23,10 @@ from router_doubles import (
 )
 from starlette.requests import Request
 
-from router.relay import Relay
-from router.walk.handoff import Walk
-from router.walk.job import Job
-from wire.errors import KvrelayError
+from kvrelay.router.relay import Relay
+from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.walk.job import Job
+from kvrelay.wire.errors import KvrelayError
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

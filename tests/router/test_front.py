@@ -11,14 +11,14 @@ import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill, refuse
 from starlette.testclient import TestClient
 
+from kvrelay.node.app import Node
+from kvrelay.node.app import create_app as create_node
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.router.app import create_app
 from kvrelay.settings import merge, settings_of
-from node.app import Node
-from node.app import create_app as create_node
-from node.engine_client import EngineClient
-from router.app import create_app
-from wire.config import EngineConfig, NodeConfig
-from wire.errors import ConfigError
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 
 PAGE = "https://chat.example"
 ALLOW = "access-control-allow-origin"

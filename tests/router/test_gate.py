@@ -19,12 +19,12 @@ from router_doubles import (
     until,
 )
 
-from router.admission.gate import _LOOK_S
-from router.admission.keys import hash_of
-from wire.frames import Frame, FrameKind
-from wire.key_config import KeyConfig
-from wire.outputs import Load
-from wire.step_costs import StepCosts
+from kvrelay.router.admission.gate import _LOOK_S
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import StepCosts
 
 ROOM = Load(free_blocks=100, total_blocks=100, block_size=16, legs=1)
 FULL = Load(free_blocks=0, total_blocks=100, block_size=16, legs=1)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router.nodes.health import watching
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
+from kvrelay.router.nodes.health import watching
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
 from tests.router.router_doubles import until
-from wire.config import Role
 
 
 class Asked:

@@ -19,14 +19,22 @@ from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
 from kvrelay.machine import check_port
-from node.heartbeat import Announcer
-from router.membership.heartbeats import Announced, hearing
-from router.nodes.pool import Pool
-from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
-from wire.errors import ConfigError, KvrelayError, RequestError, Unauthorized
-from wire.heartbeat import LOST_AFTER_S, MAX_BYTES, MAX_SKEW_S, Heartbeat, NodeState, opened, sealed
-from wire.outputs import Load
-from wire.router_config import RouterConfig
+from kvrelay.node.heartbeat import Announcer
+from kvrelay.router.membership.heartbeats import Announced, hearing
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
+from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError, Unauthorized
+from kvrelay.wire.heartbeat import (
+    LOST_AFTER_S,
+    MAX_BYTES,
+    MAX_SKEW_S,
+    Heartbeat,
+    NodeState,
+    opened,
+    sealed,
+)
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
 
 KEY = "the nodes' key"
 NOW = 1_700_000_000.0

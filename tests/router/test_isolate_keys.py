@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, prefill, router_over, until
 
-from router.admission.keys import hash_of
-from router.vllm import bodies as vllm
-from router.walk.job import (
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.vllm import bodies as vllm
+from kvrelay.router.walk.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     Job,
@@ -25,10 +25,10 @@ from router.walk.job import (
     prefix_of,
     with_salt_of,
 )
-from wire.config import Role
-from wire.errors import ConfigError, RequestError
-from wire.key_config import KeyConfig
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import RouterConfig
 
 ANN, BOB = hash_of("ann"), hash_of("bob")
 KEYS = (KeyConfig("ann", ANN), KeyConfig("bob", BOB))

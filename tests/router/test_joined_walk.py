@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from router_doubles import DONE, MODEL, Call, broken, cluster, decode, prefill, until
 
-from router.walk.job import COMPLETIONS_PATH, parse_job, parts_of
-from wire.errors import RequestError
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load
+from kvrelay.router.walk.job import COMPLETIONS_PATH, parse_job, parts_of
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, Load
 
 PROMPTS = ["first", "second", "third"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.router.admission.keys import ANYONE, Caller, Keyring, draw_key, hash_of
 from kvrelay.settings import build, flags_of, merge, settings_of
-from router.admission.keys import ANYONE, Caller, Keyring, draw_key, hash_of
-from wire.errors import ConfigError, Forbidden, NotFound, RequestError, Unauthorized
-from wire.key_config import KeyConfig
-from wire.router_config import RouterConfig
+from kvrelay.wire.errors import ConfigError, Forbidden, NotFound, RequestError, Unauthorized
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import RouterConfig
 
 ALICE, BOB = draw_key(), draw_key()
 KEYS = (

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from router.chores import Chores
-from router.legs.legs import Legs
-from router.nodes.node import Lease, Node
-from router.vllm.legs import VllmLegs
-from wire.config import Role
-from wire.errors import KvrelayError
-from wire.router_config import RouterConfig
+from kvrelay.router.chores import Chores
+from kvrelay.router.legs.legs import Legs
+from kvrelay.router.nodes.node import Lease, Node
+from kvrelay.router.vllm.legs import VllmLegs
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.router_config import RouterConfig
 
 CONFIG = RouterConfig(node_api_key="nodes")
 

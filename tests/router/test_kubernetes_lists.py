@@ -19,12 +19,12 @@ from kubernetes_double import ApiServer, pod_of
 from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
-from router.membership.kubernetes_lists import Pace, discovering
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.router_config import RouterConfig
+from kvrelay.router.membership.kubernetes_lists import Pace, discovering
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
 NOT_LONGER_S = 5.0
@@ -275,7 +275,7 @@ async def test_in_a_pod_its_service_account_leads_there(
 ) -> None:
     from kubernetes.config import incluster_config
 
-    from router.membership import kubernetes_lists
+    from kvrelay.router.membership import kubernetes_lists
 
     for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
         (tmp_path / name).write_text(text)

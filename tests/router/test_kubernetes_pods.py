@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_double import pod_of
 
-from router.membership.kubernetes_pods import ListedPods, Pod, Pods
-from router.nodes.members import NodeSpec
-from wire.config import Role
-from wire.errors import RequestError
+from kvrelay.router.membership.kubernetes_pods import ListedPods, Pod, Pods
+from kvrelay.router.nodes.members import NodeSpec
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError
 
 P = "http://10.0.0.1:8100"
 

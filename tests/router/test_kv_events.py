@@ -21,18 +21,25 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from node import event_log, kv_events
-from node.kv_events import KvEvents as Told
-from router.prefix.contents import keys_of_prompt
-from router.prefix.index import Prefix, PrefixIndex
-from router.prefix.kv_events import KvEvents, _Source
-from router.prefix.metrics import PrefixMetrics
-from wire.engine_messages import CacheChanges
-from wire.errors import ConfigError
-from wire.kv_events import END, EventBatch, KvEventsReport, pack_batch, packed_number, read_batch
-from wire.kv_events import BlockStored as Stored
-from wire.kv_events_config import KvEventsConfig
-from wire.outputs import PromptBlocks
+from kvrelay.node import event_log, kv_events
+from kvrelay.node.kv_events import KvEvents as Told
+from kvrelay.router.prefix.contents import keys_of_prompt
+from kvrelay.router.prefix.index import Prefix, PrefixIndex
+from kvrelay.router.prefix.kv_events import KvEvents, _Source
+from kvrelay.router.prefix.metrics import PrefixMetrics
+from kvrelay.wire.engine_messages import CacheChanges
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import (
+    END,
+    EventBatch,
+    KvEventsReport,
+    pack_batch,
+    packed_number,
+    read_batch,
+)
+from kvrelay.wire.kv_events import BlockStored as Stored
+from kvrelay.wire.kv_events_config import KvEventsConfig
+from kvrelay.wire.outputs import PromptBlocks
 
 URL = "http://127.0.0.1:9"
 DEADLINE_S = 20.0
@@ -186,9 +193,10 @@ def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.Mon
     """The router does not read while a node tells more than its sockets hold, and more than the
     node keeps.
     """
-    monkeypatch.setattr("router.prefix.kv_events._WAITING_BATCHES", 10)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events._WAITING_BATCHES", 10)
     monkeypatch.setattr(
-        "router.prefix.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096))
+        "kvrelay.router.prefix.kv_events._OPTIONS",
+        ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)),
     )
     monkeypatch.setattr(event_log, "BUFFER_BYTES", 50_000)
 
@@ -245,8 +253,8 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
 
 
 def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefix.kv_events.REPLAY_DEADLINE_S", 0.1)
-    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.REPLAY_DEADLINE_S", 0.1)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.0)
 
     async def test() -> None:
         async with telling() as node, listening() as router:
@@ -359,7 +367,7 @@ def test_who_does_not_read_what_he_asked_for_is_cut_off(monkeypatch: pytest.Monk
 def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.0)
 
     async def test() -> None:
         async with telling() as node, listening() as router:
@@ -383,7 +391,7 @@ def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A replay failed, and the live batches then filled its gap."""
-    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
 
     async def test() -> None:
         async with telling() as node, listening() as router:
@@ -601,8 +609,8 @@ def test_a_node_of_vllm_is_listened_to() -> None:
 def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.0)
     listen, tries = _Source._listen, 0
 
     def fails_once(self: _Source) -> zmq.Socket[bytes]:

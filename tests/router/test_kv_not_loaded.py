@@ -9,9 +9,9 @@ import json
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill, prefill_ok, until
 
-from wire.errors import KvNotLoaded
-from wire.frames import Frame, FrameKind
-from wire.transfer import KvTransferParams
+from kvrelay.wire.errors import KvNotLoaded
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.transfer import KvTransferParams
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

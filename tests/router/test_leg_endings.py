@@ -2,10 +2,10 @@
 
 import pytest
 
-from router.legs.leg_endings import LegFailed, Refused, ending
-from wire.errors import ErrorBody
-from wire.frames import Frame, FrameKind
-from wire.outputs import Load
+from kvrelay.router.legs.leg_endings import LegFailed, Refused, ending
+from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Load
 
 
 @pytest.mark.parametrize(("backlog_ms", "seconds"), [(0.0, 1), (400.0, 1), (2_100.0, 3), (1e9, 60)])

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
-from router.nodes.node import Node
-from router.nodes.pairs import PARTNERS, Meeting, Outcome, Pairs
-from wire.config import Role
-from wire.outputs import Load
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.nodes.pairs import PARTNERS, Meeting, Outcome, Pairs
+from kvrelay.wire.config import Role
+from kvrelay.wire.outputs import Load
 
 MET = Outcome("met")
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import leg_on
 
-from router.nodes.members import Change, Members, NodeSpec, Source
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
-from wire.config import Role
-from wire.errors import NoNode, RequestError
+from kvrelay.router.nodes.members import Change, Members, NodeSpec, Source
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode, RequestError
 
 P, D = NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)
 

@@ -6,10 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import Metrics
-from router.nodes.pool import Pool
-from router.workers.messages import Family
-from router.workers.metric_sums import LARGEST, collected, lasting, summed, text_of
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.workers.messages import Family
+from kvrelay.router.workers.metric_sums import LARGEST, collected, lasting, summed, text_of
 
 ADDED = frozenset(
     {

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
 
-from router.app import create_app
-from router.guard import OPERATED, check_operator
-from wire.errors import Unauthorized
-from wire.router_config import RouterConfig
+from kvrelay.router.app import create_app
+from kvrelay.router.guard import OPERATED, check_operator
+from kvrelay.wire.errors import Unauthorized
+from kvrelay.wire.router_config import RouterConfig
 
 
 def operated() -> list[tuple[str, str]]:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
-from wire.errors import KV_CAUSES
-from wire.transfer import Fingerprint, KvFacts
+from kvrelay.router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
+from kvrelay.wire.errors import KV_CAUSES
+from kvrelay.wire.transfer import Fingerprint, KvFacts
 
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
 FACTS = KvFacts(FINGERPRINT, ("direct", "nixl"), "host-1", "10.0.0.1")

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from router.nodes.breaker import FAILURES_IN_A_ROW, Breaker, State, Verdict
-from router.nodes.passage import Passage
+from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, Breaker, State, Verdict
+from kvrelay.router.nodes.passage import Passage
 
 NOW = 1.0
 

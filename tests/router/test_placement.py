@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.node_load import NodeLoad, default_targets
-from router.placement import Cluster, Placement, PlacementRequest, Refuse, Wait, place
-from router.placement import shares_of as taken_by
-from wire.outputs import Load
-from wire.step_costs import StepCosts
+from kvrelay.router.node_load import NodeLoad, default_targets
+from kvrelay.router.placement import Cluster, Placement, PlacementRequest, Refuse, Wait, place
+from kvrelay.router.placement import shares_of as taken_by
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.step_costs import StepCosts
 
 COSTS = StepCosts(5.5, 0.006, 4.7e-5, -3.5, 0.0215, 8.7e-7)
 ROOMY = Load(legs=1, block_size=16, free_blocks=100_000, total_blocks=100_000, spill_ms=250.0)

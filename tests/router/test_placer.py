@@ -14,19 +14,19 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS
 
-from router.nodes.doors import Doors
-from router.nodes.members import Source
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
-from router.placement import LINK_MS, Placement, Refuse, Wait
-from router.walk.job import CHAT_PATH, Job, Targets, parse_job, prefix_of
-from router.walk.placer import Found, Placer
-from wire.config import Role
-from wire.errors import KvNotLoaded, NoNode, Overloaded
-from wire.outputs import Load
-from wire.router_config import RouterConfig
-from wire.step_costs import StepCosts
-from wire.transfer import KvFacts
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.members import Source
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import LINK_MS, Placement, Refuse, Wait
+from kvrelay.router.walk.job import CHAT_PATH, Job, Targets, parse_job, prefix_of
+from kvrelay.router.walk.placer import Found, Placer
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import KvFacts
 
 P, D = Role.PREFILL, Role.DECODE
 COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 0.0)

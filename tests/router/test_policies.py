@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policies import POLICIES, Ask, least_queue, most_depth, prefix, round_robin, session
-from wire.config import Role
-from wire.router_config import POLICY_NAMES, PRICE
+from kvrelay.router.policies import (
+    POLICIES,
+    Ask,
+    least_queue,
+    most_depth,
+    prefix,
+    round_robin,
+    session,
+)
+from kvrelay.wire.config import Role
+from kvrelay.wire.router_config import POLICY_NAMES, PRICE
 
 ASK = Ask(Role.PREFILL)
 TOKENS_PER_REQUEST = 512

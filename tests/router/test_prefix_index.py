@@ -10,16 +10,16 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.node_load import Share
-from router.nodes.node import HealthReport
-from router.nodes.pool import Pool
-from router.prefix.held_blocks import HeldBlocks
-from router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
-from router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
-from router.walk.job import CHAT_PATH, parse_job, prefix_of
-from wire.config import Role
-from wire.hashes import extend
-from wire.outputs import PromptBlocks
+from kvrelay.router.node_load import Share
+from kvrelay.router.nodes.node import HealthReport
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.prefix.held_blocks import HeldBlocks
+from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
+from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
+from kvrelay.router.walk.job import CHAT_PATH, parse_job, prefix_of
+from kvrelay.wire.config import Role
+from kvrelay.wire.hashes import extend
+from kvrelay.wire.outputs import PromptBlocks
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
 BLOCK = 16

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.keys import Caller
-from router.admission.rate_limits import KeyLimits, Refusal, shown_s
+from kvrelay.router.admission.keys import Caller
+from kvrelay.router.admission.rate_limits import KeyLimits, Refusal, shown_s
 
 
 def quota(**limits: int) -> Caller:

@@ -21,9 +21,9 @@ from router_doubles import (
     refuse,
 )
 
-from wire.frames import Frame, FrameKind
-from wire.outputs import Load
-from wire.transfer import KvTransferParams
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import KvTransferParams
 
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 

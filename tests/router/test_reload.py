@@ -30,13 +30,13 @@ from router_doubles import (
     until,
 )
 
-from router.admission.keys import hash_of
-from router.reload import changes
-from router.server import serve
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.key_config import KeyConfig
-from wire.router_config import LIVE, RouterConfig
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.router.reload import changes
+from kvrelay.router.server import serve
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.router_config import LIVE, RouterConfig
 
 FIELDS = {field.name for field in dataclasses.fields(RouterConfig)}
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
-from router.node_load import Share
-from router.nodes.doors import Doors
-from router.nodes.members import NodeSpec, Source
-from router.nodes.node import HealthReport, Node
-from router.nodes.pairs import Outcome, Pairs
-from router.nodes.pool import Pool
-from wire.config import Role
+from kvrelay.router.node_load import Share
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pairs import Outcome, Pairs
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
 
 P, D = Role.PREFILL, Role.DECODE
 

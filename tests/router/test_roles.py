@@ -27,16 +27,16 @@ from router_doubles import (
     until,
 )
 
-from router import roles as module
-from router.node_load import NodeLoad
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import Pool
-from router.roles import EVERY_S, LOOKS, OTHER, RoleChanges, Roles, work_of
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.outputs import Load
-from wire.router_config import RouterConfig
-from wire.step_costs import StepCosts
+from kvrelay.router import roles as module
+from kvrelay.router.node_load import NodeLoad
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.roles import EVERY_S, LOOKS, OTHER, RoleChanges, Roles, work_of
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.step_costs import StepCosts
 
 P, D = Role.PREFILL, Role.DECODE
 COSTS = StepCosts(4.0, 0.01, 2e-5, 0.0, 0.02, 1e-6)

@@ -9,9 +9,9 @@ import json
 import pytest
 from router_doubles import MODEL, cluster, decode, prefill
 
-from router.nodes.node import HealthReport
-from router.nodes.pool import Pool
-from wire.config import Role
+from kvrelay.router.nodes.node import HealthReport
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.wire.config import Role
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BODY = {"lora_name": "x", "lora_path": "/adapters/x"}

@@ -13,7 +13,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from router.admission.keys import hash_of
+from kvrelay.router.admission.keys import hash_of
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.key_config import KeyConfig
 from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
 from tests.router.router_doubles import (
     MODEL,
@@ -27,8 +29,6 @@ from tests.router.router_doubles import (
     prefill_ok,
     refuse,
 )
-from wire.frames import Frame, FrameKind
-from wire.key_config import KeyConfig
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 

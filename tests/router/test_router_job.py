@@ -5,10 +5,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from openai_api.body import MAX_CHOICES
-from router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, decode_body, parse_job, prefill_body
-from wire.errors import RequestError
-from wire.transfer import KvTransferParams
+from kvrelay.openai_api.body import MAX_CHOICES
+from kvrelay.router.walk.job import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    Job,
+    decode_body,
+    parse_job,
+    prefill_body,
+)
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.transfer import KvTransferParams
 
 
 def parse(path: str = CHAT_PATH, **fields: Any) -> Job:

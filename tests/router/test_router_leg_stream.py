@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
-from router.legs.leg_endings import LegFailed, Refused
-from router.legs.leg_stream import LegStream, LegStreams
-from router.nodes.node import HealthReport, Lease, Node
-from wire.config import Role
-from wire.errors import ErrorBody
-from wire.frames import Frame, FrameKind
-from wire.leg_stream import (
+from kvrelay.router.legs.leg_endings import LegFailed, Refused
+from kvrelay.router.legs.leg_stream import LegStream, LegStreams
+from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.leg_stream import (
     WINDOW_BYTES,
     Answer,
     Kind,
@@ -27,9 +27,9 @@ from wire.leg_stream import (
     frame_message,
     message,
 )
-from wire.outputs import Load
-from wire.transfer import packed
-from wire.versions import LEGS
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.transfer import packed
+from kvrelay.wire.versions import LEGS
 
 MEGABYTE = 1 << 20
 

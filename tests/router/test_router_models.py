@@ -10,8 +10,8 @@ import anthropic
 import pytest
 from router_doubles import MODEL, Cluster, cluster, decode, prefill, until
 
-from wire.errors import ConfigError
-from wire.router_config import RouterConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 
 
 async def said(c: Cluster, path: str) -> Any:

@@ -3,12 +3,12 @@
 import pytest
 from router_doubles import leg_on
 
-from router.nodes.members import NodeSpec, Source
-from router.nodes.node import HealthReport, Node
-from router.nodes.pool import LOST_AFTER_MISSES, Pool
-from wire.config import Role
-from wire.errors import NoNode
-from wire.outputs import Load
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode
+from kvrelay.wire.outputs import Load
 
 
 def report(

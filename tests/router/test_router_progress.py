@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.walk.job import CHAT_PATH, parse_job
-from router.walk.progress import Diverged, Place, Progress
-from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.router.walk.job import CHAT_PATH, parse_job
+from kvrelay.router.walk.progress import Diverged, Place, Progress
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.outputs import Finish, TokenLogprobs
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 HANDOVER = KvTransferParams(
     do_remote_prefill=True,

@@ -15,9 +15,9 @@ from router_doubles import (
     until,
 )
 
-import router.relay
-from router.reply import Reply
-from wire.frames import Frame, FrameKind
+import kvrelay.router.relay
+from kvrelay.router.reply import Reply
+from kvrelay.wire.frames import Frame, FrameKind
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -50,7 +50,7 @@ async def test_after_the_hold_time_comments_keep_the_connection_alive(
         await p.resume.wait()
         call.cut()
 
-    monkeypatch.setattr(router.relay, "HOLD_S", 0.05)
+    monkeypatch.setattr(kvrelay.router.relay, "HOLD_S", 0.05)
     p = prefill(wait_then_fail)
     async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
         assert answer.status == 200

@@ -6,7 +6,7 @@ import asyncio
 
 from router_doubles import Call, cluster, decode, decode_ok, prefill, router_over, until
 
-from wire.outputs import Load
+from kvrelay.wire.outputs import Load
 
 
 async def test_two_routers_with_the_same_request_id_do_not_meet_on_a_node() -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from router_doubles import Call, cluster, decode, event, handover, prefill, until
 
-from router.timeline import Timeline
-from wire.frames import Frame, FrameKind
+from kvrelay.router.timeline import Timeline
+from kvrelay.wire.frames import Frame, FrameKind
 
 PREFILL = {"queue": 2.0, "prefill": 30.0}
 DECODE = {

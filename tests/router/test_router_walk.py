@@ -28,10 +28,10 @@ from router_doubles import (
     until,
 )
 
-from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
-from wire.outputs import Finish, Load, TokenLogprobs
-from wire.step_costs import StepCosts
-from wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
+from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from router_doubles import Call, decode, prefill, until
 
-from router.server import make_server
-from wire.errors import ConfigError, Draining
-from wire.router_config import RouterConfig
+from kvrelay.router.server import make_server
+from kvrelay.wire.errors import ConfigError, Draining
+from kvrelay.wire.router_config import RouterConfig
 
 BODY = {
     "model": "tiny",

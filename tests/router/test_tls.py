@@ -12,12 +12,12 @@ import aiohttp
 import pytest
 from router_doubles import Cluster, cluster, router_over, until
 
-from openai_api import tls
-from router.server import make_server
+from kvrelay.openai_api import tls
+from kvrelay.router.server import make_server
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 from tests.cluster.certificates import authority, signed
-from wire.config import EngineConfig, NodeConfig
-from wire.errors import ConfigError
-from wire.router_config import RouterConfig
 
 FILES = ("cert.pem", "key.pem")
 

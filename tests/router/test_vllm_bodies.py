@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.legs.leg_endings import told_error
-from router.nodes.node import HealthReport, NodeKind
-from router.vllm.bodies import (
+from kvrelay.router.legs.leg_endings import told_error
+from kvrelay.router.nodes.node import HealthReport, NodeKind
+from kvrelay.router.vllm.bodies import (
     decode_body,
     error_in,
     forces_tools,
@@ -23,12 +23,12 @@ from router.vllm.bodies import (
     prefill_body,
     undivided_because,
 )
-from router.vllm.report import report_of
-from router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from kvrelay.router.vllm.report import report_of
+from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.outputs import Load
 from tests.router.vllm_doubles import ASKED, DONE, error, metrics_text
-from wire.config import Role
-from wire.errors import NodeFailed
-from wire.outputs import Load
 
 MODELS = (
     b'{"object":"list","data":[{"id":"m","parent":null,"max_model_len":64},'

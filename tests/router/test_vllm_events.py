@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prefix.contents import BlockContents, keys_of_prompt
+from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events import AllBlocksCleared, BlockStored, read_batch
+from kvrelay.wire.router_config import RouterConfig
 from tests.router.router_doubles import Cluster, router_over, until
 from tests.router.vllm_doubles import MODEL, Store, VllmNode
 from tests.router.vllm_events_double import (
@@ -26,9 +29,6 @@ from tests.router.vllm_events_double import (
     prompt_of,
     tokens_of,
 )
-from wire.errors import ConfigError
-from wire.kv_events import AllBlocksCleared, BlockStored, read_batch
-from wire.router_config import RouterConfig
 
 VERSIONS = ["0.9.2", "0.13.0", "0.25.1"]
 DOCUMENT = "".join(f"Sentence {at} of a long document. " for at in range(60))
@@ -41,8 +41,8 @@ def text(name: Any, size: int = 1_600) -> str:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.02)
-    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.1)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.1)
 
 
 # --- pure
@@ -110,7 +110,7 @@ def test_the_same_text_has_the_same_keys_on_all_nodes_and_another_context_has_no
 
 
 def test_what_cannot_be_told_apart_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefix.contents.LIMIT", 2)
+    monkeypatch.setattr("kvrelay.router.prefix.contents.LIMIT", 2)
     contents = BlockContents(whole=True)
     for event in (
         BlockStored([1], 99, list(range(BLOCK)), BLOCK),  # nobody has told of its parent
@@ -242,7 +242,7 @@ async def test_a_request_goes_to_where_the_blocks_of_its_text_are(
     version: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "router.vllm.walk.prefilled", lambda *_: None
+        "kvrelay.router.vllm.walk.prefilled", lambda *_: None
     )  # a pause of this machine is no speed of a node
     async with rig(version, blocks=400, prefill_policy=policy) as r:
         one = await r.ask(DOCUMENT + "What is sentence 7?")

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from router.nodes.node import Node
-from router.reply import Reply
-from router.vllm.measured import prefilled, streamed
+from kvrelay.router.nodes.node import Node
+from kvrelay.router.reply import Reply
+from kvrelay.router.vllm.measured import prefilled, streamed
+from kvrelay.wire.config import Role
 from tests.router.router_doubles import cluster
 from tests.router.vllm_doubles import DONE, Call, Store, VllmNode, ok, pair
-from wire.config import Role
 
 
 def test_prompts_teach_what_a_token_takes_also_behind_a_queue() -> None:

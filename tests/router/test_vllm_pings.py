@@ -14,14 +14,14 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.nodes.node import NodeKind
-from router.nodes.pool import Pool
-from router.vllm.pings import EXPIRY_S, PingBook, hearing_pings
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.vllm.pings import EXPIRY_S, PingBook, hearing_pings
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import RequestError
+from kvrelay.wire.router_config import RouterConfig
 from tests.router.router_doubles import MODEL, Cluster, cluster, until
 from tests.router.vllm_doubles import Store, VllmNode, cut, deltas, ok
-from wire.config import Role
-from wire.errors import RequestError
-from wire.router_config import RouterConfig
 
 anybody = RouterConfig().may_be_node
 """Nodes want no key."""

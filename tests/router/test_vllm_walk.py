@@ -13,7 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from router.nodes.node import NodeKind
+from kvrelay.router.nodes.node import NodeKind
 from tests.router.router_doubles import MODEL, Cluster, decode, prefill, until
 from tests.router.router_doubles import cluster as start_cluster
 from tests.router.vllm_doubles import (

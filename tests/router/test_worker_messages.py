@@ -16,20 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import until
 
-from openai_api.response_store import Stored
-from router.admission.poison import Suspect
-from router.nodes.members import NodeSpec, Source
-from router.nodes.node import Node, NodeNews
-from router.nodes.pool import DRAINS, Pool
-from router.router import Router
-from router.workers import parent as parent_module
-from router.workers.messages import MAX_BYTES, LinkBroken, Report, Snapshot, framed, received
-from router.workers.parent import Parent, share_of
-from router.workers.worker import Worker
-from wire.config import Role
-from wire.key_config import KeyConfig
-from wire.outputs import Load
-from wire.router_config import RouterConfig
+from kvrelay.openai_api.response_store import Stored
+from kvrelay.router.admission.poison import Suspect
+from kvrelay.router.nodes.members import NodeSpec, Source
+from kvrelay.router.nodes.node import Node, NodeNews
+from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.router import Router
+from kvrelay.router.workers import parent as parent_module
+from kvrelay.router.workers.messages import (
+    MAX_BYTES,
+    LinkBroken,
+    Report,
+    Snapshot,
+    framed,
+    received,
+)
+from kvrelay.router.workers.parent import Parent, share_of
+from kvrelay.router.workers.worker import Worker
+from kvrelay.wire.config import Role
+from kvrelay.wire.key_config import KeyConfig
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.router_config import RouterConfig
 
 KEY = KeyConfig(
     "a", "0" * 64, max_queue=5, max_running=2, requests_per_minute=7, tokens_per_minute=0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvrelay.planning.rate_card import write_card
 from kvrelay.replay import replayed, run, size_of
-from planning.rate_card import write_card
-from simulator.incident import (
+from kvrelay.simulator.incident import (
     Incident,
     LeftOut,
     NodeNamed,
@@ -21,13 +21,13 @@ from simulator.incident import (
     read_incident,
     streams_of_incident,
 )
-from simulator.setting import NodeEvent, Setting, What
-from simulator.speeds import H200
-from simulator.stream import Stream
-from simulator.world import simulate
-from wire.config import Role
-from wire.errors import ConfigError
-from wire.log_lines import Fields, JsonLines
+from kvrelay.simulator.setting import NodeEvent, Setting, What
+from kvrelay.simulator.speeds import H200
+from kvrelay.simulator.stream import Stream
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.log_lines import Fields, JsonLines
 
 P, D, E = "http://p:1", "http://d:1", "http://e:1"
 

@@ -13,25 +13,25 @@ import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
 from benchmarks.simulate import main
-from load.measures import percentile
-from load.workloads import SCALE, WORKLOADS, Asked, read_trace
-from paged_engine import waiting as engines_waiting
-from paged_engine.blocks import BlockPool
-from paged_engine.request import Request
-from paged_engine.scheduler import Scheduler
-from paged_engine.step_plan import StepPlan
-from simulator.block_cache import BlockCache
-from simulator.engine import OVERTAKEN, Engine
-from simulator.seat import Leg, Told
-from simulator.setting import Result, Setting
-from simulator.speeds import H200, Speeds
-from simulator.stream import Stream, at_load, streams_at, streams_of
-from simulator.summary import summary_of, table
-from simulator.world import simulate
-from wire.engine_messages import Submit
-from wire.hashes import root_of
-from wire.router_config import POLICY_NAMES
-from wire.sampling import SamplingParams
+from kvrelay.load.measures import percentile
+from kvrelay.load.workloads import SCALE, WORKLOADS, Asked, read_trace
+from kvrelay.paged_engine import waiting as engines_waiting
+from kvrelay.paged_engine.blocks import BlockPool
+from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.scheduler import Scheduler
+from kvrelay.paged_engine.step_plan import StepPlan
+from kvrelay.simulator.block_cache import BlockCache
+from kvrelay.simulator.engine import OVERTAKEN, Engine
+from kvrelay.simulator.seat import Leg, Told
+from kvrelay.simulator.setting import Result, Setting
+from kvrelay.simulator.speeds import H200, Speeds
+from kvrelay.simulator.stream import Stream, at_load, streams_at, streams_of
+from kvrelay.simulator.summary import summary_of, table
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.engine_messages import Submit
+from kvrelay.wire.hashes import root_of
+from kvrelay.wire.router_config import POLICY_NAMES
+from kvrelay.wire.sampling import SamplingParams
 
 SPEEDS = Speeds(H200)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.rate_card import MixedPoint, PrefillPoint
-from simulator.engine import Engine
-from simulator.seat import Leg, Told
-from simulator.setting import NodeEvent, Result, Setting, Targets, What
-from simulator.speeds import H200, Speeds, slowed
-from simulator.stream import Stream
-from simulator.world import simulate
-from wire.config import Role
+from kvrelay.planning.rate_card import MixedPoint, PrefillPoint
+from kvrelay.simulator.engine import Engine
+from kvrelay.simulator.seat import Leg, Told
+from kvrelay.simulator.setting import NodeEvent, Result, Setting, Targets, What
+from kvrelay.simulator.speeds import H200, Speeds, slowed
+from kvrelay.simulator.stream import Stream
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.config import Role
 
 SPEEDS = Speeds(H200)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from load.workloads import Asked
-from simulator.goodput import enough, served
-from simulator.setting import Result, Setting, Targets
-from simulator.stream import Stream
+from kvrelay.load.workloads import Asked
+from kvrelay.simulator.goodput import enough, served
+from kvrelay.simulator.setting import Result, Setting, Targets
+from kvrelay.simulator.stream import Stream
 
 TARGETS = Targets(1_000.0, 100.0)
 

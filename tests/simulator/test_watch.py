@@ -4,12 +4,12 @@ static one serves.
 
 from __future__ import annotations
 
-from simulator.goodput import attained
-from simulator.setting import Result, Setting, Targets
-from simulator.shifting import Phase, shifting
-from simulator.speeds import H200, Speeds, slowed
-from simulator.world import simulate
-from wire.config import Role
+from kvrelay.simulator.goodput import attained
+from kvrelay.simulator.setting import Result, Setting, Targets
+from kvrelay.simulator.shifting import Phase, shifting
+from kvrelay.simulator.speeds import H200, Speeds, slowed
+from kvrelay.simulator.world import simulate
+from kvrelay.wire.config import Role
 
 TARGETS = Targets(8_000.0, 120.0)
 SPEEDS = Speeds(slowed(H200, 8.0))

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, SpeculativeConfig, TransferConfig
-from wire.config_checks import is_loopback
-from wire.errors import ConfigError
-from wire.router_config import RouterConfig
+from kvrelay.wire.config import (
+    EngineConfig,
+    NodeConfig,
+    RanksConfig,
+    SpeculativeConfig,
+    TransferConfig,
+)
+from kvrelay.wire.config_checks import is_loopback
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.router_config import RouterConfig
 
 
 @pytest.mark.parametrize(

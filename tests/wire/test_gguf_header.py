@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.gguf_header import GgufHeader, TensorPlace, read_gguf_header
+from kvrelay.wire.gguf_header import GgufHeader, TensorPlace, read_gguf_header
 
 
 def text(value: str) -> bytes:

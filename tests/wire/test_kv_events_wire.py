@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from wire.errors import NodeFailed
-from wire.kv_events import (
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.kv_events import (
     END,
     AllBlocksCleared,
     BlockRemoved,

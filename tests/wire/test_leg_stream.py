@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.errors import NodeFailed
-from wire.frames import MALFORMED, Frame, FrameKind
-from wire.leg_stream import Kind, MessageReader, credit, credit_of, frame_message, frame_of, message
+from kvrelay.wire.errors import NodeFailed
+from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
+from kvrelay.wire.leg_stream import (
+    Kind,
+    MessageReader,
+    credit,
+    credit_of,
+    frame_message,
+    frame_of,
+    message,
+)
 
 MESSAGES = st.lists(
     st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40)), max_size=8

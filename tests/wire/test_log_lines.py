@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from wire.config_checks import check_log_format
-from wire.errors import ConfigError, RequestError
-from wire.log_lines import Fields, JsonLines, Seldom, formatter
+from kvrelay.wire.config_checks import check_log_format
+from kvrelay.wire.errors import ConfigError, RequestError
+from kvrelay.wire.log_lines import Fields, JsonLines, Seldom, formatter
 
 
 def record(template: str, *values: object, **more: Any) -> logging.LogRecord:

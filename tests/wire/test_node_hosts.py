@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from wire.errors import ConfigError
-from wire.node_hosts import is_node_allowed
-from wire.router_config import RouterConfig
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.node_hosts import is_node_allowed
+from kvrelay.wire.router_config import RouterConfig
 
 ALLOW = ("node-1.internal", "Gpu_7", "10.1.0.0/16", "192.0.2.7", "2001:db8::/32", "[::1]")
 NODES = ("http://prefill.example:8100", "https://[2001:DB9:0::5]:9", "http://127.0.0.1:8100")

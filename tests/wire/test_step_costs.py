@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.step_costs import Pace, StepBudget, StepCosts
+from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts
 
 H200 = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
 """About those of an H200 with 8 billion parameters."""

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer import messages
-from kv_transfer.connector import PoolRegion
-from kv_transfer.host_files import HostFile
-from kv_transfer.leases import LeaseId
-from kv_transfer.messages import (
+from kvrelay.kv_transfer import messages
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.host_files import HostFile
+from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.messages import (
     End,
     Ended,
     Follow,
@@ -30,16 +30,16 @@ from kv_transfer.messages import (
     Renewed,
     Welcome,
 )
-from router.nodes.node import HealthReport
-from wire.config import Role
-from wire.errors import ErrorBody
-from wire.frames import Frame, FrameKind
-from wire.heartbeat import Heartbeat
-from wire.leg_stream import Answer, Open
-from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
-from wire.step_costs import StepCosts
-from wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed
-from wire.versions import HANDOVER, LEGS, RELEASE, Versions
+from kvrelay.router.nodes.node import HealthReport
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ErrorBody
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.heartbeat import Heartbeat
+from kvrelay.wire.leg_stream import Answer, Open
+from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
+from kvrelay.wire.step_costs import StepCosts
+from kvrelay.wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed
+from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE, Versions
 
 RANGES = st.integers(1, 9).flatmap(
     lambda oldest: st.integers(oldest, 9).map(lambda newest: Versions(oldest, newest))

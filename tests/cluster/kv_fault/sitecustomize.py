@@ -12,10 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-if any("node.engine_process" in word for word in sys.orig_argv):
+if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
     from typing import Any
 
-    from kv_transfer.via_direct import DirectPlane
+    from kvrelay.kv_transfer.via_direct import DirectPlane
 
     trigger = Path(os.environ["KV_FAULT"])
     post_read, poll = DirectPlane.post_read, DirectPlane.poll

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 
 if "router" in sys.orig_argv:
-    from router.admission import poison
+    from kvrelay.router.admission import poison
 
     poison.REFUSED_S = float(os.environ["POISON_REFUSED_S"])
 elif {"prefill", "decode"} & set(sys.orig_argv):
     from typing import Any
 
-    from node.engine_client import EngineClient
-    from node.serving import Serving
+    from kvrelay.node.engine_client import EngineClient
+    from kvrelay.node.serving import Serving
 
     trigger = Path(os.environ["POISON_FAULT"])
     leg, start = Serving._leg, EngineClient.start

@@ -16,15 +16,15 @@ from pathlib import Path
 MESSAGE = """CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace might be incorrect."""
 
-if any("node.engine_process" in word for word in sys.orig_argv):
+if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
     import atexit
     import time
     from typing import Any
 
     import torch
 
-    from kv_transfer.planes import PlaneThread
-    from paged_engine.engine import Engine
+    from kvrelay.kv_transfer.planes import PlaneThread
+    from kvrelay.paged_engine.engine import Engine
 
     trigger = Path(os.environ["GPU_FAULT"])
 
