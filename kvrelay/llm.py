@@ -31,7 +31,7 @@ from kvrelay.wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from kvrelay.node.offline import Offline
-    from kvrelay.openai_api.leg import Leg
+    from kvrelay.openai_api.node_request import NodeRequest
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -310,7 +310,9 @@ def _chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "logprobs": True, "top_logprobs": fields["logprobs"]}
 
 
-def _output(leg: Leg, frames: Sequence[Frame], text: str | None, made_by: Offline) -> RequestOutput:
+def _output(
+    leg: NodeRequest, frames: Sequence[Frame], text: str | None, made_by: Offline
+) -> RequestOutput:
     outputs = []
     for choice in leg.writer.choices:
         count = len(choice.token_ids)  # tokens behind a stop string are not the answer's

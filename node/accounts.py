@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Call
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.stage_times import stage_times
 from kvrelay.openai_api.stages import STAGES, stages_ms
 from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_id_of
@@ -34,7 +34,12 @@ class Account:
     """Of one leg: `submitted` once it is submitted, `heard` for each update, `close` once."""
 
     def __init__(
-        self, leg: Leg, call: Call, role: Role, metrics: NodeMetrics | None, tracing: Tracing | None
+        self,
+        leg: NodeRequest,
+        call: Call,
+        role: Role,
+        metrics: NodeMetrics | None,
+        tracing: Tracing | None,
     ) -> None:
         self._leg, self._call, self._role, self._metrics = leg, call, role, metrics
         self._began = self._told = time.monotonic()

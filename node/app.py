@@ -43,7 +43,7 @@ from kvrelay.openai_api.body import asked_id
 from kvrelay.openai_api.front import Front, front_of
 from kvrelay.openai_api.join import joined_end
 from kvrelay.openai_api.json_body import check_leg, check_shape, json_response
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.routes import add_routes, shown
 from kvrelay.openai_api.tracing import Tracing, sane_trace
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelList
@@ -351,7 +351,7 @@ async def _complete(
 
 async def _begun(
     node: Node, call: Call
-) -> tuple[list[Leg], ChatRequest | CompletionRequest, Load, AsyncGenerator[Frame, None]]:
+) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest, Load, AsyncGenerator[Frame, None]]:
     """A call that the engine was given: its legs, the request, the load that answers it, and the
     answer's frames.
     """
@@ -383,7 +383,9 @@ async def _streamed(
     return load, frames
 
 
-async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+async def frames_of(
+    node: Node, legs: Sequence[NodeRequest], call: Call
+) -> AsyncGenerator[Frame, None]:
     """Give the legs of a call to the engine, before anything else can happen, and return the frames
     of its answer.
 
@@ -405,7 +407,7 @@ async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerat
     return joined_frames(parts, streams=writer.streams, end=end)
 
 
-async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
+async def _frames(node: Node, leg: NodeRequest, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an
     ERROR frame.
 

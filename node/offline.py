@@ -19,7 +19,7 @@ from kvrelay.node.loading import serving_of
 from kvrelay.node.preprocess import legs_of
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import ErrorBody, KvrelayError
 from kvrelay.wire.frames import Frame, FrameKind
@@ -49,7 +49,7 @@ class Offline:
         _, frames = await self.run(chat, body)
         return frames[-1].payload
 
-    async def run(self, chat: bool, body: bytes) -> tuple[list[Leg], list[Frame]]:
+    async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
         """The legs of a completion that have run to their end, one for each prompt, and all their
         frames.
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.stages import with_stages
 from kvrelay.wire.frames import Frame, FrameKind
 
@@ -20,7 +20,7 @@ __all__ = ["payloads", "whole"]
 
 
 async def payloads(
-    first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None
+    first: Frame, frames: AsyncGenerator[Frame, None], leg: NodeRequest, since: float | None
 ) -> AsyncIterator[bytes]:
     """The bytes of a streamed answer. `since`: if the caller asks for stages, the monotonic second
     of its arrival.
@@ -31,7 +31,7 @@ async def payloads(
             yield _plain(frame, leg, since)
 
 
-def _plain(frame: Frame, leg: Leg, since: float | None) -> bytes:
+def _plain(frame: Frame, leg: NodeRequest, since: float | None) -> bytes:
     """A frame's bytes to a caller that knows none; to it, a hand-over looks like an answer of one
     token.
     """
@@ -47,7 +47,7 @@ def _timed(payload: bytes, frame: Frame, since: float | None) -> bytes:
 
 
 async def whole(
-    first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None
+    first: Frame, frames: AsyncGenerator[Frame, None], leg: NodeRequest, since: float | None
 ) -> tuple[int, bytes]:
     """Status and JSON body of an answer that is not streamed."""
     async with contextlib.aclosing(frames):

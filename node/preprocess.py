@@ -15,7 +15,7 @@ from kvrelay.node.serving import Call, Serving
 from kvrelay.openai_api.beside import beside
 from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.chat_template import with_object
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.structured import constraint_of
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 
@@ -37,7 +37,7 @@ _INDENT = 4
 
 async def legs_of(
     serving: Serving, sandbox: Sandbox, call: Call
-) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest]:
     """Make a checked leg for each prompt of a call, and return its request, too.
 
     Raises RequestError, Draining, Unavailable."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.decode_node.leg import DecodeLeg
+from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.openai_api.body import (
     MAX_CHOICES,
     choice_count,
@@ -25,16 +25,16 @@ from kvrelay.openai_api.body import (
     token_limit,
 )
 from kvrelay.openai_api.json_body import reading
-from kvrelay.openai_api.leg import Leg, with_forks
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import ReasoningFormat, ToolFormat
+from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.structured import bad_word_ids
 from kvrelay.openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelCard
 from kvrelay.openai_api.writer import AnswerWriter
-from kvrelay.prefill_node.leg import PrefillLeg
+from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, Submit
 from kvrelay.wire.errors import Draining, NotFound, RequestError
@@ -146,7 +146,7 @@ class Serving:
 
     def legs(
         self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
-    ) -> list[Leg]:
+    ) -> list[NodeRequest]:
         """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken
         before it returns.
         """
@@ -179,7 +179,7 @@ class Serving:
         request: ChatRequest | CompletionRequest,
         transfer: KvTransferParams,
         prompt: list[int],
-    ) -> Leg:
+    ) -> NodeRequest:
         defaults = transfer.sampling_defaults or self.defaults
         transfer = msgspec.structs.replace(transfer, sampling_defaults=defaults)
         # Before a look at each of a million tokens.
@@ -240,11 +240,11 @@ class Serving:
             spill_tokens=max(1, known - max(0, transfer.cached_tokens)) if transfer.spill else 0,
         )
         if transfer.do_remote_prefill:
-            return DecodeLeg(submit, transfer, writer, self.info)
+            return DecodeRequest(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and limit > 1:
-            return PrefillLeg(submit, transfer, writer)
-        return Leg(
-            with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer
+            return PrefillRequest(submit, transfer, writer)
+        return NodeRequest(
+            fork_submits(submit, {choice: [] for choice in range(len(writer.choices))}), writer
         )
 
     def to_tokenize(self, body: bytes) -> tuple[ToTokenize, ChatRequest | CompletionRequest]:

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.decode_node.leg import DecodeLeg
+from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.openai_api.body import choice_count, decode_completion, sampling_params
-from kvrelay.openai_api.leg import Leg, with_forks
+from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
-from kvrelay.prefill_node.leg import PrefillLeg
+from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
 from kvrelay.wire.errors import KvNotLoaded, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
@@ -60,9 +60,9 @@ def parts(
     return Submit("call-1", PROMPT, sampling), writer
 
 
-def decode_leg(tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any) -> DecodeLeg:
+def decode_leg(tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any) -> DecodeRequest:
     submit, writer = parts(tokenizer, transfer, **fields)
-    return DecodeLeg(submit, transfer, writer, INFO)
+    return DecodeRequest(submit, transfer, writer, INFO)
 
 
 def said(frame: Frame) -> list[tuple[str, str | None]]:
@@ -77,7 +77,7 @@ def said(frame: Frame) -> list[tuple[str, str | None]]:
 def test_forks_share_a_prompt_and_nothing_else(tokenizer: Tokenizer) -> None:
     submit, _ = parts(tokenizer, KvTransferParams())
     ticket = KvTransferParams(**TICKET)
-    first, second, third = with_forks(
+    first, second, third = fork_submits(
         msgspec.structs.replace(submit, fetch=ticket), {0: [5], 2: [], 3: [6]}
     )
     assert (first.request_id, first.fetch, first.fork_of, first.generated) == (
@@ -99,7 +99,7 @@ def test_forks_share_a_prompt_and_nothing_else(tokenizer: Tokenizer) -> None:
 
 def test_a_stop_string_ends_one_choice_and_the_leg_with_the_last(tokenizer: Tokenizer) -> None:
     submit, writer = parts(tokenizer, KvTransferParams(), n=2, stop="B")
-    leg = Leg(with_forks(submit, {0: [], 1: []}), writer)
+    leg = NodeRequest(fork_submits(submit, {0: [], 1: []}), writer)
     (frame,) = leg.frames(RequestUpdate("call-1", [65, 66]), Load())
     assert (frame.kind, frame.choice, frame.finish, said(frame)) == (
         FrameKind.TOKENS,
@@ -122,7 +122,7 @@ def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(
 ) -> None:
     asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9)
     submit, writer = parts(tokenizer, KvTransferParams(), n=n)
-    leg = PrefillLeg(submit, asked, writer)
+    leg = PrefillRequest(submit, asked, writer)
     (sent,) = leg.submits
     assert (sent.hold, sent.hold_stopped, sent.params.max_tokens) == (True, n == 2, 1)
     held = KvTransferParams(**TICKET) if n == 2 else None
@@ -214,7 +214,7 @@ def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_befo
     asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9, pipelined=True)
     wants = {"stream": False, "prompt_logprobs": 1}
     submit, writer = parts(tokenizer, KvTransferParams(), **wants)
-    leg = PrefillLeg(submit, asked, writer)
+    leg = PrefillRequest(submit, asked, writer)
     ticket = KvTransferParams(**TICKET)
     assert list(leg.frames(RequestUpdate("call-1", [], held=ticket), Load())) == []
     update = RequestUpdate(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from kvrelay.openai_api.leg import Leg, with_forks
+from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.scored_prompt import ScoredPrompt
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
@@ -16,7 +16,7 @@ from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import KvTransferParams
 
-__all__ = ["DecodeLeg", "ticket_of"]
+__all__ = ["DecodeRequest", "ticket_of"]
 
 _MAX_INT = 2**63
 
@@ -62,7 +62,7 @@ def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | N
     return params
 
 
-class DecodeLeg(Leg):
+class DecodeRequest(NodeRequest):
     """The writer has replayed what `params` say of each choice; the engine starts behind that.
 
     The first choice that is not over fetches the prompt's KV (or computes it), and the others fork
@@ -107,7 +107,7 @@ class DecodeLeg(Leg):
             else:
                 self._ends[at] = over
         first = msgspec.structs.replace(submit, fetch=ticket)
-        super().__init__(with_forks(first, going_on), writer)
+        super().__init__(fork_submits(first, going_on), writer)
         if ticket is not None and not going_on:
             self.unneeded = first
 

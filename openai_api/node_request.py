@@ -1,7 +1,7 @@
 """One node's part of one request: what to submit to the engine, and how its updates become frames.
 
 Each choice of the answer is an engine request of its own; all but the first fork from it. The base
-class serves a request to its end; prefill_node/leg.py ends it with a hand-over instead.
+class serves a request to its end; prefill_node/request.py ends it with a hand-over instead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.sampling import Constraint
 
-__all__ = ["Leg", "with_forks"]
+__all__ = ["NodeRequest", "fork_submits"]
 
 
-def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
+def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
     """A request of the engine for each choice; `generated` are the output tokens it has. The first
     gets `first`'s id and fetch, the others share its prompt.
     """
@@ -43,7 +43,7 @@ def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Su
     return submits
 
 
-class Leg:
+class NodeRequest:
     """`done` once the last frame was made, also when the engine has not ended all requests (a stop
     string was hit).
 

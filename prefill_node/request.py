@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvrelay.openai_api.leg import Leg
+from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.frames import Frame, FrameKind
@@ -20,10 +20,10 @@ from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.transfer import KvTransferParams, packed
 from kvrelay.wire.versions import PACKS_PROMPTS
 
-__all__ = ["PrefillLeg"]
+__all__ = ["PrefillRequest"]
 
 
-class PrefillLeg(Leg):
+class PrefillRequest(NodeRequest):
     """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole
     request.
 
