@@ -15,7 +15,6 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """Only who asks for the class loads what it needs: the command line must not wait for it."""
     if name in __all__:
         from kvrelay import llm
 

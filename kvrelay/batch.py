@@ -57,8 +57,6 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """What is read back of a line of the output."""
-
     class Response(msgspec.Struct, frozen=True):
         status_code: int = 0
 
@@ -139,9 +137,6 @@ def _read(path: Path) -> bytes:
 
 
 def _keep_done(target: Path, asked: set[str]) -> set[str]:
-    """The ids that an earlier run has answered well; its other lines are taken out, also one that
-    was cut off.
-    """
     if not target.exists():
         return set()
     decoder = msgspec.json.Decoder(_Done)
@@ -182,7 +177,6 @@ async def _answer_all(
     at_once: int,
     console: Console,
 ) -> int:
-    """Ask for all, at most so many at once; write each answer as it comes. How many are errors."""
     waiting = iter(lines)
     failed = 0
     with _progress(console) as bar:
@@ -204,7 +198,6 @@ async def _answer_all(
 
 
 async def _one(ask: Ask, line: BatchLine) -> tuple[bool, bytes]:
-    """Whether it was answered well, and the line of the output."""
     answered: Answered | None = None
     why = ""
     for at in range(TRIES):
@@ -284,7 +277,6 @@ async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
 
 
 def _speak(url: str, request_id: str) -> Speak:
-    """Nothing is kept: a batch has no later requests."""
     if url == "/v1/responses":
         return lambda body: speak_responses(
             body, Recalled(), f"resp_{request_id}", int(time.time())
@@ -295,7 +287,6 @@ def _speak(url: str, request_id: str) -> Speak:
 
 
 def _json(body: bytes) -> bytes:
-    """As one line; what is no JSON becomes a text."""
     try:
         return msgspec.json.encode(msgspec.json.decode(body))
     except MALFORMED:

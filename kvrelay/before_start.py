@@ -116,7 +116,6 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
 
 
 def _check_plugin(path: str) -> None:
-    """Raise ConfigError for a file that is no Python. It is not run: that is for the nodes."""
     if path:
         try:
             compile(Path(path).expanduser().read_bytes(), path, "exec")
@@ -125,9 +124,6 @@ def _check_plugin(path: str) -> None:
 
 
 def _check_profiler(profiler: ProfilerConfig, device: str) -> None:
-    """Raise ConfigError if no profile could be made here. What it tries in its folder leaves
-    nothing behind.
-    """
     if profiler.profiler == "cuda":
         require(device == "cuda", "the profiler cuda needs a GPU; take torch on a CPU")
         return
@@ -145,7 +141,6 @@ def _check_profiler(profiler: ProfilerConfig, device: str) -> None:
 
 
 def _device(engine: EngineConfig, here: Host) -> str:
-    """Say whether it is computed on `cpu` or `cuda`."""
     if engine.device == "cuda" and here.gpus is None:
         raise ConfigError(
             "device cuda was asked for, but torch can use no GPU here; use --device cpu, or "
@@ -156,7 +151,6 @@ def _device(engine: EngineConfig, here: Host) -> str:
 
 
 def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineConfig]:
-    """The engine of each node that starts here."""
     if not isinstance(config, ClusterConfig):
         return [config.engine]
     return [
@@ -175,9 +169,6 @@ def _check_gpus(
     places: Sequence[NodeGpus],
     gpus: Sequence[Gpu],
 ) -> None:
-    """Raise ConfigError if what engines need at least is more than a GPU has, or than it may give
-    them.
-    """
     from kvrelay.paged_engine.memory_sizes import RESERVE_BYTES
 
     known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()

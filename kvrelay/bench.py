@@ -109,7 +109,6 @@ def _compare(files: Sequence[Path], values: Mapping[str, object], console: Conso
 
 
 def _teller(bar: Progress) -> Callable[[Told], None]:
-    """Shows how far each run is, in a line of its own."""
     tasks: dict[str, TaskID] = {}
 
     def told(said: Told) -> None:
@@ -171,7 +170,6 @@ def _arrivals(config: BenchConfig) -> str:
 
 
 def _command() -> str:
-    """As it was typed, without the key."""
     words, hidden = ["kvrelay", *sys.argv[1:]], "--api-key"
     shown = ["***" if at and words[at - 1] == hidden else word for at, word in enumerate(words)]
     return shlex.join(
@@ -191,7 +189,6 @@ def _versions(server: str) -> dict[str, str]:
 
 
 def _gpus_here() -> str:
-    """Of a server on this machine."""
     try:
         told = subprocess.run(
             _SMI, capture_output=True, text=True, timeout=_SMI_DEADLINE_S, check=False
@@ -223,7 +220,6 @@ def _show(results: Sequence[Result], console: Console) -> None:
 
 
 def _narrow(cells: Sequence[str]) -> list[str]:
-    """A row of the report, medians and 99th percentiles together."""
     pairs = [" ".join(cells[at : at + 2]) for at in range(5, 13, 2)]
     return [*cells[:5], *pairs, *cells[13:]]
 

@@ -141,9 +141,6 @@ async def stream_answer(
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON values of a stream of server-sent events; raises ChatFailed at an error event or a
-    stream cut short.
-    """
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
@@ -197,17 +194,12 @@ async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Con
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """What all questions of a conversation have in common."""
-
     endpoint: Endpoint
     model: str
     beginning: list[Message]
     sampling: Mapping[str, float]
 
     def ask(self, history: list[Message], console: Console, aside: Console) -> Answer:
-        """The answer to the last message, shown as it comes, with reasoning aside. Raises
-        ChatFailed.
-        """
         show, think, thinking = _printer(console), _printer(aside, "dim"), False
 
         def on_thought(piece: str) -> None:
@@ -275,7 +267,6 @@ async def _greet(endpoint: Endpoint, model: str) -> str:
 
 
 def _typed(console: Console) -> str | None:
-    """The next line, or None when the person leaves."""
     try:
         return console.input("[bold]>[/] ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -284,9 +275,6 @@ def _typed(console: Console) -> str | None:
 
 
 def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> list[Message]:
-    """Ask one question; return the conversation with its answer, or as it was if that failed or was
-    stopped.
-    """
     asked = [*history, {"role": "user", "content": line}]
     try:
         answer = talk.ask(asked, console, console)
@@ -301,7 +289,6 @@ def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> l
 
 
 def _piped(talk: _Talk, console: Console) -> int:
-    """Answers go to stdout, reasoning, figures and errors to stderr."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     history: list[Message] = []
     failed = False

@@ -140,7 +140,6 @@ def _serving_router(
     with nullcontext("") if config.admin_key else drawn_key("admin", port) as drawn:
 
         def settled(read: RouterConfig) -> RouterConfig:
-            """What the file leaves to this process stays as it is when the file is read again."""
             return dataclasses.replace(
                 read, port=read.port or port, admin_key=read.admin_key or drawn
             )
@@ -251,12 +250,6 @@ def _add(
     *,
     reloads: bool = False,
 ) -> None:
-    """Make a command whose flags are the settings of a config type. `env` names variables that
-    stand in for flags.
-
-    `own` are parameters of the command itself; their values are handed over beside the settings.
-    One that `reloads` is given how its settings are read again, too: None without a config file.
-    """
     known = settings_of(config, skip)
     if name in _EXPLAINED:
         _EXPLAINED[name] = config, known
@@ -290,9 +283,6 @@ def _add(
 
 
 def _flags(given: dict[str, Any]) -> dict[str, object]:
-    """Settings that were typed, or are in variables; None for the others. Raises ConfigError at two
-    models.
-    """
     if (model := given.pop(_MODEL_ARGUMENT, None)) is not None:
         if given["model"] not in (None, model):
             raise ConfigError(
@@ -312,7 +302,6 @@ def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parame
 
 
 def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
-    """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
     flag = (
         f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
         if setting.kind is bool
@@ -547,12 +536,6 @@ def _config(
         ),
     ],
 ) -> int:
-    """Print what would be in force for a command and why: each setting, its value, and where that
-    comes from.
-
-    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown.
-    Starts nothing; the exit code is 2, as the command's own, if a value is wrong.
-    """
     name, *words = command
     explained = _EXPLAINED.get(name)
     if explained is None:
@@ -584,7 +567,6 @@ def _config(
 
 
 def _in_full(name: str) -> str:
-    """Give the setting that a parameter of a command stands for."""
     return {CPU.name: "device", _MODEL_ARGUMENT: "model"}.get(name, name)
 
 
@@ -613,7 +595,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(why: Any, words: Sequence[str]) -> str:
-    """The sentence for a wrong flag or command among these words, with the nearest known one."""
     message = why.format_message()
     flag = getattr(why, "option_name", None)
     if flag is not None and message.startswith("No such option"):
@@ -649,7 +630,6 @@ def _usage(why: Any, words: Sequence[str]) -> str:
 
 
 def _of_others(flag: str) -> str:
-    """A clause that names the commands with such a flag; empty if none has it."""
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     others = [
         f"`kvrelay {command}`" for command, each in _EXPLAINED.items() if each and name in each[1]

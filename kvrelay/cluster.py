@@ -65,7 +65,6 @@ async def _run(
     console: Console,
     planned: Callable[..., list[ChildSpec]],
 ) -> int:
-    """Run the cluster until it is told to stop. `drawn`: its admin key, if nobody has given one."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -112,9 +111,6 @@ async def _serve(
     endpoint: Endpoint,
     drawn: str,
 ) -> None:
-    """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that
-    is to exit.
-    """
     *nodes, router = specs
     for wave in waves(nodes, machine):
         await _all_ready(console, [supervisor.start(node) for node in wave])
@@ -131,7 +127,6 @@ async def _serve(
 
 
 async def _all_ready(console: Console, children: Sequence[Child]) -> None:
-    """Wait for all children, telling of each; raises the ChildFailed of the first that fails."""
     waiting = [child.spec.name for child in children]
 
     async def one(child: Child) -> None:
@@ -153,9 +148,6 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
 
 
 def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> None:
-    """Say where it is. A terminal is shown the drawn admin key with the console's address; a log is
-    not.
-    """
     watch = f"{endpoint.url}/console" + (f"#key={drawn}" if drawn and console.is_terminal else "")
     key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
     body = (
@@ -172,7 +164,6 @@ def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> Non
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether a health route answers 200 in time."""
     try:
         async with session.get(
             url, timeout=aiohttp.ClientTimeout(total=_HEALTH_DEADLINE_S)

@@ -223,16 +223,12 @@ def environment_of(
 
 
 def _shared(config: ComposeConfig) -> dict[str, str]:
-    """The namespaces that nodes need in common, which only the direct connector does."""
     if config.cluster.transfer.kv_connector not in ("auto", "direct"):
         return {}
     return dict.fromkeys(("pid", "ipc"), f"container:{config.name}-namespaces")
 
 
 def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
-    """What all our containers have: no rights, nothing to write but memory, and a start after each
-    end.
-    """
     return {
         "restart": "unless-stopped",
         "read_only": True,
@@ -244,12 +240,6 @@ def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
 
 
 def _namespaces(config: ComposeConfig) -> dict[str, Any]:
-    """The process whose PID and IPC namespaces all nodes share: `direct` maps a peer's pool through
-    them.
-
-    A container of its own, so that any node may end without taking the namespaces of the others
-    along. Its shell reaps what dead nodes leave behind.
-    """
     waits = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $$!; done"
     return {
         "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
@@ -271,7 +261,6 @@ def _node(
     cores: int,
     earlier: Sequence[str],
 ) -> dict[str, Any]:
-    """`earlier`: nodes on the same GPU. They measure its free memory one after the other."""
     engine = replace(config.cluster.engine_of(role), device="cuda" if share else "cpu")
     if share:
         engine = sharing_memory(engine, share.sharers)
@@ -318,9 +307,6 @@ def _node(
 
 
 def _on_gpus(config: ComposeConfig, environment: dict[str, str], share: NodeGpus) -> dict[str, Any]:
-    """All GPUs of the cluster are in each container, because `direct` reads a peer's; a node
-    computes on its own.
-    """
     devices = [{"driver": "nvidia", "device_ids": list(config.gpu_ids), "capabilities": ["gpu"]}]
     return {
         "environment": environment | {"CUDA_VISIBLE_DEVICES": share.visible},
@@ -361,9 +347,6 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
 
 
 def _monitoring() -> dict[str, Any]:
-    """Prometheus and Grafana, with the files that kvrelay/monitoring/ makes, on ports that this
-    host alone reaches.
-    """
     return {
         "prometheus": {
             "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",

@@ -29,8 +29,6 @@ _MONITORING = Path(__file__).parent / "monitoring"
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML without anchors: each service is read by itself."""
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -110,7 +108,6 @@ def write(values: Mapping[str, object], console: Console) -> int:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The variables of a .env file."""
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -57,8 +57,6 @@ class DoctorFailed(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A node to examine."""
-
     role: Role
     url: str
     kind: str = _OURS
@@ -107,7 +105,6 @@ def run(
 
 
 async def _nodes_of_router(url: str) -> list[_Listed]:
-    """The nodes that a router knows, up or not. Raises DoctorFailed."""
     async with aiohttp.ClientSession(timeout=_HEALTH_DEADLINE) as session:
         status, body = await _call(session, "GET", f"{url}/health")
     try:
@@ -124,7 +121,6 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
 
 
 async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
-    """Probe each pair of our nodes that have one model, one after the other."""
     headers = {"authorization": f"Bearer {node_api_key}"} if node_api_key else {}
     async with aiohttp.ClientSession(timeout=_DEADLINE, headers=headers) as session:
         names: dict[Role, int] = {}
@@ -201,9 +197,6 @@ async def _sample(
 async def _probe(
     session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen, blocks: int
 ) -> tuple[ProbeOffered, ProbeFetched]:
-    """Hand so many blocks over. Waits for busy nodes. Raises DoctorFailed, or Unavailable if one
-    stays busy.
-    """
     until = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -278,15 +271,12 @@ async def _call(
 
 
 def _message(status: int, body: bytes) -> str:
-    """The sentence of an error answer."""
     with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
         return str(msgspec.json.decode(body)["error"]["message"])
     return f"it answered with status {status}"
 
 
 def _show(report: Report, console: Console) -> None:
-    """Print a report for people."""
-
     def line(text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
 

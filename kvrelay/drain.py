@@ -37,8 +37,6 @@ class Refusal(msgspec.Struct):
 
 
 class _Row(msgspec.Struct):
-    """What is left on a node: of its own report, or of the router's."""
-
     url: str = ""
     requests: int = 0
     legs: int = 0

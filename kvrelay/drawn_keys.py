@@ -99,9 +99,6 @@ def _name(kind: Kind, port: int) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where the file may be, in order: a service has no XDG_RUNTIME_DIR where the shell of its user
-    has one.
-    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"kvrelay-{os.geteuid()}")
     return [Path(runtime, "kvrelay"), temporary] if runtime.startswith("/") else [temporary]
@@ -109,9 +106,6 @@ def _folders() -> list[Path]:
 
 @contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Open a folder that only we can enter. What is done in it goes through the descriptor,
-    whatever is renamed.
-    """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check_ours(folder)
@@ -121,7 +115,6 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _check_ours(opened: int) -> None:
-    """Raise PermissionError for a file or folder of another user, or one that others may use."""
     seen = os.fstat(opened)
     if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS:
         raise PermissionError(
@@ -132,7 +125,6 @@ def _check_ours(opened: int) -> None:
 
 
 def _write(folder: int, name: str, key: str) -> None:
-    """Put the key there at once and whole, in the place of what an earlier router has left."""
     part = f".{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(part, flags, 0o600, dir_fd=folder)

@@ -84,12 +84,7 @@ COMMON = frozenset(
 
 
 class _HelpInOrder:
-    """A command whose help options are named in the order of the settings: click makes a set of
-    them.
-    """
-
     def get_help_option_names(self, ctx: Any) -> list[str]:
-        """The spellings."""
         return list(ctx.help_option_names)
 
 

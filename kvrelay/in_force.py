@@ -36,7 +36,6 @@ def lines_of(
 
 
 def _written(value: object) -> str:
-    """As JSON, which is YAML on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

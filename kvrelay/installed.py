@@ -72,7 +72,6 @@ def cuda_of_torch() -> str | None:
 
 
 def _driver(path: Path) -> str | None:
-    """The NVIDIA driver's, where one is loaded."""
     try:
         said = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

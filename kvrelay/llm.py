@@ -286,7 +286,6 @@ def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
 
 
 def _several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one. A list of numbers is one prompt of token ids."""
     if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -304,7 +303,6 @@ def _prompt(prompt: Prompt) -> str | list[int]:
 
 
 def _chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """A chat request has two fields for what is one in a completion."""
     if "logprobs" not in fields:
         return fields
     return {**fields, "logprobs": True, "top_logprobs": fields["logprobs"]}

@@ -70,7 +70,6 @@ def check_port(
 def _bound(
     host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
 ) -> socket.socket:
-    """A socket that holds a port until it is closed."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
     try:
@@ -132,9 +131,6 @@ def gpus_here() -> tuple[Gpu, ...] | None:
 
 
 def _sizes(used: str, free: str) -> tuple[int, int]:
-    """Total and free bytes, of MiB as nvidia-smi writes them. What the driver keeps for itself is
-    in neither.
-    """
     if not (used.isdecimal() and free.isdecimal()):
         return 0, 0
     return (int(used) + int(free)) << 20, int(free) << 20

@@ -62,10 +62,6 @@ def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def _of_cgroups(listed: Path, cgroups: Path) -> Iterator[Memory]:
-    """Find the cgroups with a limit, from the innermost on.
-
-    In a container the path may be the host's, and only the root there.
-    """
     try:
         lines = [line.split(":", 2) for line in listed.read_text().splitlines()]
     except OSError:

@@ -59,7 +59,6 @@ def metrics_reference() -> list[MetricFact]:
 
 
 def _router_registries() -> list[CollectorRegistry]:
-    """Of one process, of what several have in common, of one that follows pods."""
     pool = Pool(["http://prefill"], ["http://decode"])
     of_pods = CollectorRegistry()
     listed_gauge(of_pods)

@@ -156,7 +156,6 @@ def spread_of(times: Times) -> float:
 def _card(
     config: NodeConfig, engine: Measured, seconds: float, points: Sequence[Unit], console: Console
 ) -> tuple[RateCard, Times]:
-    """A card without transfers, of these points or of what there is time for. Raises ConfigError."""
     point_s = min(_POINT_S, max(0.0, seconds) * _POINT_SHARE)
 
     def timed(kind: str, point: tuple[int, int]) -> list[float]:
@@ -197,11 +196,6 @@ def _card(
 
 
 def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> list[MixedPoint]:
-    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs
-    alone.
-
-    None is begun after `until` but the first.
-    """
     found: list[MixedPoint] = []
     sizes = mixed_sizes(_limits(engine))
     with _progress(len(sizes), console) as tell:
@@ -232,7 +226,6 @@ def _limits(engine: Measured) -> Limits:
 
 
 def _check_writable(path: Path) -> None:
-    """Before minutes are spent on what cannot be kept."""
     folder = path.resolve().parent
     if (
         path.is_dir()
@@ -245,7 +238,6 @@ def _check_writable(path: Path) -> None:
 def _transfers(
     blocks: BlocksMoved, config: NodeConfig, seconds: float, console: Console
 ) -> dict[str, list[TransferPoint]]:
-    """By connector."""
     from kvrelay.node.transfer_times import transfer_times
 
     source, reader = blocks.devices
@@ -268,11 +260,6 @@ def _measured(
     until: float,
     console: Console,
 ) -> Times:
-    """Times of the plan's points, in its order while there is time; all of level 0 in any case.
-
-    The first point comes again at the end, so that what has changed meanwhile is in the spread of
-    its runs.
-    """
     times: Times = {}
     with _progress(sum(len(unit.points) for unit in plan), console) as tell:
         for unit in plan:
@@ -318,7 +305,6 @@ def _named(kind: str, point: tuple[int, int]) -> str:
 
 
 def _of(kind: str, times: Times) -> list[tuple[tuple[int, int], list[float]]]:
-    """In order of context, then of tokens or requests: as people look for them."""
     mine = (((first, context), runs) for (of, first, context), runs in times.items() if of == kind)
     return sorted(mine, key=lambda each: (each[0][1], each[0][0]))
 
@@ -340,7 +326,6 @@ def _show(card: RateCard, times: Times, console: Console, *, spread: bool) -> No
 
 
 def _grid(kind: str, corner: str, medians: dict[tuple[int, int], float]) -> Table:
-    """One line for each number of tokens or requests, one column for each context."""
     contexts = sorted({context for _, context in medians})
     table = Table(title=f"{kind}: ms of a step, by context", title_justify="left", title_style="")
     table.add_column(corner, justify="right")
@@ -388,7 +373,6 @@ def _ways(card: RateCard) -> Table:
 
 
 def _runs(times: Times) -> Table:
-    """Of points that were asked for: how sure they are, too."""
     table = Table()
     for name in ("step", "runs", "median ms", "least", "most", "tokens/s"):
         table.add_column(name, justify="left" if name == "step" else "right")

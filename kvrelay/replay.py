@@ -110,7 +110,6 @@ def run(
 
 
 def _left_out(whole: Incident, replayed: Incident) -> list[str]:
-    """What of the log is not in the replay, and what is together in it that was apart."""
     told, left = [], whole.left_out
     if left.refused or left.unanswered:
         told.append(

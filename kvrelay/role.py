@@ -27,8 +27,6 @@ class RoleKept(KvrelayError):
 
 
 class _Seen(msgspec.Struct):
-    """A node, of its own report or as the router tells of it."""
-
     role: Role
     url: str = ""
     flips_to: Role | None = None
@@ -110,7 +108,6 @@ async def _look(session: aiohttp.ClientSession, node: str, router: str, key: str
 
 
 def _message(said: bytes) -> str:
-    """Of the body of an error."""
     try:
         return msgspec.json.decode(said, type=Refusal).error.message
     except msgspec.DecodeError:

@@ -116,15 +116,11 @@ def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
 
 
 def _without_none(kind: Any) -> Any:
-    """What is typed for a field that is None if nothing is."""
     return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
 
 
 @cache
 def _docs(config: type) -> dict[str, str]:
-    """The docstring under each field of a class, read from its source (Python keeps none at run
-    time).
-    """
     body = typing.cast(
         ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     ).body
@@ -206,7 +202,6 @@ def _converted(kind: object, raw: object) -> object | None:
 
 
 def _listed(item: object) -> list[object]:
-    """The items of a list that was given as JSON, as vLLM's flags want it; else the one item."""
     if isinstance(item, str) and item.startswith("["):
         with contextlib.suppress(ValueError):
             return list(json.loads(item))
@@ -214,11 +209,6 @@ def _listed(item: object) -> list[object]:
 
 
 def _whole(raw: object) -> int | None:
-    """A whole number, plain or in units: 32k is 32,000, as 4GB is 4 * 10^9; 32K, 4G, 4Gi and 4GiB
-    are powers of 1,024.
-
-    Raises ValueError if it is none.
-    """
     found = _IN_UNITS.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if found is None:
         return int(typing.cast(str, raw))
@@ -230,16 +220,12 @@ def _whole(raw: object) -> int | None:
 
 
 def _items(config: type, raw: object, source: str) -> tuple[object, ...]:
-    """Values of a config type, from a list of mappings or of JSON objects."""
     if not isinstance(raw, (list, tuple)):
         raise ConfigError(f"{source} must be a list of mappings, got a {type(raw).__name__}")
     return tuple(_item(config, item, f"{source}[{at}]") for at, item in enumerate(raw))
 
 
 def _item(config: type, raw: object, where: str) -> object:
-    """One value of a config type, from a mapping or a JSON object, in which null stands for a
-    default.
-    """
     known = settings_of(config)
     if isinstance(raw, str):
         try:
@@ -324,9 +310,6 @@ def merge(
 
 
 def _in_full(values: dict[str, object], cpu: str, device: str) -> dict[str, object]:
-    """Put `device: cpu` in the place of `cpu: true`. Raises ConfigError if another device is named
-    beside it.
-    """
     if values.pop("cpu", False) and values.setdefault("device", "cpu") != "cpu":
         raise ConfigError(
             f"{cpu} and {device} {values['device']} contradict each other; leave one of them out"

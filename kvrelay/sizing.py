@@ -193,7 +193,6 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
 
 
 def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
-    """That a trace is short; else nothing."""
     targets = Targets(wanted.goal.ttft_ms, wanted.goal.tpot_ms)
     rate = wanted.rate or max(each.guess.rate for each in found)
     needed = enough(wanted.asking.make(_SAMPLE), targets, rate)

@@ -224,7 +224,6 @@ class Supervisor:
             await asyncio.sleep(_TICK_S / 2)
 
     async def _keep(self, child: Child) -> None:
-        """The life of one child: live, end, wait, start again. Ends only if it never got ready."""
         while True:
             try:
                 await self._live(child)
@@ -249,9 +248,6 @@ class Supervisor:
                 await asyncio.sleep(delay_s)
 
     async def _live(self, child: Child) -> None:
-        """Watch one life of a child until it ends: show its warnings, tell when it is ready, kill
-        it if it never is.
-        """
         probe = asyncio.create_task(self._until_healthy(child))
         try:
             while not child.ended():

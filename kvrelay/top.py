@@ -258,18 +258,11 @@ def _requests(requests: Iterable[Ended]) -> RenderableType:
 
 @dataclass(slots=True)
 class _Fitting:
-    """A table without lines. Where it does not fit it leaves out columns of `spare`, one after the
-    other.
-
-    A name with > before it is of figures.
-    """
-
     names: Sequence[str]
     spare: Sequence[str] = ()
     _rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Text) -> None:
-        """One more row."""
         self._rows.append(cells)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -118,15 +118,12 @@ async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
 
 
 class _Worker:
-    """One place among the workers, and the process that is in it."""
-
     def __init__(self, parent: Parent, index: int, folder: Path, stop_s: float) -> None:
         self._parent, self._index, self._folder, self._stop_s = parent, index, folder, stop_s
         self._backoff = Backoff()
         self._process: Process | None = None
 
     async def keep(self) -> None:
-        """Have a process here. Raises ChildFailed if the first one does not get ready."""
         ready = False
         while True:
             began = time.monotonic()
@@ -146,7 +143,6 @@ class _Worker:
             self._parent.metrics.restarts.inc()
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL to what has not drained in time."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -181,7 +177,6 @@ class _Worker:
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
-        """Wait until it serves, or has ended; it is killed if it does neither in time."""
         while not self._parent.serves_at(self._index):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _LOOK_S)

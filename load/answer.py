@@ -175,12 +175,10 @@ class Answer:
         record.failure, record.why = (str(self.failure), self.why) if self.failure else ("", "")
 
     def _counted(self) -> bool:
-        """Whether the counts of chunks are the server's: they add up."""
         return sum(self.counts) == self.tokens
 
 
 def _has_token(choice: _Choice) -> bool:
-    """A token may have no text (a part of a character), but a role or the end without one is none."""
     if choice.delta is None:
         return bool(choice.text) or not choice.finish_reason
     delta = choice.delta

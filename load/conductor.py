@@ -139,7 +139,6 @@ async def _until_told(
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:
-    """Its input ends, so it does."""
     assert child.stdin is not None
     child.stdin.close()
     with contextlib.suppress(TimeoutError):

@@ -29,8 +29,6 @@ _STALE_S = 0.05
 
 
 class _Connection(asyncio.Protocol):
-    """One of them."""
-
     def __init__(self) -> None:
         self._over: asyncio.Future[None] | None = None
         self._answer = Answer()
@@ -41,9 +39,6 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     async def ask(self, request: bytes, answer: Answer) -> bool:
-        """Wait for the whole answer. Whether its body was whole: else the connection has ended
-        before it.
-        """
         self._answer, self._whole, self.heard = answer, False, False
         self._parser = httptools.HttpResponseParser(self)
         self._over = asyncio.get_running_loop().create_future()

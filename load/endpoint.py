@@ -58,7 +58,6 @@ async def _json(
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str:
-    """As vLLM and kvrelay tell it; nothing where that is not a route."""
     try:
         return str((await _json(session, "GET", f"{url}/version"))["version"])
     except (ServerUnusable, KeyError, TypeError, ValueError):

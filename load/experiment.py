@@ -124,7 +124,6 @@ class Experiment:
             self.found = search.found()
 
     async def _searched(self, search: RateSearch, rate: float) -> str:
-        """One probe of a search, which is told of it; or why nothing can be said of this rate."""
         config = self._config
         if (count := rate * config.duration_s) < _FEWEST:
             return (
@@ -181,9 +180,6 @@ class Experiment:
         return run
 
     def _load(self, rate: float) -> tuple[Load, Window, float]:
-        """And for how long requests go on to come behind the window. Each run has prompts of its
-        own: no cache knows them from the one before.
-        """
         config = self._config
         seed = f"{config.seed} {len(self.runs)}"
         drawn, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
@@ -210,9 +206,6 @@ class Experiment:
         return load, window, after_s
 
     def _ends(self, drawn: Arrival, seed: str, window: Window) -> Window | None:
-        """The window of a trace that ends before its time. Raises KvrelayError if too few of its
-        requests count.
-        """
         dues = [session.at for session in sessions(self._config.work, drawn, seed)]
         if (last := max(dues)) >= window.end_s:
             return None
@@ -256,5 +249,4 @@ class Experiment:
 
 
 def _until(window: Window, last_s: float) -> Window:
-    """A window whose last request is this one."""
     return Window(window.start_s, max(last_s, window.start_s) + 1e-6)

@@ -148,9 +148,6 @@ def e2e_ms(record: Record) -> float:
 
 
 def _began_s(record: Record) -> float:
-    """What a client sends late has waited for it: else a stall would hide the queue that it makes.
-    A later turn was written when it was due.
-    """
     return record.sent_s if record.turn else record.due_s
 
 
@@ -218,9 +215,6 @@ def measured(
 
 
 def _tokens_within(record: Record, window: Window) -> float:
-    """Tokens of an answer that came within the window; where counts are not known, all chunks have
-    as many.
-    """
     each = record.output_tokens / record.chunks
     now, total = record.first_s, 0.0
     for at in range(record.chunks):

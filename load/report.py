@@ -144,7 +144,6 @@ def _warnings(results: Sequence[Result]) -> list[str]:
 
 
 def _differing(results: Sequence[Result]) -> list[str]:
-    """What must be alike for results to be compared, and is not."""
     endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
     windows = [each.shown.window_s for each in results]
     unlike = {
@@ -225,7 +224,6 @@ def _table(columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str
 
 
 def _charts(results: Sequence[Result]) -> str:
-    """Attainment of all; then of one result its runs, of several the best run of each."""
     plots = []
     if any(len(each.runs) > 1 for each in results):
         plots.append(_attainment(results))
@@ -260,9 +258,6 @@ def _charts(results: Sequence[Result]) -> str:
 
 
 def _cumulated(run: Run, name: str) -> list[tuple[float, float]]:
-    """Requests that were not answered are those that come last, and never do; gaps are of whole
-    answers.
-    """
     answered = 1.0 if name == "itl" else run.measures.answered / max(1, run.measures.requests)
     return [(ms, share * answered) for ms, share in zip(run.cdfs[name], CDF_SHARES, strict=False)]
 
@@ -334,7 +329,6 @@ def _tpot(row: Row) -> float:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of many the slowest of each few, so that none of the slow ones is lost."""
     each = max(1, math.ceil(len(points) / _MOST_DOTS))
     return [
         max(points[at : at + each], key=lambda point: point[1])

@@ -189,7 +189,6 @@ def read_result(path: Path) -> Result:
 
 
 def _with_nan(said: Any) -> Any:
-    """JSON has no nan: a figure of nothing is written as null."""
     if isinstance(said, dict):
         return {
             key: _with_nan(value) if key != "found" and key != "breaks" else value

@@ -83,7 +83,6 @@ class RateSearch:
         return [rate for rate in self._seen if self._share(rate) >= self._wanted]
 
     def _bracket(self) -> tuple[float, float | None]:
-        """The lowest rate that breaks, and the highest below it that holds."""
         breaking = [rate for rate in self._seen if self._share(rate) < self._wanted]
         high = min(breaking, default=None)
         low = max((rate for rate in self._holding() if high is None or rate < high), default=0.0)

@@ -119,7 +119,6 @@ class Sender:
         return Told(self._records, self._cpu_share, self._lags)
 
     async def _open(self) -> None:
-        """Each at its time."""
         judged: set[asyncio.Task[None]] = set()
         others: set[asyncio.Task[None]] = set()
         while (following := self._next()) is not None:
@@ -139,9 +138,6 @@ class Sender:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _closed(self) -> None:
-        """Clients that ask again when they are answered, until the time or the requests are used
-        up.
-        """
         own, counted = map(self._part, (self._load.clients, self._load.requests))
         ends, loop = self._begin + self._load.sending_s, asyncio.get_running_loop()
         counts_from = self._load.warm_up_s if self._load.requests else math.inf
@@ -160,7 +156,6 @@ class Sender:
         await asyncio.gather(*(client() for _ in range(own)))
 
     def _part(self, count: int) -> int:
-        """Of what all processes do together."""
         return count // self._share.of + (self._share.index < count % self._share.of)
 
     async def _session(self, session: Session, first: bytes, due: float) -> None:
@@ -186,9 +181,6 @@ class Sender:
                 ]
 
     def _unsent(self, session: Session, begin: int) -> None:
-        """Turns from number `begin` on, behind one that failed: they have failed, too, when they
-        would have come.
-        """
         due = time.monotonic() - self._begin
         for number in range(begin, len(session.turns)):
             due += session.turns[number].think_s
@@ -235,11 +227,6 @@ class Sender:
         self._tokens += record.output_tokens
 
     async def _watch(self) -> None:
-        """By how much timers are late: so late is what is read. A tick that was slept through is
-        one that was late.
-
-        It ends with the sending: what is left to do then would only make the client look better.
-        """
         wall, cpu = time.monotonic(), time.process_time()
         due, ends = wall, self._begin + self._load.sending_s
         try:
@@ -251,7 +238,6 @@ class Sender:
 
 
 def _forget(kept: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-    """One that broke stays, for whoever gathers them to break, too: its records are missing."""
     if task.cancelled() or task.exception() is None:
         kept.discard(task)
 
@@ -290,7 +276,6 @@ async def _serve() -> None:
 
 
 async def _pipes() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Standard input and output; what anybody prints goes to standard error."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", buffering=0)

@@ -149,7 +149,6 @@ def _made_up(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
 
 
 def _own(number: int, turn: int) -> int:
-    """The name of a piece that no other prompt of the run has; a trace's are not negative."""
     return -1 - number * _MOST_TURNS - turn
 
 
@@ -191,7 +190,6 @@ def _traced(asked: Asked, number: int) -> Turn:
 def _of_sharegpt(
     found: list[_Conversation], work: Work, rng: random.Random
 ) -> Iterator[list[Turn]]:
-    """Conversations in random order, again and again; of each the first turns of its human."""
     while True:
         for said in rng.sample(found, len(found)):
             yield [
@@ -205,7 +203,6 @@ def _of_sharegpt(
 
 
 def _conversations(path: Path) -> list[_Conversation]:
-    """Questions and their answers. Raises ConfigError."""
     try:
         found = [
             _exchanges(each["conversations"])
@@ -231,5 +228,4 @@ def _exchanges(said: list[dict[str, Any]]) -> _Conversation:
 
 
 def _sendable(text: str) -> str:
-    """Half of a surrogate pair, which JSON may have, is no UTF-8."""
     return text.encode(errors="replace").decode()

@@ -47,8 +47,6 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Values between two ends, onto pixels between two others."""
-
     low: float
     high: float
     begin: float

@@ -83,8 +83,6 @@ def read_trace(path: Path, count: int | None = None) -> list[Asked]:
 
 
 class _Names:
-    """Names of blocks that no other prompt has, from a number on that no trace has."""
-
     def __init__(self) -> None:
         self._next = 1 << 40
 
@@ -116,9 +114,6 @@ def _zipf(rng: random.Random, many: int) -> Callable[[], int]:
 def _behind(
     rng: random.Random, count: int, shared: Sequence[int], own: Callable[[], int], output: float
 ) -> list[Asked]:
-    """Prompts with one of several shared beginnings, the first of which are the most usual, and a
-    part of their own.
-    """
     names, which = _Names(), _zipf(rng, len(shared))
     begin = [names.of(tokens) for tokens in shared]
     asks = []
@@ -151,7 +146,6 @@ def _code(rng: random.Random, count: int) -> list[Asked]:
 def _alone(
     rng: random.Random, count: int, prompt: Callable[[], int], output: Callable[[], int]
 ) -> list[Asked]:
-    """Prompts that share nothing."""
     names = _Names()
     asks = []
     for at in itertools.islice(_poisson(rng), count):
@@ -187,7 +181,6 @@ def _heavy_tail(rng: random.Random, count: int) -> list[Asked]:
 
 
 def _bursty(rng: random.Random, count: int) -> list[Asked]:
-    """A sixth of the time four times as much is asked as on average."""
     asks = _alone(
         rng, count, lambda: _lognormal(rng, 1_200, 0.8, 50, 12_000), lambda: _output(rng, 200)
     )
@@ -212,7 +205,6 @@ def _scale(rng: random.Random, count: int) -> list[Asked]:
 
 
 def _sessions(rng: random.Random, count: int) -> list[Asked]:
-    """Conversations of about six turns; each turn's prompt is all that was said before."""
     names = _Names()
     asks: list[Asked] = []
     system = names.of(1_024)

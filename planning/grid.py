@@ -96,7 +96,6 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
 
 
 def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
-    """By context, the tokens of steps."""
     blocks = (limits.kv_tokens // limits.block_size) // limits.prompts_at_once
     room = max(1, min(limits.max_model_len - 1, blocks * limits.block_size - 1))
     top = room - min(limits.step_tokens, room // 2)
@@ -109,7 +108,6 @@ def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
 
 
 def _decode_lines(limits: Limits) -> dict[int, list[int]]:
-    """By requests, the contexts of each: up to the largest power of two for which there is room."""
     lines: dict[int, list[int]] = {}
     blocks = limits.kv_tokens // limits.block_size
     sizes = _doubling(1, limits.max_num_seqs)
@@ -129,7 +127,6 @@ def _decode_lines(limits: Limits) -> dict[int, list[int]]:
 
 
 def _doubling(first: int, most: int) -> list[int]:
-    """Powers of two times the first, and the most."""
     sizes = [min(first, max(1, most))]
     while sizes[-1] * 2 < most:
         sizes.append(sizes[-1] * 2)
@@ -141,7 +138,6 @@ def _power(size: int) -> int:
 
 
 def _refined(lines: dict[int, list[int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(level, line, sizes on it that are measured together)"""
     for line, line_level in _levels(sorted(lines)):
         sizes = lines[line]
         yield line_level, line, tuple(sorted({sizes[0], sizes[-1]}))
@@ -151,9 +147,6 @@ def _refined(lines: dict[int, list[int]]) -> Iterator[tuple[int, int, tuple[int,
 
 
 def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Both ends at level 0, what is in the middle of them at 1, the middles of the halves at 2, and
-    so on.
-    """
     spans = [(0, len(values) - 1)]
     for at in sorted({0, len(values) - 1}):
         yield values[at], 0

@@ -222,7 +222,6 @@ def estimate(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
 
 
 def _colocated(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimate:
-    """Each prompt stands in steps of all that run beside it."""
     card, each = split.decode_card, rate / split.decode
     prompts = _prompts(card, demand)
     weights_ms = min(card.chunk_ms(1), card.step_ms(1, 1))
@@ -262,9 +261,6 @@ def _prompts(card: RateCard, demand: Demand) -> list[float]:
 def _first_tokens(
     prompts: Sequence[float], beside: Sequence[float], nodes: int, rate: float, goal: Goal
 ) -> tuple[float, float]:
-    """How busy the nodes are, and the share of first tokens in time; `beside` adds to each prompt's
-    own time.
-    """
     mean = sum(prompts) / len(prompts)
     use = rate * mean / 1e3 / nodes
     if use >= 1:
@@ -281,7 +277,6 @@ def _first_tokens(
 
 
 def _erlang_c(servers: int, offered: float) -> float:
-    """The share of those that must wait."""
     blocked = 1.0
     for count in range(1, servers + 1):
         blocked = offered * blocked / (count + offered * blocked)
@@ -291,12 +286,6 @@ def _erlang_c(servers: int, offered: float) -> float:
 def _batch(
     card: RateCard, demand: Demand, rate: float, tpot_ms: float, use: float, spread: float
 ) -> tuple[float, float, str]:
-    """Of one node that generates: requests that run on average, the share of answers in time, and
-    what is short.
-
-    `use` of its time goes to prompts, whose work has a variance of `spread` square milliseconds a
-    millisecond.
-    """
     output, context = demand.output, demand.context
     room = min(float(card.max_num_seqs), card.kv_tokens / (context * 1.05))
     if card.step_ms(1, context) > tpot_ms:

@@ -165,12 +165,10 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _prefill_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
-        """By context, times by tokens."""
         return _lines([(point.context, point.tokens, point.ms) for point in self.prefill])
 
     @cached_property
     def _decode_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
-        """By requests, times by context of each."""
         return _lines([(point.requests, point.context, point.ms) for point in self.decode])
 
 
@@ -206,7 +204,6 @@ def write_card(card: RateCard, path: Path) -> None:
 def _lines(
     points: Sequence[tuple[float, float, float]],
 ) -> list[tuple[float, list[tuple[float, float]]]]:
-    """Points (line, place, ms) as lines in order, each in order."""
     lines: dict[float, dict[float, float]] = {}
     for line, place, ms in points:
         lines.setdefault(line, {})[place] = ms
@@ -214,9 +211,6 @@ def _lines(
 
 
 def _line(points: Sequence[tuple[float, float]], at: float) -> float:
-    """On straight lines through points in order; never less than 0. Below the first point it is
-    that point's.
-    """
     if len(points) == 1 or at <= points[0][0]:
         return points[0][1]
     right = min(max(1, bisect_right(points, (at, float("inf")))), len(points) - 1)
@@ -227,5 +221,4 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
 def _plane(
     lines: Sequence[tuple[float, Sequence[tuple[float, float]]]], line: float, at: float
 ) -> float:
-    """Between lines as between points."""
     return _line([(place, _line(points, at)) for place, points in lines], line)

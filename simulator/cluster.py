@@ -125,8 +125,6 @@ class Cluster:
             call(now)
 
     def _poll(self, piece: int) -> Call:
-        """Every router asks its share of the nodes, each at another time."""
-
         def polls(now: float) -> None:
             for number, router in enumerate(self.routers):
                 for at in range((piece + 7 * number) % _POLL_SLICES, len(self.nodes), _POLL_SLICES):

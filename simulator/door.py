@@ -84,7 +84,6 @@ class Door:
         return found
 
     def _turn(self, now: float) -> None:
-        """Let begin who may, and refuse who has waited too long."""
         for entrant, found in self._admission.turns(now / 1e3):
             if isinstance(found, Refusal | KvrelayError):
                 self._refuse(entrant)

@@ -259,7 +259,6 @@ class Engine:
         bisect.insort(self._line, (*seat.turn, seat))
 
     def _have_left(self, seat: Seat, left: int) -> None:
-        """Note that so many tokens of it are in no step yet."""
         self.tokens += left - seat.left
         self._pairs += _pairs(seat.known, left) - _pairs(seat.known, seat.left)
         seat.left = left
@@ -283,7 +282,6 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def _begin(self, seat: Seat, now: float, taken: int) -> bool:
-        """Give it a seat and room for its KV, if there are any; `taken` tokens are spoken for."""
         stream, cache = seat.stream, self.cache
         holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
         private = holds - len(stream.blocks) * cache.block_size
@@ -310,11 +308,9 @@ class Engine:
         return True
 
     def _cached(self, seat: Seat) -> int:
-        """Tokens that need not be computed; its last one is, because its logits are wanted."""
         return self.cache.cached(seat.stream.blocks[: (seat.known - 1) // self.cache.block_size])
 
     def _begin_beside(self, seat: Seat, now: float) -> None:
-        """A decode leg needs none of the steps that run."""
         running, steps = len(self._batch), self._planned.done_by(now)
         if self._begin(seat, now, running * (steps + 1)):
             self._leave(seat)
@@ -326,7 +322,6 @@ class Engine:
         self._later(now + took, lambda then: self._arrived(seat, then))
 
     def _arrived(self, seat: Seat, now: float) -> None:
-        """All of its KV is here: it joins at the end of the step that runs."""
         if self._seats.get(seat.stream) is not seat:
             return
         self.cache.ready(seat.blocks)
@@ -342,7 +337,6 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------
 
     def _cut_short(self, steps: int) -> None:
-        """Plan no more than these."""
         if steps < self._planned.count:
             self._planned.count = steps
             self._schedule()
@@ -357,9 +351,6 @@ class Engine:
             self._change(now)
 
     def _change(self, now: float) -> None:
-        """The end of a step, or the beginning of the first: who leaves, who comes, and how many
-        steps follow.
-        """
         self._changing, self._again = True, True
         self._launching = now
         if self._planned.count:
@@ -408,7 +399,6 @@ class Engine:
         self._schedule()
 
     def _made_up(self, now: float) -> list[tuple[int, int]]:
-        """Let into the next step who was there when its launch began; its chunks of prompts."""
         ready, self._ready = self._ready, []
         for seat in ready:
             if seat.came <= self._launching:
@@ -418,16 +408,13 @@ class Engine:
         return [] if self._preempted(now) else self._chunks(now)
 
     def _hides_some(self) -> bool:
-        """Whether somebody came too late for the step that is made up."""
         return self._ahead and next(self._came_late(), None) is not None
 
     def _came_late(self) -> Iterator[float]:
-        """When those came who were not there at the launch."""
         came = (seat.came for seat in (*self._ready, *(entry[3] for entry in self._line)))
         return (at for at in came if at > self._launching)
 
     def _settle(self, now: float) -> None:
-        """The planned steps have ended."""
         steps, running = self._planned.count, len(self._batch)
         self._planned.count = 0
         self._keep_pace(steps, (now - self._planned.began) / steps)
@@ -453,7 +440,6 @@ class Engine:
             self._prompt_computed(seat, now)
 
     def _keep_pace(self, steps: int, took_ms: float) -> None:
-        """Reckon with the costs that steps have now, as paged_engine/engine.py does."""
         costs, rows = self.speeds.card.costs, len(self._batch)
         decoding_ms = (
             costs.decode_ms(rows, self._context + rows * steps / 2) if rows else costs.step
@@ -508,9 +494,6 @@ class Engine:
             seat.longest = max(seat.longest, ms)
 
     def _chunks(self, now: float) -> list[tuple[int, int]]:
-        """What the next step computes of prompts, in the order of their turns; who waits begins in
-        this order, too.
-        """
         reserved = len(self._batch)
         room = self._budget.room(reserved, self.context(now) if reserved else 0)
         pieces: list[tuple[int, int]] = []
@@ -548,7 +531,6 @@ class Engine:
         return pieces
 
     def _preempted(self, now: float) -> bool:
-        """Whether somebody had to give way, so that all others have room for their next token."""
         any_was = False
         while len(self._batch) > 1 and self.cache.free < len(self._batch):
             self._preempt(max((each[2] for each in self._batch), key=lambda seat: seat.turn), now)
@@ -583,5 +565,4 @@ class Engine:
 
 
 def _pairs(known: int, left: int) -> float:
-    """Of the last tokens of so many, each times those before it."""
     return left * (known - left / 2)

@@ -67,12 +67,10 @@ def enough(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
 
 
 def _answer_ms(outputs: Sequence[int], targets: Targets) -> float:
-    """What a long answer takes that just keeps the targets."""
     return targets.ttft_ms + targets.tpot_ms * percentile(sorted(outputs), 0.9)
 
 
 def _counted(streams: Sequence[Stream], targets: Targets) -> Sequence[Stream]:
-    """Those that came when all was as busy as it gets, and while others went on coming."""
     first, last = streams[0].at, streams[-1].at
     answer_ms = min(_answer_ms([stream.output for stream in streams], targets), (last - first) / 4)
     begin = first + max(_BEFORE * (last - first), answer_ms)

@@ -174,8 +174,6 @@ def read_incident(lines: Iterable[bytes]) -> Incident:
 
 
 class _Logged(msgspec.Struct, frozen=True):
-    """What is read of a line of a router's log."""
-
     time: datetime
     message: str = ""
     status: int = 0
@@ -191,12 +189,10 @@ class _Logged(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of its prompt; 0: nobody has counted them."""
         return self.prompt_tokens if isinstance(self.prompt_tokens, int) else 0
 
     @property
     def ran_on(self) -> list[tuple[str, Role]]:
-        """Nodes in their roles; several of a role, of a request with several prompts."""
         named = ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE))
         return [
             (name, role)
@@ -208,8 +204,6 @@ class _Logged(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Of a node: that it is up, why it is kept out, or that it has served a request."""
-
     at: float
     name: str
     role: Role
@@ -274,9 +268,6 @@ def _requested(logged: _Logged, now: float, total_ms: float) -> Requested:
 
 
 def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], list[Happened]]:
-    """The nodes in the roles in which they were first seen, and what happened to each from the
-    first request on.
-    """
     first: dict[str, _Told] = {}
     for each in told:
         first.setdefault(each.name, each)

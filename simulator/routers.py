@@ -176,9 +176,6 @@ class Router:
         return node
 
     def _prefix(self, stream: Stream) -> Prefix | None:
-        """A block of tokens is a chunk of text. The first request with a text finds no keys of
-        blocks for it.
-        """
         size = self._block_size
         if not size:
             return None

@@ -54,7 +54,6 @@ class Speeds:
         self._seams, self._mixed_launches = self._measured_mixed()
 
     def _of_device(self, point: PrefillPoint) -> float:
-        """What the device needs of a measured step."""
         if not self.ahead:
             return point.ms
         longer = [
@@ -139,7 +138,6 @@ class Speeds:
         return self.card.fetch_ms(tokens)
 
     def _piece_ms(self, count: int, behind: int) -> float:
-        """By straight lines between what was measured, along tokens, then along context."""
         lines, (places, values) = self._prefill
         if len(lines) == 1 or behind <= lines[0]:
             return max(0.0, _on(places[0], values[0], count))
@@ -154,7 +152,6 @@ class Speeds:
         )
 
     def _line_of(self, running: int) -> tuple[list[float], list[float]]:
-        """Times by context of each, of steps of so many requests."""
         found = self._steps.get(running)
         if found is None:
             places = sorted({place for line in self._decode[1][0] for place in line})
@@ -165,9 +162,6 @@ class Speeds:
         return found
 
     def _measured_mixed(self) -> tuple[_Lines | None, _Lines | None]:
-        """By requests, and then by tokens of the chunk: by how much longer a mixed step took than
-        its two parts say; and how long its launch took, of those that waited for it.
-        """
         seams, launches = [], []
         for each in self.card.mixed:
             parts = self.step_ms(each.requests, each.requests * each.context) + self.beside_ms(
@@ -180,7 +174,6 @@ class Speeds:
         return _lines_if(seams), _lines_if(launches)
 
     def _attention(self) -> float:
-        """Milliseconds of a token and a token before it, where it was measured behind any context."""
         lines, (places, values) = self._prefill
         if len(lines) < 2:
             return 0.0
@@ -193,7 +186,6 @@ _Lines = tuple[list[float], tuple[list[list[float]], list[list[float]]]]
 
 
 def _lines(points: Sequence[tuple[float, float, float]]) -> _Lines:
-    """Points (line, place, ms) as lines in order, places and times of each."""
     lines: dict[float, dict[float, float]] = {}
     for line, place, ms in points:
         lines.setdefault(line, {})[place] = ms
@@ -208,12 +200,10 @@ def _lines(points: Sequence[tuple[float, float, float]]) -> _Lines:
 
 
 def _lines_if(points: Sequence[tuple[float, float, float]]) -> _Lines | None:
-    """None of no points."""
     return _lines(points) if points else None
 
 
 def _between(lines: _Lines, line: float, at: float) -> float:
-    """Straight between what was measured, and beyond it as there."""
     numbers, (places, values) = lines
     right = bisect_right(numbers, line)
     low, high = max(0, right - 1), min(right, len(numbers) - 1)
@@ -223,9 +213,6 @@ def _between(lines: _Lines, line: float, at: float) -> float:
 
 
 def _on(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """As planning/rate_card.py reads a line: between points straight, beyond the last one as
-    between the last two.
-    """
     if at <= places[0] or len(places) == 1:
         return values[0]
     right = min(max(1, bisect_right(places, at)), len(places) - 1)
@@ -234,7 +221,6 @@ def _on(places: Sequence[float], values: Sequence[float], at: float) -> float:
 
 
 def _within(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """As _on(), but beyond the last place as at it."""
     clamped = min(at, places[-1])
     right = min(max(1, bisect_right(places, clamped)), len(places) - 1)
     if clamped <= places[0] or right == 0:
@@ -265,7 +251,6 @@ def slowed(card: RateCard, factor: float) -> RateCard:
 
 
 def _h200_chunk_ms(tokens: int, context: int) -> float:
-    """A step reads all weights, however short the prompt; each token attends to all before it."""
     return max(4.0, 1.5 + 0.0205 * tokens) + 1.05e-6 * tokens * (context + tokens / 2)
 
 

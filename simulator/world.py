@@ -35,8 +35,6 @@ def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
 
 @dataclass(eq=False, slots=True)
 class _Walk:
-    """A request under way. Nodes are numbers."""
-
     router: int
     prefill: Lease | None = None
     lease: Lease | None = None
@@ -55,8 +53,6 @@ class _Walk:
 
 
 class _World:
-    """Hears of all legs."""
-
     def __init__(self, streams: Sequence[Stream], setting: Setting) -> None:
         self._streams = streams
         self._result = Result(setting, streams)
@@ -75,7 +71,6 @@ class _World:
             Watch(setting, self._cluster, self._clock, self._result)
 
     def run(self) -> Result:
-        """Once."""
         for number, stream in enumerate(self._streams):
             stream.number = number
             self._clock.later(stream.at, lambda now, stream=stream: self._arrives(stream, now))  # type: ignore[misc]
@@ -114,9 +109,6 @@ class _World:
                 self._routers[walk.router].pool.give_back(lease)
 
     def _begin(self, stream: Stream, found: Found, now: float) -> None:
-        """It has a place: its prefill leg goes out, or the decode leg if the prompt is computed or
-        to be so there.
-        """
         walk = self._walks[stream]
         router = self._routers[walk.router]
         walk.told = router.told(found, stream)
@@ -134,7 +126,6 @@ class _World:
         self._cluster.report(walk.source, walk.prefill, now, taken=True)
 
     def _decode(self, stream: Stream, walk: _Walk, now: float) -> None:
-        """Its decode leg goes out; what the node does not take is placed again."""
         lease = walk.lease
         assert lease is not None
         at = self._routers[walk.router].number(lease.node)
@@ -156,9 +147,6 @@ class _World:
         self._cluster.report(at, lease, now, taken=True)
 
     def _place(self, stream: Stream, now: float) -> None:
-        """Place what is left of it, with its KV at its source or none, until there is a place or it
-        is too late.
-        """
         walk, begun = self._walks[stream], stream.done > 0
         walk.looks += 1
         router, looks = self._routers[walk.router], walk.looks
@@ -179,7 +167,6 @@ class _World:
             self._place(stream, now)
 
     def _give_up(self, stream: Stream, walk: _Walk, now: float) -> None:
-        """It has found no node for too long; its client may have a part of the answer."""
         if walk.source is not None:
             self._drop(walk.source, stream, now)
         stream.failed = stream.done > 0
@@ -194,7 +181,6 @@ class _World:
     # ---------------------------------------------------------------------
 
     def begins(self, stream: Stream, now: float) -> None:
-        """The ticket comes, and the decode leg goes out."""
         walk = self._walks[stream]
         self._routers[walk.router].learn(stream)
         self._tells(walk.source, walk.prefill, now)
@@ -210,7 +196,6 @@ class _World:
         self._cluster.tell_kv(at, now)
 
     def computed(self, stream: Stream, now: float, last_chunk: int) -> None:
-        """A prompt is computed, by a leg of either kind."""
         walk = self._walks[stream]
         if stream.done:  # its client has waited since a node was lost
             self.gap(now - stream.told, 1)
@@ -237,7 +222,6 @@ class _World:
             self._nodes[walk.decode].computed(stream, last_chunk, now)
 
     def fetched(self, stream: Stream, now: float) -> None:
-        """A decode leg has its KV."""
         walk = self._walks[stream]
         assert walk.decode is not None
         self._cluster.tell_kv(walk.decode, now)
@@ -250,7 +234,6 @@ class _World:
         self._cluster.emptied(at, now)
 
     def ended(self, stream: Stream, now: float) -> None:
-        """The last token is there."""
         walk = self._walks[stream]
         assert walk.decode is not None
         self._tells(walk.decode, walk.lease, now)
@@ -262,14 +245,12 @@ class _World:
         self._forget(stream)
 
     def gap(self, ms: float, times: int) -> None:
-        """Between two tokens."""
         self._result.add_gap(ms, times)
 
     # --- lost nodes
     # ------------------------------------------------------------------------------------------------
 
     def _lost(self, legs: list[tuple[Stream, Leg, int]], now: float) -> None:
-        """Each is placed again: where its KV can be fetched, or by its price."""
         for stream, leg, generated in legs:
             walk = self._walks.get(stream)
             if walk is None:
@@ -289,5 +270,4 @@ class _World:
 
 
 def _stands(lease: Lease | None) -> bool:
-    """Whether a leg may go to its place."""
     return lease is not None and lease.node.up and lease in lease.node.leases
