@@ -109,7 +109,8 @@ class Sender:
     async def run(self, begin: float) -> Told:
         """Send all of it, from `begin` on (monotonic seconds)."""
         self._begin = begin
-        await asyncio.sleep(max(0.0, begin - time.monotonic()))
+        while (left := begin - time.monotonic()) > 0:  # uvloop's timers fire up to 1 ms early
+            await asyncio.sleep(left)
         watch = asyncio.create_task(self._watch())
         await (self._closed() if self._load.clients else self._open())
         watch.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import sys
+import time
 from asyncio.subprocess import PIPE
 
 import msgspec
@@ -70,3 +71,16 @@ async def test_a_request_that_breaks_the_client_is_not_left_out(
     with pytest.raises(UnicodeEncodeError, match="half a character"):
         async with asyncio.timeout(DEADLINE_S):
             await sender.run(0.0)
+
+
+async def test_a_timer_that_fires_early_makes_no_request_that_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop's do, by up to a millisecond."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(max(0.0, seconds - 0.002)))
+    async with serving(paced(0, 0)) as double:
+        asking = Asking(double.url, "", "double", False, Spelling())
+        load = Load(Work(16, 2), Arrival(), "s", clients=1, requests=4)
+        told = await Sender(Share(asking, load, 0, 1)).run(time.monotonic() + 0.05)
+    assert len(told.records) == 4
