@@ -32,14 +32,13 @@ from kvrelay.openai_api.tracing import tracing_to
 from kvrelay.router.admission.gate import Gate
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.admission.poison import DEATHS, fingerprint_of
-from kvrelay.router.chores import Chores, meanwhile
-from kvrelay.router.client import headers_of
+from kvrelay.router.background import BackgroundTasks, running_task
+from kvrelay.router.client_connection import headers_of
 from kvrelay.router.console.lookout import Lookout
-from kvrelay.router.endings import Endings, Traced
 from kvrelay.router.guard import caller_of, read_body
-from kvrelay.router.legs.legs import Legs
 from kvrelay.router.membership.heartbeats import hearing
 from kvrelay.router.membership.kubernetes_lists import discovering
+from kvrelay.router.membership.vllm_pings import hearing_pings
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.doors import Doors
 from kvrelay.router.nodes.health import watching
@@ -51,19 +50,10 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.nodes.warm_up import meet_for_ever
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.questions import ask_any
-from kvrelay.router.relay import CLIENT_GONE, AnyWalk, Relay
+from kvrelay.router.relay import CLIENT_GONE, AnyRun, Relay
 from kvrelay.router.reload import Reread, changes
-from kvrelay.router.reply import Reply
-from kvrelay.router.roles import RoleChanges
-from kvrelay.router.shared import Shared
-from kvrelay.router.state import health_of
-from kvrelay.router.timeline import Timeline
-from kvrelay.router.vllm.legs import VllmLegs
-from kvrelay.router.vllm.pings import hearing_pings
-from kvrelay.router.vllm.walk import VllmWalk
-from kvrelay.router.walk.deaths import Deaths
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.job import (
+from kvrelay.router.request.deaths import CrashRecord
+from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     SESSION_HEADER,
@@ -72,9 +62,19 @@ from kvrelay.router.walk.job import (
     parts_of,
     with_salt_of,
 )
-from kvrelay.router.walk.joined_walk import JoinedWalk
-from kvrelay.router.walk.means import Means
-from kvrelay.router.walk.placer import Placer
+from kvrelay.router.request.means import RunContext
+from kvrelay.router.request.multi_prompt import MultiPromptRun
+from kvrelay.router.request.placer import Placer
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.request.vllm_requests import VllmLegs
+from kvrelay.router.request.vllm_run import VllmRun
+from kvrelay.router.request_log import RequestLog, RequestTrace
+from kvrelay.router.roles import RoleChanges
+from kvrelay.router.shared import Shared
+from kvrelay.router.state import health_of
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.router_config import RouterConfig
 
@@ -92,10 +92,10 @@ _log = logging.getLogger("kvrelay.router")
 class Router:
     """A router process: all that its routes share."""
 
-    legs: Legs
+    node_client: NodeClient
     """Between start and stop."""
     _vllm_legs: VllmLegs
-    _means: Means | None = None
+    _means: RunContext | None = None
 
     def __init__(
         self,
@@ -116,22 +116,22 @@ class Router:
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
-        self.chores = Chores()
+        self.background = BackgroundTasks()
         self.live: set[str] = set()
         """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.metrics, self.shared)
-        self.endings = Endings(self.metrics, self.lookout)
+        self.endings = RequestLog(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         config, leads = self.config, self.shared.leads
-        self.legs = legs = Legs(config, self.chores)
-        self._vllm_legs = VllmLegs(self.legs)
-        self._means = Means(
-            self.pool, self.doors, self.placer, legs, self.chores, self.metrics, config
+        self.node_client = legs = NodeClient(config, self.background)
+        self._vllm_legs = VllmLegs(self.node_client)
+        self._means = RunContext(
+            self.pool, self.doors, self.placer, legs, self.background, self.metrics, config
         )
         events = None
         if self.shared.serves:
@@ -148,24 +148,24 @@ class Router:
                     config.kubernetes_namespace,
                     self.metrics.registry,
                 ),
-                meanwhile(meet_for_ever(self.pool, self.pairs, legs, self._met))
+                running_task(meet_for_ever(self.pool, self.pairs, legs, self._met))
                 if leads
                 else nullcontext(),
-                meanwhile(self.endings.flow.look_for_ever()),
+                running_task(self.endings.flow.look_for_ever()),
                 hearing_pings(
                     self.pool,
                     config.host,
                     config.p2p_nccl_port,
                     lambda url: self.config.may_be_node(url),
                 ),
-                meanwhile(roles.look_for_ever()) if leads else nullcontext(),
+                running_task(roles.look_for_ever()) if leads else nullcontext(),
             ):
                 yield
         finally:
             await self.gate.close()
             if events is not None:
                 await events.close()
-            await self.chores.finish(_SHUTDOWN_DEADLINE_S)
+            await self.background.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
@@ -221,12 +221,12 @@ class Router:
         )
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
-        traced: Traced | None = None
-        walk: AnyWalk | None = None
+        traced: RequestTrace | None = None
+        walk: AnyRun | None = None
         try:
             body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.sha256, body)
-            deaths = Deaths(self.shared.poison, self.metrics, fingerprint)
+            deaths = CrashRecord(self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
@@ -254,7 +254,7 @@ class Router:
                 job = with_salt_of(job, caller.sha256)
             if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            traced = Traced(self.tracing, path, header, timeline.arrived)
+            traced = RequestTrace(self.tracing, path, header, timeline.arrived)
             walk = self._walk(
                 job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths
             )
@@ -284,22 +284,22 @@ class Router:
         return Relay(walk, turn, finished, dialect)
 
     def _walk(
-        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
-    ) -> AnyWalk:
+        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: CrashRecord
+    ) -> AnyRun:
         """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means = self._means
         assert means is not None
         kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
-            return VllmWalk(job, kind, headers, timeline, means, self._vllm_legs, deaths)
+            return VllmRun(job, kind, headers, timeline, means, self._vllm_legs, deaths)
 
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            return Walk(part, headers, its, means, deaths, reply)
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> RequestRun:
+            return RequestRun(part, headers, its, means, deaths, reply)
 
         parts = parts_of(job)
         if len(parts) == 1:
             return walk_of(job, timeline)
-        return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
+        return MultiPromptRun(job, parts, timeline.arrived, walk_of, deaths.first_token)
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
@@ -315,7 +315,7 @@ class Router:
             # What ends one node ends the next: no more of them than a request may have that is
             # answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
-            asked = ask_any(self.pool, self.models, self.legs, path, body, attempts)
+            asked = ask_any(self.pool, self.models, self.node_client, path, body, attempts)
             return await unless_gone(request, asked)
 
     def check_key(self, request: Request) -> None:

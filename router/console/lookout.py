@@ -19,12 +19,12 @@ from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pairs import Pairs
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.request.multi_prompt import MultiPromptRun
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.roles import RoleChanges
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import failed_pairs, nodes_of, of_models
-from kvrelay.router.vllm.walk import VllmWalk
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.joined_walk import JoinedWalk
 
 __all__ = ["Lookout"]
 
@@ -47,7 +47,7 @@ class Lookout:
 
     def ended(
         self,
-        walk: Walk | JoinedWalk | VllmWalk,
+        walk: RequestRun | MultiPromptRun | VllmRun,
         path: str,
         status: int,
         key: str,
@@ -61,7 +61,7 @@ class Lookout:
         timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
         first, tokens = timeline.first_token, walk.output_tokens
         cached = fetched = 0
-        if not isinstance(walk, VllmWalk):
+        if not isinstance(walk, VllmRun):
             for part in walk.parts:
                 cached += part.cached_tokens or 0
                 told_ms = part.timeline.decode_ms

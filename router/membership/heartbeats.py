@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from kvrelay.router.chores import meanwhile
+from kvrelay.router.background import running_task
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
@@ -109,7 +109,7 @@ async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[N
             f"cannot listen for heartbeats on {host}:{port}: {why}; give another port"
         ) from why
     with contextlib.closing(transport):
-        async with meanwhile(ear.expire_for_ever()):
+        async with running_task(ear.expire_for_ever()):
             yield
 
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from kvrelay.router.chores import ended
-from kvrelay.router.legs.legs import Legs
+from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import HealthReport, Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.errors import EngineDead
 
 __all__ = ["watching"]
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvrelay.router")
 
 @asynccontextmanager
 async def watching(
-    pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float
+    pool: Pool, legs: NodeClient, events: KvEvents | None, interval_s: float
 ) -> AsyncIterator[None]:
     """Check all nodes for the length of the block, from when they join until they are gone, and
     follow their KV events.
@@ -48,11 +48,11 @@ async def watching(
         yield
     finally:
         unfollow()
-        await ended(watches.values())
+        await cancel_and_wait(watches.values())
 
 
 async def _watch(
-    node: Node, pool: Pool, legs: Legs, events: KvEvents | None, interval_s: float
+    node: Node, pool: Pool, legs: NodeClient, events: KvEvents | None, interval_s: float
 ) -> None:
     """Check a node again and again. One that is down is asked each interval, whether or not it has
     answered the last time: what was sent into a cut network comes late or never when it is whole
@@ -80,7 +80,7 @@ def _cancel(checks: set[asyncio.Task[None]]) -> None:
     checks.clear()
 
 
-async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents | None) -> None:
+async def _check(node: Node, pool: Pool, legs: NodeClient, events: KvEvents | None) -> None:
     started = time.monotonic()
     try:
         report = await legs.health(node)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.router.legs.legs import LegFailed, Legs, Refused
 from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pairs import Meeting, Outcome, Pairs
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.transport.node_client import AttemptFailed, NodeClient, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from kvrelay.wire.errors import KvrelayError
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 async def meet_for_ever(
-    pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]
+    pool: Pool, pairs: Pairs, legs: NodeClient, count: Callable[[str, Meeting], None]
 ) -> None:
     """Arrange meetings. `count` is told how each went: met, failed, busy or never."""
     async with asyncio.TaskGroup() as group:
@@ -52,7 +52,7 @@ async def meet_for_ever(
 
 
 async def _meet(
-    pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]
+    pool: Pool, pairs: Pairs, legs: NodeClient, count: Callable[[str, Meeting], None]
 ) -> None:
     """Have one meeting after the other."""
     while True:
@@ -75,7 +75,7 @@ async def _meet(
             )
 
 
-async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:
+async def _meeting(meeting: Meeting, legs: NodeClient) -> Outcome:
     source, reader = meeting.prefill, meeting.decode
     ticket = None
     try:
@@ -93,7 +93,7 @@ async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:
         return _refused(fetch)
     except Refused as why:
         return Outcome("never" if why.status in _NO_SUCH_ROUTE else "failed", why.message)
-    except LegFailed as why:
+    except AttemptFailed as why:
         return Outcome("busy", why.detail)  # its health says more
     except KvrelayError as why:
         return Outcome("failed", why.message)

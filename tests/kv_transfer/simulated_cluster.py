@@ -1,5 +1,5 @@
 """The router and the clients of the simulated world: requests walk through two nodes as in
-router/walk/handoff.py.
+router/request/run.py.
 
 A front stands for a node's HTTP process: it knows which requests are alive and aborts those whose
 caller has left.

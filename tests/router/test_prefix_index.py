@@ -16,7 +16,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.held_blocks import HeldBlocks
 from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
-from kvrelay.router.walk.job import CHAT_PATH, parse_job, prefix_of
+from kvrelay.router.request.job import CHAT_PATH, parse_job, prefix_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.hashes import extend
 from kvrelay.wire.outputs import PromptBlocks

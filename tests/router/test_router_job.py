@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvrelay.openai_api.body import MAX_CHOICES
-from kvrelay.router.walk.job import (
+from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     Job,

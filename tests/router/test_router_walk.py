@@ -407,7 +407,7 @@ async def test_the_connection_of_a_finished_leg_is_used_again() -> None:
     async with cluster(prefill(note_peer, legs=0), decode(legs=0), health_interval_s=5) as c:
         for _ in range(3):
             await c.text()
-            await until(lambda: not c.router.chores._tasks)
+            await until(lambda: not c.router.background._tasks)
         assert len(set(peers)) == 1
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from kvrelay.openai_api.sse import DONE
-from kvrelay.router.legs.leg_endings import LegFailed, refusal
-from kvrelay.router.legs.legs import Legs
 from kvrelay.router.nodes.node import Lease
-from kvrelay.router.vllm.bodies import error_in
+from kvrelay.router.request.vllm_bodies import error_in
+from kvrelay.router.transport.node_client import NodeClient
+from kvrelay.router.transport.node_errors import AttemptFailed, refusal
 
 __all__ = ["PutEvents", "VllmLegs"]
 
@@ -23,7 +23,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 class VllmLegs:
     """The HTTP client side towards vLLM nodes."""
 
-    def __init__(self, legs: Legs) -> None:
+    def __init__(self, legs: NodeClient) -> None:
         self._legs = legs
         self.without_forced_tools: set[tuple[str, str]] = set()
         """Processes of prefill nodes, by URL and generation, that fail on a forced tool call of one
@@ -33,7 +33,7 @@ class VllmLegs:
     async def whole(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
-        """Return the body of a 200 answer. Raises LegFailed, Refused.
+        """Return the body of a 200 answer. Raises AttemptFailed, Refused.
 
         Cancelling closes the connection, which aborts the request on the node; so for `events`.
         """
@@ -42,24 +42,26 @@ class VllmLegs:
             while chunk := await answer.content.readany():
                 held += chunk
                 if len(held) > _MAX_ANSWER_BYTES:
-                    raise LegFailed(f"the node's answer is longer than {_MAX_ANSWER_BYTES} bytes")
+                    raise AttemptFailed(
+                        f"the node's answer is longer than {_MAX_ANSWER_BYTES} bytes"
+                    )
             return bytes(held)
 
     async def events(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], put: PutEvents
     ) -> None:
-        """Pass on a stream's events, each whole, to its [DONE]. Raises LegFailed, Refused.
+        """Pass on a stream's events, each whole, to its [DONE]. Raises AttemptFailed, Refused.
 
         An event that tells of an error is raised, not passed on.
         """
         async with self._legs.posted(lease, path, body, headers) as answer:
             if answer.content_type != "text/event-stream":
-                raise LegFailed(f"the node answered a stream with {answer.content_type}")
+                raise AttemptFailed(f"the node answered a stream with {answer.content_type}")
             held = b""
             while chunk := await answer.content.readany():
                 last, end, held = (held + chunk).rpartition(b"\n\n")
                 if len(held) > _MAX_ANSWER_BYTES:
-                    raise LegFailed(
+                    raise AttemptFailed(
                         f"the node sent an event of more than {_MAX_ANSWER_BYTES} bytes"
                     )
                 if not end:
@@ -73,4 +75,6 @@ class VllmLegs:
                 await put(events)
                 if events.endswith(DONE):
                     return
-            raise LegFailed(f"the stream was cut before its end, {len(held)} bytes into an event")
+            raise AttemptFailed(
+                f"the stream was cut before its end, {len(held)} bytes into an event"
+            )

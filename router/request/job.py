@@ -22,7 +22,7 @@ __all__ = [
     "COMPLETIONS_PATH",
     "SESSION_HEADER",
     "Job",
-    "Targets",
+    "Slo",
     "decode_body",
     "parse_job",
     "parts_of",
@@ -95,7 +95,7 @@ class _Asked(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
-class Targets(msgspec.Struct, frozen=True):
+class Slo(msgspec.Struct, frozen=True):
     """What a request wants of its tokens' times, in seconds; None is no target."""
 
     ttft_s: float | None = None
@@ -130,7 +130,7 @@ class Job(msgspec.Struct, frozen=True):
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
-    """One prompt of several: its answer is joined with theirs (router/walk/joined_walk.py)."""
+    """One prompt of several: its answer is joined with theirs (router/request/multi_prompt.py)."""
     first_index: int = 0
     priority: int = 0
     asked_priority: int | None = None
@@ -139,7 +139,7 @@ class Job(msgspec.Struct, frozen=True):
     """What keeps its KV apart from that of other requests; empty if nothing does."""
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
-    targets: Targets = Targets()
+    targets: Slo = Slo()
     asked_id: str = ""
     """The id that its body gives it."""
     mark: str = ""
@@ -215,7 +215,7 @@ def parse_job(
     created: int,
     drawn_seed: int,
     session: str = "",
-    targets: Targets = Targets(),  # noqa: B008 - a value
+    targets: Slo = Slo(),  # noqa: B008 - a value
 ) -> Job:
     """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its
     headers name.

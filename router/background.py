@@ -11,10 +11,10 @@ from typing import Any
 
 from kvrelay.wire.errors import without_frames
 
-__all__ = ["Chores", "ended", "meanwhile"]
+__all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
 
 
-async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel what still runs of these, and wait for it. What they raise was raised before, or
     nobody wants to know.
     """
@@ -31,16 +31,16 @@ async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 @asynccontextmanager
-async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Do `work` for the length of the block."""
     task = asyncio.create_task(work)
     try:
         yield
     finally:
-        await ended([task])
+        await cancel_and_wait([task])
 
 
-class Chores:
+class BackgroundTasks:
     """A set of background tasks. Each has a deadline of its own, and none raises."""
 
     def __init__(self) -> None:

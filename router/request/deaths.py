@@ -19,7 +19,7 @@ from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.node import Lease
 from kvrelay.wire.errors import PoisonRequest
 
-__all__ = ["Deaths"]
+__all__ = ["CrashRecord"]
 
 _FATE_S = 5.0
 """How long the health checks are waited for. Whoever lives or refuses connections has shown it by
@@ -27,7 +27,7 @@ then: by default a node that is down is asked twice a second, and has 2 s to ans
 """
 
 
-class Deaths:
+class CrashRecord:
     """A record of one request, over all legs of all its prompts."""
 
     def __init__(self, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:

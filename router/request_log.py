@@ -18,13 +18,13 @@ from kvrelay.router.console.lookout import Lookout
 from kvrelay.router.console.recent import Ended
 from kvrelay.router.flow import Flow
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import CLIENT_GONE, AnyWalk
-from kvrelay.router.timeline import Timeline
-from kvrelay.router.walk.job import Job
+from kvrelay.router.relay import CLIENT_GONE, AnyRun
+from kvrelay.router.request.job import Job
+from kvrelay.router.request.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields
 
-__all__ = ["Endings", "Traced", "shown_error"]
+__all__ = ["RequestLog", "RequestTrace", "shown_error"]
 
 _SHOWN_CHARS = 200
 _OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
@@ -32,7 +32,7 @@ _OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a promp
 _log = logging.getLogger("kvrelay.router")
 
 
-class Traced:
+class RequestTrace:
     """The trace that a request is part of: the client's, or a new one if there is tracing here, or
     none.
     """
@@ -53,7 +53,7 @@ class Traced:
             self.headers = self.span.headers
 
 
-class Endings:
+class RequestLog:
     """A router's record of the requests that end."""
 
     def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
@@ -66,7 +66,7 @@ class Endings:
         path: str,
         key: str,
         why: KvrelayError,
-        traced: Traced | None,
+        traced: RequestTrace | None,
         job: Job | None,
     ) -> None:
         """Note a request that was refused before it began; `job`: what was understood of it."""
@@ -81,12 +81,12 @@ class Endings:
 
     def finished(
         self,
-        walk: AnyWalk,
+        walk: AnyRun,
         key: str,
         path: str,
         status: int,
         why: KvrelayError | None,
-        traced: Traced,
+        traced: RequestTrace,
     ) -> None:
         """Note a request that began and has ended."""
         timeline, now = walk.timeline, time.monotonic()

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 from kvrelay.openai_api.join import joined_body, joined_end
 from kvrelay.router.admission.poison import DEATHS
-from kvrelay.router.chores import ended
-from kvrelay.router.reply import Reply
-from kvrelay.router.timeline import Timeline
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.job import Job
-from kvrelay.router.walk.placer import Placed, Wanted
+from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.request.job import Job
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.timeline import Timeline
 
-__all__ = ["JoinedWalk"]
+__all__ = ["MultiPromptRun"]
 
 
-class JoinedWalk:
+class MultiPromptRun:
     """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back
     what it took.
     """
@@ -30,7 +30,7 @@ class JoinedWalk:
         job: Job,
         parts: Sequence[Job],
         arrived: float,
-        walk: Callable[[Job, Timeline, Reply], Walk],
+        walk: Callable[[Job, Timeline, Reply], RequestRun],
         first_token: asyncio.Event,
     ) -> None:
         """`walk` makes the walk of one part. `first_token` is set when a node has told a token of
@@ -43,10 +43,10 @@ class JoinedWalk:
             walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts
         ]
         """The walks of the prompts."""
-        self.placed: Placed | None = None
+        self.placed: PlacementLeases | None = None
         """Where the first was placed, if its turn has come with a place."""
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PlacementQuery:
         """Say what its first part wants; the others are placed when it begins."""
         return self.parts[0].wanted()
 
@@ -100,7 +100,7 @@ class JoinedWalk:
                 tasks += [asyncio.create_task(walk.run()) for walk in self.parts[DEATHS:]]
             await asyncio.gather(*tasks)
         finally:
-            await ended([told, *tasks])
+            await cancel_and_wait([told, *tasks])
         self.reply.put(self._end())
 
     def _end(self) -> bytes:

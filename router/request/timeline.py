@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from kvrelay.openai_api.stages import STAGES, TOLD, with_stages
 
-__all__ = ["LegSeen", "Timeline"]
+__all__ = ["AttemptTimes", "Timeline"]
 
 
 @dataclass(slots=True)
-class LegSeen:
+class AttemptTimes:
     """One leg, as the router sees it: what is left of one that never tells how it was spent."""
 
     began: float
@@ -63,7 +63,7 @@ class Timeline:
             self.first_token = now
         self.last_token = now
 
-    def begins(self, now: float, *, decoding: bool, fetches: bool = False) -> LegSeen:
+    def begins(self, now: float, *, decoding: bool, fetches: bool = False) -> AttemptTimes:
         """A leg is sent; `ends` must follow."""
         if self.sent is None:
             self.sent = now
@@ -74,9 +74,9 @@ class Timeline:
         self._open += 1
         if decoding:
             self.stepped = None
-        return LegSeen(now, decoding, fetches)
+        return AttemptTimes(now, decoding, fetches)
 
-    def told(self, leg: LegSeen, place: int, now: float) -> None:
+    def told(self, leg: AttemptTimes, place: int, now: float) -> None:
         """A leg whose `tokens` is None is `place` tokens into the answer, whoever was the first to
         tell of them.
         """
@@ -85,7 +85,7 @@ class Timeline:
         elif place > 1 or not leg.fetches:
             leg.tokens = self.stepped = now
 
-    def inside(self, timing_ms: dict[str, float], leg: LegSeen) -> None:
+    def inside(self, timing_ms: dict[str, float], leg: AttemptTimes) -> None:
         """A node told how its leg was spent."""
         leg.counted = True
         if leg.decoding:
@@ -96,7 +96,7 @@ class Timeline:
                 name: took + timing_ms.get(name, 0.0) for name, took in known.items()
             }
 
-    def seen(self, leg: LegSeen, now: float) -> None:
+    def seen(self, leg: AttemptTimes, now: float) -> None:
         """A leg is over; if it has told nothing, its time is counted as it was seen from here."""
         if leg.counted:
             return
@@ -117,7 +117,7 @@ class Timeline:
         if leg.tokens is not None:
             self._spend("decode", now - came)
 
-    def ends(self, leg: LegSeen, now: float, *, more: bool) -> None:
+    def ends(self, leg: AttemptTimes, now: float, *, more: bool) -> None:
         """A leg is over, or was cut. `more`: the answer is not complete."""
         self._open -= 1
         if more and not self._open:

@@ -28,12 +28,16 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from kvrelay.router.legs.legs import LegFailed
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
 from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
-from kvrelay.router.reply import Reply
-from kvrelay.router.timeline import LegSeen, Timeline
-from kvrelay.router.vllm.bodies import (
+from kvrelay.router.request.deaths import CrashRecord
+from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
+from kvrelay.router.request.means import RunContext
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.timeline import AttemptTimes, Timeline
+from kvrelay.router.request.tries import Attempts
+from kvrelay.router.request.vllm_bodies import (
     Handover,
     check_fields,
     decode_body,
@@ -44,22 +48,18 @@ from kvrelay.router.vllm.bodies import (
     prefill_body,
     undivided_because,
 )
-from kvrelay.router.vllm.legs import VllmLegs
-from kvrelay.router.vllm.measured import prefilled, streamed
-from kvrelay.router.walk.deaths import Deaths
-from kvrelay.router.walk.job import CHAT_PATH, Job, prefix_of
-from kvrelay.router.walk.means import Means
-from kvrelay.router.walk.placer import Placed, Wanted
-from kvrelay.router.walk.tries import Tries
+from kvrelay.router.request.vllm_measured import prefilled, streamed
+from kvrelay.router.request.vllm_requests import VllmLegs
+from kvrelay.router.transport.node_client import AttemptFailed
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import DeadlineExceeded, NodeFailed
 
-__all__ = ["VllmWalk"]
+__all__ = ["VllmRun"]
 
 _log = logging.getLogger("kvrelay.router")
 
 
-class VllmWalk:
+class VllmRun:
     """One request on its way. `run` once. What the Relay reads is as of the walk over our own
     nodes.
     """
@@ -70,16 +70,16 @@ class VllmWalk:
         kind: NodeKind,
         headers: Mapping[str, str],
         timeline: Timeline,
-        means: Means,
+        means: RunContext,
         legs: VllmLegs,
-        deaths: Deaths,
+        deaths: CrashRecord,
     ) -> None:
         """`kind`: of all nodes that the request may go to. Raises RequestError."""
         check_fields(job)
         self.job = job
         self.reply = Reply()
         self.timeline = timeline
-        self.placed: Placed | None = None
+        self.placed: PlacementLeases | None = None
         """None: it is placed leg by leg."""
         self.placement = "-"
         self.prompt_tokens: int | None = None
@@ -90,14 +90,14 @@ class VllmWalk:
         self._headers = headers
         self._means, self._legs, self._deaths = means, legs, deaths
         self._pool, self._index = means.pool, means.pool.prefixes
-        self._tries = {role: Tries(means, role) for role in (Role.PREFILL, Role.DECODE)}
+        self._tries = {role: Attempts(means, role) for role in (Role.PREFILL, Role.DECODE)}
         self._last = dict.fromkeys(self._tries, "-")
         self._source: Node | None = None
         """The prefill node whose KV the decode leg fetches."""
         self._round = 0
         self._handed = False
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PlacementQuery:
         """Say what is known of it."""
         return self._means.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
@@ -151,7 +151,7 @@ class VllmWalk:
                 try:
                     await self._decode(decode, decode_body(self.job, params), headers)
                     return True
-                except LegFailed as why:
+                except AttemptFailed as why:
                     await self._blame(decode, Role.DECODE, why)
                     if by_id or why.reached or not why.lost:
                         return False
@@ -176,7 +176,7 @@ class VllmWalk:
                     return headers, None, "forced_tools"
                 try:
                     handover = await self._prefilled(lease, headers, by_id=decode is not None)
-                except LegFailed as why:
+                except AttemptFailed as why:
                     failure = why
                 else:
                     if decode is not None or handover.params is not None:
@@ -198,7 +198,7 @@ class VllmWalk:
     async def _prefilled(
         self, lease: Lease, headers: Mapping[str, str], *, by_id: bool
     ) -> Handover:
-        """Run one prefill leg, and learn from it. Raises LegFailed, Refused."""
+        """Run one prefill leg, and learn from it. Raises AttemptFailed, Refused."""
         node, expected_ms = lease.node, lease.node.state.wait_ms  # its own prompt is in it
         contents = self._unknown_to(node)
         body = prefill_body(self.job, named_by_id=by_id, with_ids=contents is not None)
@@ -244,7 +244,7 @@ class VllmWalk:
             self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
-        """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else
+        """Pass the answer on. Raises Refused; AttemptFailed while the client has nothing of it, else
         NodeFailed.
         """
         job = self.job
@@ -266,7 +266,7 @@ class VllmWalk:
             )
 
     async def _whole(
-        self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]
+        self, lease: Lease, leg: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
         leg.tokens = (
             leg.began
@@ -281,7 +281,7 @@ class VllmWalk:
         self.reply.put(self._timed(ending.body, leg))
 
     async def _streamed(
-        self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]
+        self, lease: Lease, leg: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
         newest, held_up = 0.0, False
 
@@ -300,7 +300,7 @@ class VllmWalk:
 
         try:
             await self._legs.events(lease, self.job.path, body, headers, put)
-        except LegFailed as why:
+        except AttemptFailed as why:
             if not self.output_tokens:
                 raise
             self._pool.blame(lease.node, f"a leg broke on it: {why.detail}", time.monotonic())
@@ -316,7 +316,7 @@ class VllmWalk:
             no_tokens = (self.job.path == CHAT_PATH) + self.job.include_usage
             streamed(lease.node, self.output_tokens - no_tokens - 1, newest - leg.tokens)
 
-    def _timed(self, end: bytes, leg: LegSeen) -> bytes:
+    def _timed(self, end: bytes, leg: AttemptTimes) -> bytes:
         """Return the bytes, with the stages at the end of the answer if the client asked for them."""
         if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
             return end
@@ -347,7 +347,7 @@ class VllmWalk:
             )
         return {**self._headers, "x-request-id": unique}
 
-    async def _blame(self, lease: Lease, role: Role, why: LegFailed) -> None:
+    async def _blame(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
         """Note that the leg broke on this node, before any token, and on no other.
 
         Raises what the client is told when there is nowhere to go."""

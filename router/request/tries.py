@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 
-from kvrelay.router.legs.legs import LegFailed, Refused
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.walk.means import Means
+from kvrelay.router.request.means import RunContext
+from kvrelay.router.transport.node_client import AttemptFailed, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
 
-__all__ = ["Tries"]
+__all__ = ["Attempts"]
 
 
-class Tries:
+class Attempts:
     """A record of the legs of one role of one walk."""
 
-    def __init__(self, means: Means, role: Role) -> None:
+    def __init__(self, means: RunContext, role: Role) -> None:
         self._means, self._role = means, role
         self._generations: dict[Node, str] = {}  # of the nodes that broke: which process that was
         self._in_vain = 0
@@ -29,7 +29,7 @@ class Tries:
             node for node, generation in self._generations.items() if node.generation == generation
         ]
 
-    def failed(self, node: Node, why: LegFailed, *, told: bool = False) -> None:
+    def failed(self, node: Node, why: AttemptFailed, *, told: bool = False) -> None:
         """Note that a leg broke there. `told`: of something new before; then the next one is the
         first try.
 
@@ -44,7 +44,7 @@ class Tries:
         if not (why.lost or why.draining):
             self._generations[node] = node.generation
 
-    def require_another(self, why: LegFailed, *, begun: bool = False) -> None:
+    def require_another(self, why: AttemptFailed, *, begun: bool = False) -> None:
         """Raise NodeFailed unless the leg may be tried again, for which the retry budget is asked
         where it must be.
 
@@ -64,7 +64,7 @@ class Tries:
             self._means.metrics.retries_refused.inc()
         raise self.failure(why) from why
 
-    def failure(self, why: LegFailed | Refused) -> NodeFailed | Refused:
+    def failure(self, why: AttemptFailed | Refused) -> NodeFailed | Refused:
         """Return what the client is told when there is nowhere left to go."""
         if isinstance(why, Refused):
             return why

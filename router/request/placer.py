@@ -33,7 +33,7 @@ from kvrelay.router.placement import (
 )
 from kvrelay.router.policies import POLICIES, Ask
 from kvrelay.router.prefix.index import Prefix
-from kvrelay.router.walk.job import Job, Targets
+from kvrelay.router.request.job import Job, Slo
 from kvrelay.wire.announced import FIRST_OUTPUT
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
@@ -41,7 +41,7 @@ from kvrelay.wire.means import RunningMean
 from kvrelay.wire.router_config import PRICE, RouterConfig
 from kvrelay.wire.transfer import KvFacts
 
-__all__ = ["Found", "Placed", "Placer", "Wanted"]
+__all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
 
 _OUTPUTS_MEAN = 64
 _MOST_OUTPUT = 16_384.0
@@ -52,7 +52,7 @@ priority; and for no more than so many times.
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlacementQuery:
     """What is asked for one prompt."""
 
     model: str
@@ -64,20 +64,20 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ChosenNodes:
     """A placement, and the nodes of it, on which nothing is taken yet."""
 
-    wanted: Wanted
+    wanted: PlacementQuery
     placement: Placement
     prefill: Node
     decode: Node
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacementLeases:
     """The places that one prompt has. Without `prefill` it is computed on its decode node."""
 
-    wanted: Wanted
+    wanted: PlacementQuery
     placement: Placement
     prefill: Lease | None
     decode: Lease
@@ -94,7 +94,7 @@ class Placer:
         self.take_over(config)
 
     def take_over(self, config: RouterConfig) -> None:
-        """Place by this configuration from now on."""
+        """FramePosition by this configuration from now on."""
         self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
 
@@ -103,7 +103,7 @@ class Placer:
 
     def wanted(
         self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
-    ) -> Wanted:
+    ) -> PlacementQuery:
         """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known
         better.
         """
@@ -123,9 +123,9 @@ class Placer:
             tie=crc32(job.id.encode()),
             cached=cached,
         )
-        return Wanted(job.model, request, job.session, prefix, peer)
+        return PlacementQuery(job.model, request, job.session, prefix, peer)
 
-    def limited(self, wanted: Wanted, targets: Targets) -> Wanted:
+    def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Have a request refused, or wait, that cannot be served within the targets that it was
         told.
 
@@ -158,14 +158,14 @@ class Placer:
 
     def find(
         self,
-        wanted: Wanted,
+        wanted: PlacementQuery,
         tried_prefill: Collection[Node] = (),
         tried_decode: Collection[Node] = (),
         *,
         anyway: bool = False,
         spills: bool = True,
         alone: bool = False,
-    ) -> Found | Wait | Refuse:
+    ) -> ChosenNodes | Wait | Refuse:
         """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there
         are none.
 
@@ -212,7 +212,7 @@ class Placer:
             return self._found(wanted, min(ways, key=lambda way: way.price))
         return next((other for other in others if isinstance(other, Wait)), others[0])
 
-    def take(self, found: Found) -> Placed:
+    def take(self, found: ChosenNodes) -> PlacementLeases:
         """Take what a placement takes, until its leases are given back."""
         wanted, request, source, target = (
             found.wanted,
@@ -226,10 +226,15 @@ class Placer:
             prefill = self._pool.hold(source, share, request.tokens, wanted.prefix, request.cached)
         computes = request.tokens if share is None else 0
         decode = self._pool.hold(target, row, computes, wanted.prefix, request.cached)
-        return Placed(wanted, found.placement, prefill, decode)
+        return PlacementLeases(wanted, found.placement, prefill, decode)
 
     def hold_alone(
-        self, role: Role, wanted: Wanted, tried: Collection[Node], kind: NodeKind, tokens: int
+        self,
+        role: Role,
+        wanted: PlacementQuery,
+        tried: Collection[Node],
+        kind: NodeKind,
+        tokens: int,
     ) -> Lease:
         """Take a place for one leg of another project's nodes, which computes so many tokens.
         Raises NoNode.
@@ -253,7 +258,7 @@ class Placer:
             share.context, share.output = request.tokens + request.output / 2, request.output
         return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
 
-    def give_back(self, placed: Placed) -> None:
+    def give_back(self, placed: PlacementLeases) -> None:
         """Give back all places; twice is as once."""
         for lease in (placed.prefill, placed.decode):
             if lease is not None:
@@ -264,16 +269,16 @@ class Placer:
         assert node is not None
         return node
 
-    def _found(self, wanted: Wanted, placed: Placement) -> Found:
+    def _found(self, wanted: PlacementQuery, placed: Placement) -> ChosenNodes:
         # A node that nobody names any more may still have its KV.
-        return Found(
+        return ChosenNodes(
             wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
         )
 
     def _takers(
         self,
         role: Role,
-        wanted: Wanted,
+        wanted: PlacementQuery,
         tried: Collection[Node],
         now: float,
         *,
@@ -281,7 +286,7 @@ class Placer:
     ) -> list[Node]:
         return self._doors.takers(self._ask(role, wanted), tried, now, computes=computes)
 
-    def _sources(self, wanted: Wanted, tried: Collection[Node], now: float) -> list[Node]:
+    def _sources(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> list[Node]:
         """Return the prefill nodes that have its KV, or may compute it."""
         if wanted.peer is not None:
             return [wanted.peer]
@@ -292,7 +297,7 @@ class Placer:
 
     def _computing(
         self,
-        wanted: Wanted,
+        wanted: PlacementQuery,
         decode: Sequence[Node],
         tried: Collection[Node],
         now: float,
@@ -325,7 +330,7 @@ class Placer:
             for sources, targets in _divided(*kinds)
         ]
 
-    def _nowhere(self, wanted: Wanted, tried: Collection[Node], now: float) -> Wait:
+    def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
         """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is
         nothing.
         """
@@ -337,7 +342,9 @@ class Placer:
         unlikes = (unlike(source.kv, target.kv) for source in prefill for target in decode)
         raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
 
-    def _by_policy(self, role: Role, wanted: Wanted, nodes: Sequence[Node]) -> Sequence[Node]:
+    def _by_policy(
+        self, role: Role, wanted: PlacementQuery, nodes: Sequence[Node]
+    ) -> Sequence[Node]:
         name = self._policies[role]
         if name == PRICE or len(nodes) < 2:
             return nodes
@@ -346,7 +353,7 @@ class Placer:
         return [POLICIES[name](self._ask(role, wanted), roomy or nodes, self._rng)]
 
     @staticmethod
-    def _ask(role: Role, wanted: Wanted) -> Ask:
+    def _ask(role: Role, wanted: PlacementQuery) -> Ask:
         return Ask(role, wanted.model, wanted.session, wanted.request.cached)
 
 

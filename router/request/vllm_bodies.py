@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvrelay.router.legs.leg_endings import LegFailed, told_error
-from kvrelay.router.walk.job import CHAT_PATH, Job
+from kvrelay.router.request.job import CHAT_PATH, Job
+from kvrelay.router.transport.node_errors import AttemptFailed, told_error
 from kvrelay.wire.errors import ErrorBody, RequestError
 from kvrelay.wire.frames import MALFORMED
 
@@ -187,7 +187,7 @@ def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> st
 
 
 def handover_of(body: bytes) -> Handover:
-    """Return what the answer of a prefill leg gives away. Raises LegFailed for one that is no
+    """Return what the answer of a prefill leg gives away. Raises AttemptFailed for one that is no
     answer.
     """
     answer = _decoded(body)
@@ -211,7 +211,7 @@ def _ids_in(told: msgspec.Raw) -> list[int] | None:
 
 
 def plain_answer(body: bytes) -> Ending:
-    """Return a decode node's whole answer, without what it says of KV. Raises LegFailed for one
+    """Return a decode node's whole answer, without what it says of KV. Raises AttemptFailed for one
     that is no answer.
     """
     answer = _decoded(body)
@@ -229,7 +229,7 @@ def _decoded(body: bytes) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer)
     except MALFORMED as why:
-        raise LegFailed(f"the node's answer is malformed: {why}") from why
+        raise AttemptFailed(f"the node's answer is malformed: {why}") from why
 
 
 def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from kvrelay.openai_api.connections import Guarded
 from kvrelay.openai_api.front import CORS_HEADERS
-from kvrelay.router.reply import Flow
+from kvrelay.router.request.reply import Flow
 
 __all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
 

@@ -6,33 +6,33 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from kvrelay.router.chores import Chores
-from kvrelay.router.legs.leg_watch import LegWatches
-from kvrelay.router.legs.legs import LegFailed, Legs, Refused
+from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.doors import Doors
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.passage import Passage
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.walk.placer import Placer
-from kvrelay.router.walk.retries import RetryBudget
+from kvrelay.router.request.placer import Placer
+from kvrelay.router.request.retries import RetryBudget
+from kvrelay.router.transport.leg_watch import LegWatches
+from kvrelay.router.transport.node_client import AttemptFailed, NodeClient, Refused
 from kvrelay.wire.errors import Overloaded
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["Means"]
+__all__ = ["RunContext"]
 
 _log = logging.getLogger("kvrelay.router")
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class RunContext:
     """Made when the router starts, and again for a new configuration."""
 
     pool: Pool
     doors: Doors
     placer: Placer
-    legs: Legs
-    chores: Chores
+    node_client: NodeClient
+    background: BackgroundTasks
     metrics: Metrics
     config: RouterConfig
     retries: RetryBudget = field(default_factory=RetryBudget)
@@ -40,10 +40,10 @@ class Means:
 
     async def release(self, node: Node, request_id: str) -> None:
         """Tell a prefill node that nobody will fetch this KV."""
-        told = await self.legs.tell_of_kv(node, "release", request_id)
+        told = await self.node_client.tell_of_kv(node, "release", request_id)
         self.metrics.releases.labels("yes" if told else "no").inc()
 
-    def broke(self, job_id: str, lease: Lease, passage: Passage, why: LegFailed) -> None:
+    def broke(self, job_id: str, lease: Lease, passage: Passage, why: AttemptFailed) -> None:
         """Note that a leg broke by its node's fault, or because the node drains, which is none."""
         node, now = lease.node, time.monotonic()
         if why.draining:

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from kvrelay.router.client import send_written
-from kvrelay.router.legs.leg_endings import LOST, LegFailed, TakeFrame, ending, refusal
+from kvrelay.router.client_connection import send_written
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.transport.node_errors import LOST, AttemptFailed, TakeFrame, ending, refusal
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
 from kvrelay.wire.leg_stream import (
@@ -42,7 +42,7 @@ from kvrelay.wire.leg_stream import (
     message,
 )
 
-__all__ = ["LegStream", "LegStreams"]
+__all__ = ["NodeStream", "NodeStreams"]
 
 _WRITE_BUFFER_BYTES = 1 << 20
 _MUCH_BYTES = 32 << 10
@@ -129,7 +129,7 @@ class _Leg:
             self._taken = 0
 
 
-class LegStream(asyncio.Protocol):
+class NodeStream(asyncio.Protocol):
     """One connection. `ready` once the node has said something; `broken` for good."""
 
     def __init__(self, head: bytes) -> None:
@@ -150,13 +150,13 @@ class LegStream(asyncio.Protocol):
     async def run(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
     ) -> FrameKind:
-        """As Legs.run."""
+        """As NodeClient.run."""
         self._numbers += 1
         leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._say)
         self._say(
             message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body)))
         )
-        lease.cut = lambda: leg.fail(LegFailed(LOST, lost=True))
+        lease.cut = lambda: leg.fail(AttemptFailed(LOST, lost=True))
         try:
             return await leg.ended
         finally:
@@ -185,7 +185,7 @@ class LegStream(asyncio.Protocol):
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(detail or why))
         for leg in self._legs.values():
-            leg.fail(LegFailed(why, detail=detail, lost=True))
+            leg.fail(AttemptFailed(why, detail=detail, lost=True))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask for the stream."""
@@ -265,7 +265,7 @@ class LegStream(asyncio.Protocol):
                 leg.fail(refusal(answer.status, answer.error, answer.retry_after_s))
         elif kind == Kind.OVER:
             leg.over = True
-            leg.fail(LegFailed("the answer was cut before its end"))
+            leg.fail(AttemptFailed("the answer was cut before its end"))
 
     def _say(self, said: bytes) -> None:
         """Send what is said in one turn of the event loop at once, if the stream still stands."""
@@ -284,14 +284,14 @@ class LegStream(asyncio.Protocol):
 class _Link:
     """A node's stream, if there is one, and when the next one is tried."""
 
-    stream: LegStream | None = None
+    stream: NodeStream | None = None
     generation: str = ""
     connecting: bool = False
     failures: int = 0
     next_try: float = 0.0
 
 
-class LegStreams:
+class NodeStreams:
     """The leg streams of all nodes that speak it. They are opened and mended when a node reports
     its health.
     """
@@ -310,7 +310,7 @@ class LegStreams:
         self._silence_s = _SILENT_CHECKS * health_deadline_s
         self._links: dict[Node, _Link] = {}
 
-    def ready(self, node: Node) -> LegStream | None:
+    def ready(self, node: Node) -> NodeStream | None:
         """The node's stream, if a leg can begin there now."""
         link = self._links.get(node)
         stream = None if link is None else link.stream
@@ -362,12 +362,12 @@ class LegStreams:
         lines += ["transfer-encoding: chunked", f"{LEGS_VERSION_HEADER}: {version}"]
         lines += [f"{name}: {value}" for name, value in self._headers.items()]
         head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
-        stream: LegStream | None = None
+        stream: NodeStream | None = None
         secure = at.scheme == "https"
         try:
             async with asyncio.timeout(self._connect_deadline_s):
                 _, stream = await asyncio.get_running_loop().create_connection(
-                    lambda: LegStream(head),
+                    lambda: NodeStream(head),
                     at.hostname or "",
                     at.port or (443 if secure else 80),
                     ssl=self._trusted if secure else None,

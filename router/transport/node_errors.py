@@ -21,7 +21,7 @@ from kvrelay.wire.outputs import Load
 
 __all__ = [
     "LOST",
-    "LegFailed",
+    "AttemptFailed",
     "Refused",
     "TakeFrame",
     "ending",
@@ -67,7 +67,7 @@ class Refused(KvrelayError):
         return self._error
 
 
-class LegFailed(NodeFailed):
+class AttemptFailed(NodeFailed):
     """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on
     another one.
     """
@@ -101,7 +101,7 @@ class LegFailed(NodeFailed):
 
 
 def ending(frame: Frame, take: TakeFrame) -> FrameKind:
-    """Hand on the frame that ends a leg, and return its kind. Raises Refused or LegFailed if it did
+    """Hand on the frame that ends a leg, and return its kind. Raises Refused or AttemptFailed if it did
     not end well.
     """
     if frame.kind is FrameKind.ERROR:
@@ -109,11 +109,11 @@ def ending(frame: Frame, take: TakeFrame) -> FrameKind:
         rests_s = (frame.load or Load()).retry_after_s if frame.status in (429, 503) else None
         if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
             raise Refused(frame.status, error, rests_s, frame.kv_error)
-        raise LegFailed(
+        raise AttemptFailed(
             error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code
         )
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
-        raise LegFailed("the node sent a hand-over without its parameters")
+        raise AttemptFailed("the node sent a hand-over without its parameters")
     take(frame)
     return frame.kind
 
@@ -131,7 +131,7 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
         )
     if 400 <= status < 500:
         return Refused(status, error, retry_after_s)
-    failed = LegFailed(error.message, max(status, 500), retry_after_s, reached=False)
+    failed = AttemptFailed(error.message, max(status, 500), retry_after_s, reached=False)
     failed.draining, failed.lost = error.code == Draining.code, error.code == EngineDead.code
     failed.reading = error.code == RequestBroke.code
     return failed

@@ -1,7 +1,7 @@
 """One leg: post a body to a node, hand on its frames, say how it ended. Decides nothing about
 retries.
 
-Over the node's leg stream (router/legs/leg_stream.py) if there is one, else as an HTTP request of
+Over the node's leg stream (router/transport/node_stream.py) if there is one, else as an HTTP request of
 its own; and what else is asked of nodes over HTTP.
 """
 
@@ -16,10 +16,12 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from kvrelay.router.chores import Chores
-from kvrelay.router.legs.leg_endings import (
+from kvrelay.router.background import BackgroundTasks
+from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.tls import trusted
+from kvrelay.router.transport.node_errors import (
     LOST,
-    LegFailed,
+    AttemptFailed,
     Refused,
     TakeFrame,
     ending,
@@ -27,16 +29,14 @@ from kvrelay.router.legs.leg_endings import (
     refusal,
     told_error,
 )
-from kvrelay.router.legs.leg_stream import LegStreams
-from kvrelay.router.nodes.node import HealthReport, Lease, Node
-from kvrelay.router.tls import trusted
-from kvrelay.router.vllm.report import vllm_report
+from kvrelay.router.transport.node_stream import NodeStreams
+from kvrelay.router.transport.vllm_health import vllm_report
 from kvrelay.wire.errors import DeadlineExceeded, EngineDead, KvrelayError, NodeFailed
 from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused"]
+__all__ = ["AttemptFailed", "NodeClient", "Refused"]
 
 _DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
@@ -51,14 +51,14 @@ _LARGE_BODY_BYTES = 256 << 10
 _log = logging.getLogger("kvrelay.router")
 
 
-class Legs:
+class NodeClient:
     """The client side of the router: one pool of HTTP connections for all nodes, and a leg stream
     for each.
     """
 
-    def __init__(self, config: RouterConfig, chores: Chores) -> None:
+    def __init__(self, config: RouterConfig, background: BackgroundTasks) -> None:
         self._config = config
-        self._chores = chores
+        self._background = background
         self._auth = (
             {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         )
@@ -70,7 +70,7 @@ class Legs:
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
-        self._streams = LegStreams(
+        self._streams = NodeStreams(
             self._auth, trusted(config), config.connect_deadline_s, config.health_deadline_s
         )
 
@@ -86,7 +86,7 @@ class Legs:
     async def run(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
     ) -> FrameKind:
-        """Run one leg on the leased node to its HANDOVER or END frame. Raises LegFailed, Refused.
+        """Run one leg on the leased node to its HANDOVER or END frame. Raises AttemptFailed, Refused.
 
         Cancelling aborts the request on the node.
         """
@@ -97,7 +97,7 @@ class Legs:
             lease, path, body, {"accept": FRAMES_MEDIA_TYPE, **headers}
         ) as answer:
             if answer.content_type != FRAMES_MEDIA_TYPE:
-                raise LegFailed(
+                raise AttemptFailed(
                     f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}"
                 )
             return await _read_frames(lease, answer.content, take)
@@ -106,7 +106,7 @@ class Legs:
     async def posted(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Run one leg as an HTTP request of its own: a 200 answer. Raises LegFailed, Refused.
+        """Run one leg as an HTTP request of its own: a 200 answer. Raises AttemptFailed, Refused.
 
         The connection is kept if the block ends well. If it does not, the node aborts the request.
         """
@@ -127,17 +127,17 @@ class Legs:
                 except BaseException:
                     answer.close()
                     raise
-                self._chores.spawn(_read_rest(answer))
+                self._background.spawn(_read_rest(answer))
         except aiohttp.ClientError as why:
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
             detail = f"{name}: {why}"
-            raise LegFailed(
+            raise AttemptFailed(
                 f"the connection failed ({name})", detail=detail, lost=True, reached=reached
             ) from why
         except TimeoutError as why:
-            raise LegFailed(LOST, lost=True) from why
+            raise AttemptFailed(LOST, lost=True) from why
         except OSError as why:
-            raise LegFailed(
+            raise AttemptFailed(
                 "the connection failed", detail=f"the connection failed: {why}", lost=True
             ) from why
         finally:
@@ -178,7 +178,7 @@ class Legs:
             return answer.status, await _read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        """Return the answer to a short question that runs no leg. Raises LegFailed, Refused,
+        """Return the answer to a short question that runs no leg. Raises AttemptFailed, Refused,
         DeadlineExceeded.
         """
         try:
@@ -197,7 +197,7 @@ class Legs:
                 f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less"
             ) from why
         except (aiohttp.ClientError, OSError) as why:
-            raise LegFailed(
+            raise AttemptFailed(
                 f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}"
             ) from why
 
@@ -257,7 +257,7 @@ async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFr
         try:
             frames = reader.feed(chunk)
         except (NodeFailed, UnicodeDecodeError) as why:
-            raise LegFailed(f"the node's answer is malformed: {why}") from why
+            raise AttemptFailed(f"the node's answer is malformed: {why}") from why
         for frame in frames:
             if frame.load is not None:
                 lease.note_load(frame.load)
@@ -265,7 +265,7 @@ async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFr
                 return ending(frame, take)
             if (room := take(frame)) is not None:
                 await room
-    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
+    raise AttemptFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.router.walk.job import Job
+from kvrelay.router.request.job import Job
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
-__all__ = ["Diverged", "Place", "Progress"]
+__all__ = ["Diverged", "FramePosition", "AnswerProgress"]
 
 _CLAIM = (
     "remote_engine_id",
@@ -43,7 +43,7 @@ class Diverged(Exception):
 
 
 @dataclass(slots=True)
-class Place:
+class FramePosition:
     """A record of how far one leg is: tokens of each choice up to its next frame."""
 
     at: dict[int, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Place:
     """A prefill leg of an answer of which the client has a part: its KV is wanted, not its token."""
 
     @classmethod
-    def behind(cls, params: KvTransferParams) -> Place:
+    def behind(cls, params: KvTransferParams) -> FramePosition:
         """Return that of a decode leg that is told these."""
         known = params.so_far(1 + len(params.other_choices))
         return cls(
@@ -60,7 +60,7 @@ class Place:
         )
 
 
-class Progress:
+class AnswerProgress:
     """The state of one answer across all of its legs."""
 
     def __init__(self, job: Job) -> None:
@@ -79,7 +79,7 @@ class Progress:
         self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
         self._diverged = False
 
-    def take(self, frame: Frame, place: Place) -> bool:
+    def take(self, frame: Frame, place: FramePosition) -> bool:
         """Count a frame of the leg at `place`, and return whether its payload is news to the
         client.
 

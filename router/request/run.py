@@ -7,7 +7,7 @@ it first. A prompt that is better computed where its answer is, or can be nowher
 leg alone.
 
 How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it
-rests, and another takes the leg, from the same ticket. A process that is lost (router/legs/legs.py)
+rests, and another takes the leg, from the same ticket. A process that is lost (router/transport/node_client.py)
 is down until it answers a health check. All else is told to the node's breaker
 (router/nodes/doors.py). What broke is tried on other nodes: what a lost process had always, all
 else as long as the retry budget allows, or the client has a part of the answer.
@@ -25,19 +25,19 @@ from collections.abc import Awaitable, Mapping
 
 import msgspec
 
-from kvrelay.router.chores import ended
-from kvrelay.router.legs.leg_watch import LegWatch
-from kvrelay.router.legs.legs import LegFailed, Refused
+from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pairing import unlike
-from kvrelay.router.reply import Reply
-from kvrelay.router.timeline import LegSeen, Timeline
-from kvrelay.router.walk.deaths import Deaths
-from kvrelay.router.walk.job import Job, decode_body, prefill_body, prefix_of
-from kvrelay.router.walk.means import Means
-from kvrelay.router.walk.placer import Found, Placed, Wanted
-from kvrelay.router.walk.progress import Diverged, Place, Progress
-from kvrelay.router.walk.tries import Tries
+from kvrelay.router.request.deaths import CrashRecord
+from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
+from kvrelay.router.request.means import RunContext
+from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
+from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.timeline import AttemptTimes, Timeline
+from kvrelay.router.request.tries import Attempts
+from kvrelay.router.transport.leg_watch import LegWatch
+from kvrelay.router.transport.node_client import AttemptFailed, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     DeadlineExceeded,
@@ -52,7 +52,7 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["Walk"]
+__all__ = ["RequestRun"]
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -66,7 +66,7 @@ _RENEWALS = 4.0
 """Of KV that is held for a request while it waits, within a lease."""
 
 
-class Walk:
+class RequestRun:
     """One request on its way through two nodes. `run` once."""
 
     def __init__(
@@ -74,17 +74,17 @@ class Walk:
         job: Job,
         headers: Mapping[str, str],
         timeline: Timeline,
-        means: Means,
-        deaths: Deaths,
+        means: RunContext,
+        deaths: CrashRecord,
         reply: Reply | None = None,
     ) -> None:
         """`deaths`: of the whole request, of which this may be one prompt."""
         self.job = job
         self.reply = reply or Reply()
-        self.progress = Progress(job)
+        self.progress = AnswerProgress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
-        self.placed: Placed | None = None
+        self.placed: PlacementLeases | None = None
         """Where it was placed last; set before `run` if its turn has come with a place."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
@@ -105,7 +105,7 @@ class Walk:
         )
         self._decoding: asyncio.Task[None] | None = None
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PlacementQuery:
         """Say what it wants before anything of it has begun."""
         return self._means.placer.wanted(self.job, self._prefix)
 
@@ -139,7 +139,7 @@ class Walk:
         return "-" if self.placed is None else str(self.placed.placement)
 
     @property
-    def parts(self) -> list[Walk]:
+    def parts(self) -> list[RequestRun]:
         """The walks of its prompts, of which it has one."""
         return [self]
 
@@ -168,7 +168,7 @@ class Walk:
             ) from why
         finally:
             try:
-                await ended(
+                await cancel_and_wait(
                     [task for task in (self._prefilling, self._decoding) if task is not None]
                 )
             finally:
@@ -221,19 +221,19 @@ class Walk:
         True too if one broke after token 1 had been sent on, or the prompt is computed on a decode
         node now.
         """
-        tries, until = Tries(self._means, Role.PREFILL), time.monotonic() + ROOM_DEADLINE_S
+        tries, until = Attempts(self._means, Role.PREFILL), time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
-            failure: LegFailed | Refused
+            failure: AttemptFailed | Refused
             try:
                 ended = await self._leg(
-                    lease, Place(), prefill_body(self.job, lease.node.leg_version)
+                    lease, FramePosition(), prefill_body(self.job, lease.node.leg_version)
                 )
                 # An end behind a first token that the decode leg has told is none: that leg tells
                 # the answer's.
                 return ended is FrameKind.HANDOVER or not self.progress.ended
-            except LegFailed as why:
+            except AttemptFailed as why:
                 failure = without_frames(why)
                 tries.failed(lease.node, failure)
             except Refused as why:
@@ -246,7 +246,7 @@ class Walk:
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
-            if isinstance(failure, LegFailed):
+            if isinstance(failure, AttemptFailed):
                 tries.require_another(failure)
             self._means.placer.give_back(self.placed)
             try:
@@ -258,7 +258,7 @@ class Walk:
 
     async def _decode(self) -> None:
         """Run decode legs, each from where the answer stands, until one ends it."""
-        tries, until = Tries(self._means, Role.DECODE), time.monotonic() + ROOM_DEADLINE_S
+        tries, until = Attempts(self._means, Role.DECODE), time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
             lease, node, known = (
@@ -266,7 +266,7 @@ class Walk:
                 self.placed.decode.node,
                 self.progress.output_tokens,
             )
-            failure: LegFailed | None = None
+            failure: AttemptFailed | None = None
             anew = True
             try:
                 if lease in node.leases and node.up:  # else it was given back, or is gone since
@@ -275,7 +275,7 @@ class Walk:
                     peer = None if params.remote_engine_id is None else self.prefill_node
                     await self._leg(
                         lease,
-                        Place.behind(params),
+                        FramePosition.behind(params),
                         decode_body(self.job, params, node.leg_version),
                         peer,
                     )
@@ -286,7 +286,7 @@ class Walk:
                     "id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why
                 )
                 anew = False
-            except LegFailed as why:
+            except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
                 tries.failed(node, failure, told=self.progress.output_tokens > known)
                 tries.require_another(failure, begun=self.progress.forwarded)
@@ -303,8 +303,8 @@ class Walk:
                 self._pool.give_back(lease)
             await self._again(tries, failure, anew=anew)
 
-    async def _again(self, tries: Tries, failure: LegFailed | None, *, anew: bool) -> None:
-        """Place what is left of an answer: where its KV can be fetched or, if that is gone, by its
+    async def _again(self, tries: Attempts, failure: AttemptFailed | None, *, anew: bool) -> None:
+        """FramePosition what is left of an answer: where its KV can be fetched or, if that is gone, by its
         price again.
 
         A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that
@@ -332,8 +332,10 @@ class Walk:
     async def _prefill_again(self, lease: Lease, claimed: asyncio.Event) -> None:
         source = self.prefill_node = lease.node
         try:
-            await self._leg(lease, Place(again=True), prefill_body(self.job, source.leg_version))
-        except (LegFailed, Refused) as why:
+            await self._leg(
+                lease, FramePosition(again=True), prefill_body(self.job, source.leg_version)
+            )
+        except (AttemptFailed, Refused) as why:
             if isinstance(why, Refused):
                 self._means.is_full(lease, why)
             _log.warning(
@@ -359,13 +361,13 @@ class Walk:
 
     async def _place(
         self,
-        prefill: Tries | None,
-        decode: Tries | None,
+        prefill: Attempts | None,
+        decode: Attempts | None,
         peer: Node | None = None,
         *,
         alone: bool = False,
         patient: bool = True,
-    ) -> Placed:
+    ) -> PlacementLeases:
         """Wait for a place for what is left of the answer, with its KV on `peer` kept meanwhile.
 
         Raises NoNode, Overloaded, KvNotLoaded. An answer of which a part is there goes where the
@@ -394,7 +396,7 @@ class Walk:
                 except Overloaded:
                     if not patient:
                         raise
-                if isinstance(found, Found):
+                if isinstance(found, ChosenNodes):
                     return placer.take(found)
                 now = time.monotonic()
                 if now >= until and not begun:
@@ -410,11 +412,11 @@ class Walk:
         must be asked again.
         """
         if (held := self.progress.held) is not None:
-            self._means.chores.spawn(self._means.legs.tell_of_kv(peer, "renew", held))
+            self._means.background.spawn(self._means.node_client.tell_of_kv(peer, "renew", held))
         lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
         return lease_s / _RENEWALS if lease_s else _RENEW_S
 
-    def _local(self, placed: Placed) -> None:
+    def _local(self, placed: PlacementLeases) -> None:
         """Note that a decode node computes the prompt, and why."""
         self.timeline.local = True
         none_fits = self._pool.kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
@@ -427,7 +429,7 @@ class Walk:
         )
         self._metrics.local(self.job.model, reason)
 
-    def _params(self, placed: Placed) -> KvTransferParams:
+    def _params(self, placed: PlacementLeases) -> KvTransferParams:
         """Return what the next decode leg is told, and what its node announces of this request to
         all routers.
         """
@@ -463,12 +465,12 @@ class Walk:
         return False
 
     async def _leg(
-        self, lease: Lease, place: Place, body: bytes, peer: Node | None = None
+        self, lease: Lease, place: FramePosition, body: bytes, peer: Node | None = None
     ) -> FrameKind:
         """Run one leg, its frames passed on; `peer`: the prefill node whose KV a decode leg
         fetches.
 
-        Raises LegFailed, Refused, Diverged, PoisonRequest.
+        Raises AttemptFailed, Refused, Diverged, PoisonRequest.
         """
         node, decoding = lease.node, place.decoding
         passage = self._doors.enter(
@@ -519,14 +521,16 @@ class Walk:
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:
-                ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
+                ended = await self._means.node_client.run(
+                    lease, self.job.path, body, self._headers, take
+                )
                 if decoding and ended is FrameKind.HANDOVER:
-                    raise LegFailed("the node handed a decode leg over")
+                    raise AttemptFailed("the node handed a decode leg over")
                 passage.ended(time.monotonic())
                 return ended
-            except LegFailed as why:  # noqa: F841 - it is raised below
+            except AttemptFailed as why:  # noqa: F841 - it is raised below
                 if watch.silent:
-                    why = LegFailed(f"the node has said nothing for {patience_s:g} s")
+                    why = AttemptFailed(f"the node has said nothing for {patience_s:g} s")
                     why.paid = True
                 self._means.broke(self.job.id, lease, passage, why)
                 if why.reading:
@@ -544,7 +548,7 @@ class Walk:
                 passage.close()
 
     def _take_other(
-        self, frame: Frame, seen: LegSeen, lease: Lease, peer: Node | None, now: float
+        self, frame: Frame, seen: AttemptTimes, lease: Lease, peer: Node | None, now: float
     ) -> bytes:
         """Take what any frame but one of TOKENS tells beside them, and return its bytes for the
         client.
@@ -604,7 +608,7 @@ class Walk:
             self._kv_left or not self.progress.settled,
         )
         if node is not None and held is not None and left:
-            self._means.chores.spawn(self._means.release(node, held))
+            self._means.background.spawn(self._means.release(node, held))
 
 
 def _late() -> Overloaded:
