@@ -15,7 +15,7 @@ from kvrelay.openai_api.body import check_choices
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
 
 __all__ = [
     "CHAT_PATH",
@@ -318,21 +318,15 @@ def prefill_body(job: Job, version: int = 1) -> bytes:
         # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
         fields["min_tokens"] = min(job.min_tokens, 1)
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_request_id": None,
-        "remote_host": None,
-        "remote_port": None,
-        "client_max_tokens": job.max_tokens,
-        "pipelined": True,
-        "leg_version": version,
-        "created": job.created,
-        "seed": job.seed,
-        **({"part": True, "first_index": job.first_index} if job.part else {}),
-    }
+    fields["kv_transfer_params"] = KvTransferParams.of(
+        HandoverRequest(
+            do_remote_decode=True,
+            client_max_tokens=job.max_tokens,
+            pipelined=True,
+            leg_version=version,
+        ),
+        AnswerState(created=job.created, seed=job.seed, part=job.part, first_index=job.first_index),
+    )
     return msgspec.json.encode(fields)
 
 
@@ -341,7 +335,7 @@ def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
     go along.
     """
     fields: dict[str, Any] = dict(job.fields)
-    if params.prompt_tokens is not None and not job.repeats_prompt:
+    if params.answer().prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params.in_version(version)

@@ -9,33 +9,14 @@ first. Whoever comes first is passed on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from kvrelay.router.request.job import Job
 from kvrelay.wire.frames import Frame, FrameKind
-from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams, Ticket
 
 __all__ = ["Diverged", "FramePosition", "AnswerProgress"]
-
-_CLAIM = (
-    "remote_engine_id",
-    "remote_block_ids",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-    "generation",
-    "lease_epoch",
-    "num_tokens",
-    "growing",
-    "expires_at",
-    "signature",
-    "adapter",
-    "adapter_digest",
-)
-"""What of a hand-over leads to the KV."""
 
 
 class Diverged(Exception):
@@ -54,7 +35,7 @@ class FramePosition:
     @classmethod
     def behind(cls, params: KvTransferParams) -> FramePosition:
         """Return that of a decode leg that is told these."""
-        known = params.so_far(1 + len(params.other_choices))
+        known = params.answer().choices
         return cls(
             {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
         )
@@ -71,7 +52,7 @@ class AnswerProgress:
         """The client was given bytes."""
         self.settled = False
         """A decode leg has shown that it needs the prefill node's KV no more."""
-        self.claim: KvTransferParams | None = None
+        self.claim: Ticket | None = None
         """KV of the prompt that was computed again, while nobody has fetched it."""
         self.ended = False
         self.output_tokens = 0
@@ -89,8 +70,9 @@ class AnswerProgress:
         begin = place.at.get(frame.choice, 0)
         place.at[frame.choice] = begin + len(ids)
         if place.again:
-            if not self.settled:  # else a decode leg has it already
-                self.claim = frame.params or self.claim
+            # Once settled, a decode leg has the KV already.
+            if not self.settled and frame.params is not None:
+                self.claim = frame.params.ticket() or Ticket()
             return False
         if kind is FrameKind.TICKET:
             self.ticket = frame.params
@@ -132,7 +114,7 @@ class AnswerProgress:
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
-        if params.prompt_tokens is None and self.ticket is not None:
+        if params.answer().prompt_tokens is None and self.ticket is not None:
             # Its ticket has told them.
             told_there = self.ticket
             params = msgspec.structs.replace(
@@ -140,7 +122,7 @@ class AnswerProgress:
                 prompt_token_ids=told_there.prompt_token_ids,
                 packed_prompt=told_there.packed_prompt,
             )
-        first, told = self._choices[0], params.so_far(1)[0]
+        first, told = self._choices[0], params.answer().choices[0]
         known = first.generated[: len(told.generated)]
         if known != told.generated[: len(known)]:
             self._diverged = (
@@ -179,16 +161,17 @@ class AnswerProgress:
     @property
     def held(self) -> str | None:
         """Under which id a prefill node holds KV for this answer, or has held it."""
-        told = self.claim or self.told
-        return None if told is None else told.remote_request_id
+        if self.claim is not None:
+            return self.claim.remote_request_id or None
+        return None if self.told is None else self.told.remote_request_id
 
     def decode_params(self) -> KvTransferParams:
         """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all
         tokens so far.
         """
-        first, claim = self._choices[0], self.claim
-        if claim is not None and claim.remote_engine_id is not None:
-            return msgspec.structs.replace(self.without_kv(), **_claim_of(claim))
+        first = self._choices[0]
+        if self.claim is not None and self.claim.remote_engine_id:
+            return self._from_all_tokens(self.claim)
         if not any(choice.generated for at, choice in self._choices.items() if at):
             if self.handover is not None and len(first.generated) == len(self.handover.generated):
                 return self.handover
@@ -205,33 +188,22 @@ class AnswerProgress:
         """Return what a decode leg starts from that computes the prompt, and all tokens so far,
         itself.
         """
-        base = self.told or KvTransferParams(
+        return self._from_all_tokens(None)
+
+    def _from_all_tokens(self, ticket: Ticket | None) -> KvTransferParams:
+        job = self._job
+        told = self.told or KvTransferParams(
             do_remote_prefill=True,
-            client_max_tokens=self._job.max_tokens,
-            created=self._job.created,
-            seed=self._job.seed,
-            part=self._job.part,
-            first_index=self._job.first_index,
+            client_max_tokens=job.max_tokens,
+            created=job.created,
+            seed=job.seed,
+            part=job.part,
+            first_index=job.first_index,
         )
-        first, *others = (
-            _copied(self._choices.get(at, ChoiceSoFar())) for at in range(max(self._choices) + 1)
-        )
-        return msgspec.structs.replace(
-            base,
-            **_NO_CLAIM,
-            generated=first.generated,
-            generated_logprobs=first.logprobs,
-            sent_text=first.sent_text,
-            finish=first.finish,
-            other_choices=others,
-        )
-
-
-def _claim_of(params: KvTransferParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in _CLAIM}
-
-
-_NO_CLAIM = _claim_of(KvTransferParams())
+        known = range(max(self._choices) + 1)
+        choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
+        answer = msgspec.structs.replace(told.answer(), choices=choices)
+        return KvTransferParams.of(told.request(), answer, ticket)
 
 
 def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:

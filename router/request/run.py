@@ -113,7 +113,7 @@ class RequestRun:
     def prompt_tokens(self) -> int | None:
         """Known once a node has told of its ids, or has ended the answer."""
         told = self.progress.told
-        return self.counts[0] or (told.prompt_tokens or None if told else None)
+        return self.counts[0] or (told.answer().prompt_tokens or None if told else None)
 
     @property
     def output_tokens(self) -> int:

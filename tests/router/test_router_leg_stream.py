@@ -306,7 +306,7 @@ async def test_a_node_of_version_1_is_told_a_prompt_as_version_1_has_it() -> Non
     async def packs(call: Call) -> None:
         told = (
             {"packed_prompt": packed(ids), "prompt_token_ids": None}
-            if call.params["leg_version"] > 1
+            if call.params.get("leg_version", 1) > 1
             else {}
         )
         await call.tokens(11, "a", 1)

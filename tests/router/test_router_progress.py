@@ -210,7 +210,11 @@ def test_every_choice_goes_on_where_the_client_has_it() -> None:
         None,
     )
     ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
-    assert params.so_far(3) == [ChoiceSoFar(generated=[11, 12], sent_text=2), ended, ChoiceSoFar()]
+    assert params.answer().so_far(3) == [
+        ChoiceSoFar(generated=[11, 12], sent_text=2),
+        ended,
+        ChoiceSoFar(),
+    ]
     again = FramePosition.behind(params)
     assert state.take(tokens(31, sent=1, choice=2), again)
     assert state.take(tokens(13, sent=3, finish=Finish.LENGTH), again)
@@ -228,7 +232,7 @@ def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:
     state.take(Frame(FrameKind.HANDOVER, params=over), prefill)
     assert state.decode_params() is over
     assert state.take(tokens(21, sent=1, choice=1), decode)
-    assert state.decode_params().so_far(2) == [
+    assert state.decode_params().answer().so_far(2) == [
         ChoiceSoFar(
             generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP
         ),
@@ -290,12 +294,15 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
         params = state.decode_params()
         place = FramePosition.behind(params)
         said = {
-            choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))
+            choice: len(each.generated)
+            for choice, each in enumerate(params.answer().so_far(len(lengths)))
         }
         over_already = {
-            choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish
+            choice
+            for choice, each in enumerate(params.answer().so_far(len(lengths)))
+            if each.finish
         }
-        for each in params.so_far(len(lengths)):
+        for each in params.answer().so_far(len(lengths)):
             assert len(each.logprobs) == len(each.generated)
         for choice, count in pieces:
             if late and data.draw(st.booleans()):

@@ -270,7 +270,7 @@ async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_
         == "".join(event(f"<{token}>").decode() for token in (11, 21, 12, 31, 13, 22))
         + DONE.decode()
     )
-    assert params_of(good.calls[0]).so_far(3) == [
+    assert params_of(good.calls[0]).answer().so_far(3) == [
         ChoiceSoFar(
             generated=[11, 12],
             logprobs=[TokenLogprobs(11, -1.1), TokenLogprobs(12, -1.2)],
