@@ -20,7 +20,7 @@ from kvrelay.node.engine_client import EngineClient
 from kvrelay.openai_api.connections import Guarded, connections
 from kvrelay.openai_api.routes import given_key
 from kvrelay.router.app import create_app as create_router
-from kvrelay.router.client_connection import ClientConnection
+from kvrelay.router.client import ClientConnection
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 

@@ -18,7 +18,7 @@ from kvrelay.paged_engine.step_plan import Chunk, Fetch
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
+from kvrelay.wire.transfer import KvTransferParams
 
 BLOCK, EOS = 16, 1
 
@@ -43,7 +43,8 @@ def answered(prompt: list[int], count: int) -> list[int]:
 
 def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = True) -> Request:
     blocks = -(-len(prompt) // BLOCK)
-    ticket = Ticket(
+    ticket = KvTransferParams(
+        do_remote_prefill=True,
         num_tokens=len(prompt),
         remote_block_ids=[list(range(500, 500 + blocks))],
     )
