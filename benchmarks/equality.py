@@ -25,6 +25,7 @@ import aiohttp
 from benchmarks.local_cluster import running
 from kvrelay.embedded import embedded_model
 from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig
@@ -247,7 +248,7 @@ def main() -> int:
     parser.add_argument("--no-transformers", action="store_true")
     args = parser.parse_args()
     model = str(embedded_model())
-    tokenizer = Tokenizer.load(model)
+    tokenizer = load_tokenizer(model)
     prompts = varied_prompts(tokenizer, args.prompts, args.longest)
     lengths = [len(prompt) for prompt in prompts]
     print(

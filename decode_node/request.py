@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
+from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.node_request import NodeRequest, fork_submits
-from kvrelay.openai_api.scored_prompt import ScoredPrompt
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
 from kvrelay.wire.errors import RequestError

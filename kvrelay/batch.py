@@ -31,9 +31,9 @@ from rich.progress import (
 )
 
 from kvrelay.chat import Endpoint, open_session
-from kvrelay.openai_api.anthropic_answer import speak_anthropic
-from kvrelay.openai_api.dialect import Speak, as_it_is
-from kvrelay.openai_api.responses_call import Recalled, speak_responses
+from kvrelay.openai_api.dialects.anthropic import translate_messages
+from kvrelay.openai_api.dialects.base import Translate, untranslated
+from kvrelay.openai_api.dialects.responses import StoredConversation, translate_responses
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError
 from kvrelay.wire.frames import MALFORMED
@@ -267,7 +267,7 @@ async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
         async def ask(line: BatchLine) -> Answered:
             request_id = uuid.uuid4().hex
             try:
-                body, dialect = _speak(line.url, request_id)(msgspec.json.encode(line.body))
+                body, dialect = _translate(line.url, request_id)(msgspec.json.encode(line.body))
                 told = await node.answer(line.url != "/v1/completions", body)
                 return Answered(200, dialect.whole(told), request_id)
             except KvrelayError as why:
@@ -276,14 +276,14 @@ async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
         yield ask
 
 
-def _speak(url: str, request_id: str) -> Speak:
+def _translate(url: str, request_id: str) -> Translate:
     if url == "/v1/responses":
-        return lambda body: speak_responses(
-            body, Recalled(), f"resp_{request_id}", int(time.time())
+        return lambda body: translate_responses(
+            body, StoredConversation(), f"resp_{request_id}", int(time.time())
         )
     if url == "/v1/messages":
-        return lambda body: speak_anthropic(body, f"msg_{request_id}")
-    return as_it_is
+        return lambda body: translate_messages(body, f"msg_{request_id}")
+    return untranslated
 
 
 def _json(body: bytes) -> bytes:

@@ -15,8 +15,7 @@ import msgspec
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.serving import Call
 from kvrelay.openai_api.node_request import NodeRequest
-from kvrelay.openai_api.stage_times import stage_times
-from kvrelay.openai_api.stages import STAGES, stages_ms
+from kvrelay.openai_api.stages import STAGES, stage_times, stages_ms
 from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_id_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import RequestUpdate, Timing

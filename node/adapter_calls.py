@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.serving import Serving
-from kvrelay.openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
+from kvrelay.openai_api.types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import AdapterRefused, LoadAdapter, UnloadAdapter
 from kvrelay.wire.errors import NotFound, RequestError

@@ -38,14 +38,19 @@ from kvrelay.node.probe_calls import fetch_probe, offer_probe
 from kvrelay.node.role import FLIPPING, NodeRole
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.beside import beside, unless_gone
-from kvrelay.openai_api.body import asked_id
+from kvrelay.openai_api.body import body_request_id
 from kvrelay.openai_api.front import Front, front_of
-from kvrelay.openai_api.join import joined_end
-from kvrelay.openai_api.json_body import check_leg, check_shape, json_response
+from kvrelay.openai_api.json_body import (
+    check_node_body,
+    check_shape,
+    json_response,
+    off_loop,
+    unless_disconnected,
+)
 from kvrelay.openai_api.node_request import NodeRequest
-from kvrelay.openai_api.routes import add_routes, shown
-from kvrelay.openai_api.tracing import Tracing, sane_trace
+from kvrelay.openai_api.routes import add_routes, body_excerpt
+from kvrelay.openai_api.sse import joined_end
+from kvrelay.openai_api.tracing import Tracing, trace_headers
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelList
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import (
@@ -311,12 +316,12 @@ async def _complete(
             request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0)
         )
         if wants_frames:
-            await beside(len(body), check_leg, body, node.config.max_body_bytes)
+            await off_loop(len(body), check_node_body, body, node.config.max_body_bytes)
         else:
-            await beside(len(body), check_shape, body)
-    named = request.headers.get("x-request-id") or await beside(len(body), asked_id, body)
-    call = Call(chat, body, request_id(named), sane_trace(request.headers.get))
-    begun = await unless_gone(request, _begun(node, call))
+            await off_loop(len(body), check_shape, body)
+    named = request.headers.get("x-request-id") or await off_loop(len(body), body_request_id, body)
+    call = Call(chat, body, request_id(named), trace_headers(request.headers.get))
+    begun = await unless_disconnected(request, _begun(node, call))
     if begun is None:
         return Response(status_code=499)  # nobody is there to read it
     legs, parsed, load, frames = begun
@@ -324,7 +329,7 @@ async def _complete(
     headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
-    first = await unless_gone(request, anext(frames))
+    first = await unless_disconnected(request, anext(frames))
     if first is None:
         await frames.aclose()
         return Response(status_code=499)
@@ -342,7 +347,7 @@ async def _complete(
         return StreamingResponse(
             events, media_type="text/event-stream", headers=headers | SSE_HEADERS
         )
-    answer = await unless_gone(request, whole(first, frames, leg, since))
+    answer = await unless_disconnected(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
     status, content = answer
@@ -360,7 +365,7 @@ async def _begun(
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     if node.config.log_bodies:
-        log.info("%s body=%s", call.response_id, shown(call.body))
+        log.info("%s body=%s", call.response_id, body_excerpt(call.body))
     legs, parsed = await legs_of(serving, node.sandbox, call)
     frames = await frames_of(node, legs, call)
     return legs, parsed, msgspec.structs.replace(node.engine.load, leg=node.engine.legs), frames
@@ -372,12 +377,12 @@ async def _streamed(
     """A leg of a leg stream."""
     if path not in _COMPLETIONS:
         raise NotFound(f"there is no leg {path}")
-    await beside(len(body), check_leg, body, node.config.max_body_bytes)
+    await off_loop(len(body), check_node_body, body, node.config.max_body_bytes)
     call = Call(
         path == _COMPLETIONS[0],
         body,
         request_id(headers.get("x-request-id")),
-        sane_trace(headers.get),
+        trace_headers(headers.get),
     )
     _, _, load, frames = await _begun(node, call)
     return load, frames

@@ -8,7 +8,7 @@ import uuid
 
 from fastapi import Request
 
-from kvrelay.openai_api.routes import given_key
+from kvrelay.openai_api.routes import key_of_headers
 from kvrelay.wire.errors import BodyTooLarge, RequestTimeout, Unauthorized
 
 __all__ = ["authorize", "read_body", "request_id"]
@@ -51,7 +51,7 @@ def request_id(given: str | None) -> str:
 
 def authorize(key: str, request: Request) -> None:
     """Raise Unauthorized unless the request carries the key, or none is wanted."""
-    if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
+    if key and not hmac.compare_digest(key_of_headers(request.headers.get).encode(), key.encode()):
         raise Unauthorized(
             "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import KvrelayError
@@ -113,7 +114,7 @@ class Compiling:
         if first:
             try:
                 config = self._engine.model
-                tokenizer = Tokenizer.load(self._model)
+                tokenizer = load_tokenizer(self._model)
                 self._grammars = grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
             except Exception as why:
                 log.exception("grammars")

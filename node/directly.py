@@ -17,10 +17,9 @@ from starlette.responses import Response
 from kvrelay.node.preprocess import detokenized, tokenized
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Serving
-from kvrelay.openai_api.beside import beside, unless_gone
-from kvrelay.openai_api.dialect import Dialect, Speak
-from kvrelay.openai_api.json_body import check_shape
-from kvrelay.openai_api.responses_call import Learn, translated
+from kvrelay.openai_api.dialects.base import Dialect, Translate
+from kvrelay.openai_api.dialects.responses import Recall, translate_body
+from kvrelay.openai_api.json_body import check_shape, off_loop, unless_disconnected
 from kvrelay.wire.errors import EngineDead, ErrorBody, NodeFailed, RequestError
 
 __all__ = ["Directly"]
@@ -81,13 +80,13 @@ class Directly:
         return []
 
     async def complete(
-        self, request: Request, speak: Speak, learn: Learn | None = None
+        self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
         """A completion in a dialect. Raises KvrelayError."""
         self._ready()
         body = await self._read(request)
-        await beside(len(body), check_shape, body)
-        body, dialect = await translated(body, speak, learn, self._max_bytes)
+        await off_loop(len(body), check_shape, body)
+        body, dialect = await translate_body(body, translate, recall, self._max_bytes)
         try:
             return _spoken(await self._answer(request, body, dialect.chat), dialect)
         except RequestError as why:  # of a field by its name in a completion
@@ -101,14 +100,14 @@ class Directly:
         """POST /tokenize and /detokenize; None if the client has gone. Raises KvrelayError."""
         serving = self._ready()
         body = await self._read(request)
-        await beside(len(body), check_shape, body)
-        body = await beside(len(body), translate, body)
+        await off_loop(len(body), check_shape, body)
+        body = await off_loop(len(body), translate, body)
         work = (
             tokenized(serving, self._sandbox, body)
             if path == "/tokenize"
             else detokenized(serving, body)
         )
-        return await unless_gone(request, work)
+        return await unless_disconnected(request, work)
 
 
 def _spoken(answer: Response, dialect: Dialect) -> Response:

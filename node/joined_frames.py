@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from kvrelay.openai_api.join import joined_body
+from kvrelay.openai_api.sse import joined_body
 from kvrelay.wire.frames import Frame, FrameKind
 
 __all__ = ["joined_frames"]

@@ -13,7 +13,7 @@ from kvrelay.node.serving import Serving
 from kvrelay.openai_api.chat_template import check_template
 from kvrelay.openai_api.generation_config import sampling_defaults
 from kvrelay.openai_api.model_formats import load_plugin, reasoning_format, tool_format
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import ConfigError
 
@@ -28,7 +28,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     """
     if config.tool_parser_plugin:
         await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
     template = await asyncio.to_thread(read_template, config.chat_template)
     formats = (template or tokenizer.tool_template, tokenizer.model_type)
     tools = tool_format(config.tool_call_parser, *formats)

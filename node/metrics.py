@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvrelay.node.engine_metrics import EngineMetrics
 from kvrelay.node.role_metrics import ByRole
-from kvrelay.openai_api.tallies import Spread
+from kvrelay.openai_api.fast_metrics import FastHistogram
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineReady, EngineStats, Timing
 from kvrelay.wire.outputs import Finish
@@ -187,8 +187,8 @@ class NodeMetrics:
             counter.labels(*self._values)
         return counter
 
-    def _spread(self, name: str, text: str, bounds: tuple[float, ...]) -> Spread:
-        return Spread(name, text, bounds, self._registry, fixed=self._labels)
+    def _spread(self, name: str, text: str, bounds: tuple[float, ...]) -> FastHistogram:
+        return FastHistogram(name, text, bounds, self._registry, fixed=self._labels)
 
     def _make_latencies(self) -> None:
         spread = self._spread
@@ -217,7 +217,7 @@ class NodeMetrics:
         )
 
     def _make_stages(self) -> None:
-        def stage(name: str, text: str) -> Spread:
+        def stage(name: str, text: str) -> FastHistogram:
             return self._spread(name, text, _STAGE_S)
 
         self._queue = stage("vllm:request_queue_time_seconds", "Waiting for a seat or for blocks")

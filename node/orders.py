@@ -16,7 +16,7 @@ from kvrelay.node.drain import Drain
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.role import NodeRole
 from kvrelay.openai_api.json_body import json_response
-from kvrelay.openai_api.server_info import server_info
+from kvrelay.openai_api.routes import server_info
 from kvrelay.wire.config import NodeConfig, Role
 from kvrelay.wire.errors import NotFound, RequestError
 from kvrelay.wire.frames import MALFORMED

@@ -12,9 +12,9 @@ import msgspec
 
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.beside import beside
 from kvrelay.openai_api.body import prompts_of
 from kvrelay.openai_api.chat_template import with_object
+from kvrelay.openai_api.json_body import off_loop
 from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.structured import constraint_of
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
@@ -43,13 +43,13 @@ async def legs_of(
     Raises RequestError, Draining, Unavailable."""
     size = len(call.body)
     async with sandbox.turn_of(size):
-        request = await beside(size, serving.read, call)
+        request = await off_loop(size, serving.read, call)
         if (
             size > _THREAD_BYTES
         ):  # a grammar that is too large is refused before a child reads all of it
-            await beside(size, constraint_of, request)
+            await off_loop(size, constraint_of, request)
         prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
-        legs = await beside(size, serving.legs, call, request, prompts)
+        legs = await off_loop(size, serving.legs, call, request, prompts)
     constraint = legs[0].submits[0].params.constraint if legs[0].submits else None
     if constraint is not None:
         lark = await sandbox.as_lark(constraint)
@@ -61,14 +61,14 @@ async def legs_of(
 async def tokenized(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
     """The answer to POST /tokenize. Raises RequestError, Unavailable."""
     async with sandbox.turn_of(len(body)):
-        asked, request = await beside(len(body), serving.to_tokenize, body)
+        asked, request = await off_loop(len(body), serving.to_tokenize, body)
         (tokens,) = await _token_ids(serving, sandbox, request, body, fits=False)
-    return await beside(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
+    return await off_loop(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
 
 
 async def detokenized(serving: Serving, body: bytes) -> bytes:
     """The answer to POST /detokenize. Raises RequestError."""
-    return await beside(len(body), lambda: msgspec.json.encode(serving.detokenized(body)))
+    return await off_loop(len(body), lambda: msgspec.json.encode(serving.detokenized(body)))
 
 
 async def _token_ids(
@@ -89,7 +89,7 @@ async def _token_ids(
             return await sandbox.token_ids(isinstance(request, ChatRequest), body, fits=fits)
     # Twice: a template may look at each character (Llama 3.2 Vision's does, at 1 us), and then the
     # text is tokenized.
-    return await beside(2 * size, serving.token_ids, request, fits=fits)
+    return await off_loop(2 * size, serving.token_ids, request, fits=fits)
 
 
 def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:

@@ -36,7 +36,7 @@ from kvrelay.node.sandbox_messages import (
     Work,
     framed,
 )
-from kvrelay.openai_api.beside import LONG_BYTES
+from kvrelay.openai_api.json_body import LONG_BYTES
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import Overloaded, RequestBroke, RequestError, Unavailable
 from kvrelay.wire.sampling import Constraint

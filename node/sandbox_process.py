@@ -45,7 +45,7 @@ from kvrelay.node.sandbox_messages import (
 from kvrelay.openai_api.body import decode_chat, decode_completion
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, load_plugin
 from kvrelay.openai_api.prompt import Prompts
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.grammar import Grammars
 from kvrelay.wire.errors import RequestError
 
@@ -66,7 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     control = socket.socket(fileno=os.dup(0))
     setup = msgspec.msgpack.decode(_received(control), type=Setup)
-    tokenizer = Tokenizer.load(setup.model)
+    tokenizer = load_tokenizer(setup.model)
     grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
     if setup.tool_parser_plugin:
         load_plugin(setup.tool_parser_plugin)

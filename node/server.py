@@ -24,10 +24,10 @@ from kvrelay.node.kv_events import KvEvents
 from kvrelay.node.loading import serving_of
 from kvrelay.node.metrics import NodeMetrics
 from kvrelay.node.process_log import log_as
-from kvrelay.openai_api.beside import give_large_blocks_back
-from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.connections import connection_class
+from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
-from kvrelay.openai_api.tracing import tracing_to
+from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.errors import EngineDead, KvrelayError
 from kvrelay.wire.heartbeat import Heartbeat, NodeState
@@ -49,16 +49,16 @@ def run(config: NodeConfig) -> int:
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
-    give_large_blocks_back()
+    return_large_blocks()
     context = server_context(config)
-    tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
+    tracing = start_tracing(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
     node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
     served = uvicorn.Config(
         create_app(node, lambda app: _lifespan(app, node, server)),
         host=config.host,
         port=config.port,
         loop="uvloop",
-        http=connections(_MAX_CONNECTIONS),
+        http=connection_class(_MAX_CONNECTIONS),
         log_config=None,
         access_log=False,
         server_header=False,

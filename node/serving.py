@@ -24,15 +24,22 @@ from kvrelay.openai_api.body import (
     sampling_params,
     token_limit,
 )
-from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import ReasoningFormat, ToolFormat
 from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.prompt import Prompts
 from kvrelay.openai_api.structured import bad_word_ids
-from kvrelay.openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.types import ChatRequest, CompletionRequest, ModelCard
+from kvrelay.openai_api.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import Role
@@ -247,10 +254,10 @@ class Serving:
             fork_submits(submit, {choice: [] for choice in range(len(writer.choices))}), writer
         )
 
-    def to_tokenize(self, body: bytes) -> tuple[ToTokenize, ChatRequest | CompletionRequest]:
+    def to_tokenize(self, body: bytes) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
         """What POST /tokenize asks, and the request whose prompt is meant. Raises RequestError."""
-        with reading():
-            asked = msgspec.json.decode(body, type=ToTokenize)
+        with json_errors():
+            asked = msgspec.json.decode(body, type=TokenizeRequest)
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
         if isinstance(request, CompletionRequest) and (count := len(prompts_of(request))) != 1:
@@ -259,19 +266,19 @@ class Serving:
             )
         return asked, request
 
-    def tokenized(self, asked: ToTokenize, tokens: list[int]) -> Tokenized:
+    def tokenized(self, asked: TokenizeRequest, tokens: list[int]) -> TokenizeResponse:
         """The answer to POST /tokenize."""
         texts = (
             [self._tokenizer.token_text(token) for token in tokens]
             if asked.return_token_strs
             else None
         )
-        return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
+        return TokenizeResponse(len(tokens), self.info.max_model_len, tokens, texts)
 
-    def detokenized(self, body: bytes) -> Detokenized:
+    def detokenized(self, body: bytes) -> DetokenizeResponse:
         """POST /detokenize. Raises RequestError."""
-        with reading():
-            asked = msgspec.json.decode(body, type=ToDetokenize)
+        with json_errors():
+            asked = msgspec.json.decode(body, type=DetokenizeRequest)
         self._check_model(asked.model, needed=False)
         if len(asked.tokens) > self.info.max_model_len:
             raise RequestError(
@@ -280,7 +287,7 @@ class Serving:
                 param="tokens",
             )
         self._check_tokens(asked.tokens, "tokens")
-        return Detokenized(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
+        return DetokenizeResponse(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
         """How log-probabilities name a token."""

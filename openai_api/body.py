@@ -1,9 +1,4 @@
-"""From the bytes of a request body to a checked request, and from that to sampling parameters. Pure
-and light.
-
-Whatever is wrong with a request is said here, as a RequestError that names the field, before
-anything is computed.
-"""
+"""Request bodies as checked requests, and checked requests as sampling parameters. Pure and light."""
 
 from __future__ import annotations
 
@@ -12,9 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.openai_api.chat_fields import check_messages
-from kvrelay.openai_api.json_body import reading
-from kvrelay.openai_api.not_built import refuse_not_built
+from kvrelay.openai_api.dialects.base import check_messages
+from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.structured import constraint_of
 from kvrelay.openai_api.tool_choice import asked_tools
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, SamplingFields
@@ -30,7 +24,8 @@ from kvrelay.wire.sampling import (
 
 __all__ = [
     "MAX_CHOICES",
-    "asked_id",
+    "REFUSED",
+    "body_request_id",
     "asked_logprobs",
     "check_choices",
     "choice_count",
@@ -40,8 +35,9 @@ __all__ = [
     "kept_tokens",
     "prompt_only",
     "prompts_of",
+    "refuse_not_built",
     "sampling_params",
-    "sane_id",
+    "is_valid_id",
     "token_limit",
 ]
 
@@ -73,7 +69,7 @@ _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-def asked_id(body: bytes) -> str | None:
+def body_request_id(body: bytes) -> str | None:
     """The `request_id` that a body gives itself. Of a body that cannot be read its decoder says
     why.
     """
@@ -83,7 +79,7 @@ def asked_id(body: bytes) -> str | None:
         return None
 
 
-def sane_id(value: str) -> bool:
+def is_valid_id(value: str) -> bool:
     """Whether an id of a client's may be the request's own, in logs and on the nodes."""
     return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
@@ -311,7 +307,7 @@ def sampling_params(
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    with reading():
+    with json_errors():
         request = decoder.decode(body)
         refuse_not_built(body)
     _check_common(request)
@@ -336,7 +332,7 @@ def _check_common(request: SamplingFields) -> None:
             f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}",
             param="priority",
         )
-    if request.request_id is not None and not sane_id(request.request_id):
+    if request.request_id is not None and not is_valid_id(request.request_id):
         raise RequestError(
             "request_id must be 1 to 128 letters, digits or any of . _ : -, without "
             f"{_ADDRESS!r}; got {request.request_id[:40]!r}",
@@ -439,3 +435,58 @@ def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+_LEAVE_OUT = "leave it out"
+_TEXT_ONLY = "text is all that models served here read"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
+    "suffix": (
+        ("",),
+        "the models served here write on from the end of a text; put all of it into the prompt",
+    ),
+    "functions": (([],), "send tools, which replaced it"),
+    "function_call": (("none",), "send tool_choice, which replaced it"),
+    "prompt_embeds": ((), "send the prompt as text or token ids"),
+    "logits_processors": (([],), "logit_bias is served"),
+    "lora_path": ((), _LEAVE_OUT),
+    "lora_request": ((), _LEAVE_OUT),
+    "audio": ((), _LEAVE_OUT),
+    "modalities": ((["text"],), _LEAVE_OUT),
+    "length_penalty": ((1.0, 1), "it weighs beams, and no beam search is served"),
+    "early_stopping": ((False,), "it ends a beam search, and none is served"),
+    "structural_tag": ((), "send it in structured_outputs or response_format"),
+    "watermarking": ((False,), _LEAVE_OUT),
+    "detokenize": ((True,), "POST /inference/v1/generate takes and gives token ids"),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps the prompt's end"),
+    "logprob_token_ids": (([],), "ask for the likeliest tokens with logprobs"),
+    "thinking_token_budget": ((-1,), "max_tokens counts reasoning too"),
+    "repetition_detection": ((), "repetition_penalty and max_tokens are served"),
+    "stream_interval": ((1,), "every step's tokens are sent at once"),
+    "media_io_kwargs": (({},), _TEXT_ONLY),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "return_mm_kwargs": ((True, False), _TEXT_ONLY),
+    "vllm_xargs": (({},), "no extension of vLLM's is loaded here"),
+    "extra_args": (({},), "no extension of vLLM's is loaded here"),
+    "ec_transfer_params": (({},), _TEXT_ONLY),
+    "routed_experts_prompt_start": ((0,), "no choice of experts is returned"),
+    "return_token_offsets": ((False,), _LEAVE_OUT),
+    "return_prompt_text": ((False,), "POST /tokenize tells the prompt's tokens"),
+}
+
+_Asked = msgspec.defstruct("_Asked", [(name, Any, None) for name in REFUSED])
+_decoder = msgspec.json.Decoder(_Asked)
+
+
+def refuse_not_built(body: bytes) -> None:
+    """Raise RequestError if a JSON request asks for something of the table."""
+    asked = _decoder.decode(body)
+    for name, (harmless, instead) in REFUSED.items():
+        value = getattr(asked, name)
+        if value is not None and not any(
+            type(value) is type(same) and value == same for same in harmless
+        ):
+            raise RequestError(
+                f"{name} is not supported yet; {instead}", param=name, code="unsupported_parameter"
+            )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.markers import any_of, beginning_at_end
+from kvrelay.openai_api.message_parts import any_of, beginning_at_end
 
 __all__ = ["CallTags", "PythonReader", "TaggedReader"]
 

@@ -1,8 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect to find.
-
-Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.py, the node's
---chat-template).
-"""
+"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect to find."""
 
 from __future__ import annotations
 
@@ -20,12 +16,10 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvrelay.openai_api.beginning import content_text
-from kvrelay.openai_api.told_tools import PROBE, told_tools
 from kvrelay.openai_api.types import Message
 from kvrelay.wire.errors import ConfigError, RequestError
 
-__all__ = ["check_template", "render", "with_object"]
+__all__ = ["PROBE", "check_template", "render", "told_tools", "with_object"]
 
 _log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
@@ -119,7 +113,7 @@ def render(
         raise RequestError(
             f"the chat template refuses these messages: {why}", param="messages"
         ) from why
-    return _up_to(content_text(messages[-1]), text) if continue_final_message else text
+    return _up_to(messages[-1].text, text) if continue_final_message else text
 
 
 def _up_to(content: str, text: str) -> str:
@@ -143,7 +137,7 @@ def _up_to(content: str, text: str) -> str:
 
 def _plain(message: Message) -> dict[str, Any]:
     """As templates expect it: content is one text, and arguments of calls are objects."""
-    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": content_text(message)}
+    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": message.text}
     if message.thought:
         plain |= {"reasoning": message.thought, "reasoning_content": message.thought}
         if not plain["content"]:  # gpt-oss's name, whose template refuses it beside content
@@ -212,3 +206,76 @@ _environment = ImmutableSandboxedEnvironment(
 )
 _environment.filters["tojson"] = _to_json
 _environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+
+PROBE: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "kvrelay_probe",
+            "description": "Shows whether a template renders tools.",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    },
+)
+"""A template that renders tools shows this one's name."""
+
+# docs/guides/answers.md repeats it.
+_TEXT = """\
+You can call these functions, each described by a JSON object with the schema of its arguments:
+{tools}
+To call a function, write nothing but the call, exactly in this form:
+{example}
+Give the arguments that the function asks for. Its result is then given to you between <tool_response> tags. If no \
+function helps, answer without a call."""
+
+
+def told_tools(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    write: Callable[[str, Mapping[str, Any]], str],
+    *,
+    system: bool,
+) -> list[dict[str, Any]]:
+    """The messages with the tools in a system text, or before the first message's content where
+    there can be none.
+
+    `write` is how the model writes calls (ToolFormat.write). Calls become content, results a user's
+    messages.
+    """
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _TEXT.format(tools=listed, example=write("name_of_the_function", {"argument": "value"}))
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        plain = {
+            name: value
+            for name, value in message.items()
+            if name not in ("tool_calls", "tool_call_id")
+        }
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        if calls:
+            written = [write(call["name"], _arguments(call)) for call in calls]
+            plain["content"] = "\n".join(
+                [*([plain["content"]] if plain["content"] else ()), *written]
+            )
+        if message["role"] == "tool":
+            plain = {
+                "role": "user",
+                "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+            }
+        if told and plain["role"] == told[-1]["role"] == "user":
+            told[-1]["content"] += f"\n{plain['content']}"
+        else:
+            told.append(plain)
+    if told[0]["role"] in ("system", "developer"):
+        told[0]["content"] = f"{told[0]['content']}\n\n{text}"
+    elif system:
+        told.insert(0, {"role": "system", "content": text})
+    else:
+        told[0]["content"] = f"{text}\n\n{told[0]['content']}"
+    return told
+
+
+def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = call.get("arguments")
+    return found if isinstance(found, Mapping) else {}

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from kvrelay.wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
 from kvrelay.wire.log_lines import Seldom
 
-__all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
+__all__ = ["HEAD_DEADLINE_S", "HttpConnection", "connection_class"]
 
 HEAD_DEADLINE_S = 20.0
 """From the beginning of a connection, or of a further request on it, until its headers are there."""
@@ -56,7 +56,7 @@ _ANSWER = (
 _log = logging.getLogger("kvrelay.http")
 
 
-class Guarded(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection. Subclasses may serve it otherwise; the limits stay."""
 
     max_connections = 0
@@ -310,8 +310,10 @@ def _too_large(message: str, status: int) -> RequestError:
     return error
 
 
-def connections(
-    at_most: int, head_deadline_s: float = HEAD_DEADLINE_S, of: type[Guarded] = Guarded
+def connection_class(
+    at_most: int,
+    head_deadline_s: float = HEAD_DEADLINE_S,
+    of: type[HttpConnection] = HttpConnection,
 ) -> type[HttpToolsProtocol]:
     """Connections of this type with these limits, for uvicorn's Config as `http`."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvrelay.openai_api.folder_tokenizer import read_object
+from kvrelay.openai_api.tokenizer_files import read_object
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.sampling import SamplingDefaults, generation_values

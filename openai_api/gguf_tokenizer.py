@@ -1,12 +1,8 @@
-"""A tokenizer from the metadata of a GGUF file, equal to the one that the file was made from.
-
-GGUF names the pre-tokenizer (`tokenizer.ggml.pre`) instead of writing it down, so the ones we know
-are written down here. transformers' own GGUF conversion ignores that name: for SmolLM2 it does not
-split digits, and so gives other token ids than the model was trained with.
-"""
+"""A tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +10,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from kvrelay.openai_api.gguf_metadata import read_gguf_metadata
-from kvrelay.openai_api.token_bytes import Pieces, TokenizerParts
+from kvrelay.openai_api.tokenizer import Pieces, TokenizerParts
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.gguf_header import read_gguf_header
 
-__all__ = ["gguf_tokenizer"]
+__all__ = ["gguf_tokenizer", "read_gguf_metadata"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -181,3 +177,17 @@ def _ids(backend: Backend, *tokens: str) -> Iterator[tuple[str, int]]:
         found = backend.token_to_id(token)
         if token and found is not None:
             yield token, found
+
+
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """All keys and values (bool, int, float, str, or a list of one of these). Raises ConfigError
+    naming the file.
+    """
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return read_gguf_header(content).metadata
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why

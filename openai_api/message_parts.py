@@ -1,17 +1,25 @@
-"""What the text of a chat answer is made of: reasoning, content, tool calls. Values only; light.
-
-A parser (openai_api/tool_parsers.py, openai_api/reasoning.py) makes them of text, a writer makes
-deltas of them.
-"""
+"""Parts of a chat message, ids of tool calls, and markers in text that comes in pieces. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
-__all__ = ["Arguments", "CallBegun", "CallIds", "Content", "Part", "Reasoning", "joined"]
+__all__ = [
+    "Arguments",
+    "CallBegun",
+    "CallIds",
+    "Content",
+    "Part",
+    "Reasoning",
+    "any_of",
+    "beginning_at_end",
+    "joined",
+]
 
 _ALPHANUMERICS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT = 9  # Mistral's templates refuse ids of any other length
@@ -100,3 +108,29 @@ class CallIds:
         return self.form.format(
             hex=digest.hexdigest(), short="".join(letters), name=name, index=self.first + index
         )
+
+
+def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that one of the markers begins with, without being all of
+    it.
+    """
+    beginnings, longest = _beginnings(markers)
+    for length in range(min(longest, len(text)), 0, -1):
+        if text[-length:] in beginnings:
+            return length
+    return 0
+
+
+@lru_cache(maxsize=64)
+def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """The pattern of the markers."""
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+@lru_cache(maxsize=64)
+def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """(what markers begin with, the length of the longest such)."""
+    all_of_them = frozenset(
+        marker[:length] for marker in markers for length in range(1, len(marker))
+    )
+    return all_of_them, max(map(len, all_of_them), default=0)

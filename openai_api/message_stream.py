@@ -1,21 +1,14 @@
-"""The text of one choice of a chat into its message: reasoning first, then tools in what is left.
-Pure.
-
-`MessageForm` says what a request asks for and what the node's model needs; it makes a
-`MessageStream` for each choice, which is a MessageParser to the writer of the choice. The state of
-a stream is a function of the text, so a node that goes on with an answer pushes what the client
-has, and drops what comes out.
-"""
+"""The text of a chat's choice as its message: reasoning, content and tool calls. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from kvrelay.openai_api.message import MessageParser, PlainMessage
 from kvrelay.openai_api.message_parts import (
     Arguments,
     CallBegun,
@@ -43,7 +36,56 @@ from kvrelay.openai_api.types import (
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint
 
-__all__ = ["MessageForm", "MessageStream", "message_form"]
+__all__ = ["MessageForm", "MessageParser", "MessageStream", "PlainMessage", "message_form"]
+
+
+class MessageParser(Protocol):
+    """Takes the text of one choice in pieces. Its state is a function of the text so far, however
+    that is cut.
+    """
+
+    rendered: frozenset[int]
+    """Special tokens that have their text here, whatever the request says of them."""
+
+    def push(self, text: str) -> list[Delta]:
+        """What more text adds to the message; `text` is never empty."""
+
+    def finish(self) -> list[Delta]:
+        """What it adds that nothing follows. Once, behind the last `push`."""
+
+    def message(self) -> ReplyMessage:
+        """All of it, after `finish`."""
+
+    def finish_reason(self, reason: str) -> str:
+        """The choice's finish_reason, after `finish`; `reason` is why the text ended."""
+
+
+class PlainMessage:
+    """All text is content."""
+
+    rendered: frozenset[int] = frozenset()
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._text: list[str] = []
+
+    def push(self, text: str) -> list[Delta]:
+        """See MessageParser."""
+        self._text.append(text)
+        return [Delta(content=text)]
+
+    def finish(self) -> list[Delta]:
+        """See MessageParser."""
+        return []
+
+    def message(self) -> ReplyMessage:
+        """See MessageParser."""
+        return ReplyMessage(self._role, "".join(self._text))
+
+    def finish_reason(self, reason: str) -> str:
+        """See MessageParser."""
+        return reason
+
 
 _ROLE = "assistant"
 _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut

@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.openai_api import harmony
 from kvrelay.openai_api.call_syntax import CallTags
 from kvrelay.openai_api.message_parts import CallIds
-from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
+from kvrelay.openai_api.reasoning import (
+    HARMONY_MARKERS,
+    HarmonySplit,
+    Opening,
+    ReasoningMarks,
+    ReasoningSplit,
+)
 from kvrelay.openai_api.tool_parsers import (
     CallMarks,
     ListedParser,
@@ -91,11 +96,11 @@ class ReasoningFormat(_Format):
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must be seen also where they are special tokens."""
-        return harmony.MARKERS if self.channels else (*self.marks.openers, *self.marks.closers)
+        return HARMONY_MARKERS if self.channels else (*self.marks.openers, *self.marks.closers)
 
-    def split(self, begins: Opening) -> ReasoningSplit | harmony.HarmonySplit:
+    def split(self, begins: Opening) -> ReasoningSplit | HarmonySplit:
         """What divides one text."""
-        return harmony.HarmonySplit() if self.channels else ReasoningSplit(self.marks, begins)
+        return HarmonySplit() if self.channels else ReasoningSplit(self.marks, begins)
 
 
 def _json(value: Any) -> str:

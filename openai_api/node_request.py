@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.stages import stages_ms
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit, Timing

@@ -13,21 +13,25 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from kvrelay.openai_api.anthropic_request import CountRequest, MessagesRequest
 from kvrelay.openai_api.body import MAX_CHOICES
-from kvrelay.openai_api.chat_fields import PASSED_ON
-from kvrelay.openai_api.responses_request import ResponsesRequest
-from kvrelay.openai_api.token_generation import GENERATE_PATH, Generated, GenerateRequest
-from kvrelay.openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
+from kvrelay.openai_api.dialects.anthropic import CountRequest, MessagesRequest
+from kvrelay.openai_api.dialects.base import PASSED_ON
+from kvrelay.openai_api.dialects.generate import GENERATE_PATH, Generated, GenerateRequest
+from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.types import (
+    AdapterAnswer,
     ChatCompletion,
     ChatRequest,
     Completion,
     CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    LoadAdapterRequest,
     Message,
     ModelCard,
     ModelList,
+    TokenizeResponse,
+    UnloadAdapterRequest,
 )
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.sampling import MAX_LOGPROBS
@@ -83,7 +87,7 @@ _LIMITS: dict[str, dict[str, Schema]] = {
     "CountRequest": {"messages": {"minItems": 1}},
     "Thinking": {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
     "ContentPart": {"type": {"enum": ["text"]}},
-    "ToDetokenize": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
+    "DetokenizeRequest": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
 }
 """What is checked beyond the types, where a schema can say it."""
 
@@ -318,9 +322,15 @@ _OPERATIONS = (
         AdapterAnswer,
     ),
     _Operation(
-        "post", "/tokenize", "A prompt as token ids.", (TokenizePrompt, TokenizeChat), Tokenized
+        "post",
+        "/tokenize",
+        "A prompt as token ids.",
+        (TokenizePrompt, TokenizeChat),
+        TokenizeResponse,
     ),
-    _Operation("post", "/detokenize", "Token ids as a text.", (ToDetokenize,), Detokenized),
+    _Operation(
+        "post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,), DetokenizeResponse
+    ),
     _Operation(
         "get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False
     ),

@@ -1,18 +1,14 @@
-"""A request's prompt as token ids: the template rendered, tokenized once, and cut to what the
-client allows.
-
-A text that cannot fit the model's context is refused by its bytes, or after the first parts of it
-were tokenized. Of a text that is cut, only an end is tokenized.
-"""
+"""The prompt of a request as token ids: rendered, tokenized once, and truncated as the client asks."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
-from kvrelay.openai_api.beginning import Beginning, beginning_of, generates_reply
 from kvrelay.openai_api.body import kept_tokens, prompts_of
 from kvrelay.openai_api.chat_template import render
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, ToolFormat
@@ -21,7 +17,11 @@ from kvrelay.openai_api.tool_choice import asked_tools
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import RequestError
 
-__all__ = ["Prompts"]
+__all__ = [
+    "Beginning",
+    "Prompts",
+    "beginning_of",
+]
 
 # Text has 2 to 5 bytes per token. What has more than this for each token of the context is counted
 # in slices first.
@@ -151,7 +151,7 @@ class Prompts:
             eos_token=self._tokenizer.eos_token,
             tools=list(tools) or None,
             write=self._write,
-            add_generation_prompt=generates_reply(request),
+            add_generation_prompt=request.generates_reply,
             continue_final_message=bool(request.continue_final_message),
             **{name: value for name, value in variables.items() if value is not None}
             | (request.chat_template_kwargs or {}),
@@ -194,3 +194,31 @@ class Prompts:
             param=field,
             code="context_length_exceeded",
         )
+
+
+_ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Of every choice of an answer."""
+
+    role: str = _ASSISTANT
+    echo: str = ""
+    prompt_token_ids: Sequence[int] | None = None
+    """If the client asks for token ids."""
+
+
+def beginning_of(
+    request: ChatRequest | CompletionRequest,
+    prompt_token_ids: Sequence[int],
+    prompt_text: str | None,
+) -> Beginning:
+    """`prompt_text` is what a completion repeats if it was asked to."""
+    ids = prompt_token_ids if request.return_token_ids else None
+    if isinstance(request, CompletionRequest):
+        return Beginning(echo=(prompt_text or "") if request.echo else "", prompt_token_ids=ids)
+    last = request.messages[-1] if request.messages else None
+    role = _ASSISTANT if request.generates_reply or last is None else last.role
+    echo = last.text if request.echo and last is not None and last.role == role else ""
+    return Beginning(role, echo, ids)

@@ -1,32 +1,34 @@
-"""Routes that the router and a node asked directly have in common: other dialects, tokenization,
-version, ping, docs.
-
-Owns what HTTP adds to them (ids, pages, error shapes). Chat and text completions have their routes
-in router/app.py and node/app.py; both answer these here through `Server`.
-"""
+"""Routes that the router and nodes share: dialects, tokenization, responses, version, docs."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import os
+import platform
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
-from kvrelay.openai_api.anthropic_answer import anthropic_error, speak_anthropic
-from kvrelay.openai_api.anthropic_request import count_body
-from kvrelay.openai_api.beside import beside
-from kvrelay.openai_api.dialect import Speak, openai_error
+from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
+from kvrelay.openai_api.dialects.base import Translate, openai_error
+from kvrelay.openai_api.dialects.generate import GENERATE_PATH, translate_generate
+from kvrelay.openai_api.dialects.response_store import ResponseStore
+from kvrelay.openai_api.dialects.responses import (
+    Recall,
+    StoredConversation,
+    stored_items,
+    translate_responses,
+)
 from kvrelay.openai_api.docs_page import DOCS_PAGE
-from kvrelay.openai_api.response_store import ResponseStore
-from kvrelay.openai_api.responses_call import Learn, Recalled, speak_responses, stored_items
-from kvrelay.openai_api.token_generation import GENERATE_PATH, speak_generate
-from kvrelay.openai_api.tokenize_types import Tokenized
+from kvrelay.openai_api.json_body import off_loop
+from kvrelay.openai_api.types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "Server",
     "add_routes",
     "error_shape",
-    "given_key",
-    "shown",
+    "key_of_headers",
+    "server_info",
+    "body_excerpt",
+    "version",
 ]
 
 RESPONSES_PATH = "/v1/responses"
@@ -63,7 +67,7 @@ class Server(Protocol):
         ...
 
     async def complete(
-        self, request: Request, speak: Speak, learn: Learn | None = None
+        self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
         """A chat or text completion, asked for and answered in a dialect; `learn` is given the body
         before `speak` is.
@@ -103,7 +107,7 @@ def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
     )
 
 
-def given_key(headers: Callable[[str], str | None]) -> str:
+def key_of_headers(headers: Callable[[str], str | None]) -> str:
     """The API key in a request's headers: a bearer token, or as Anthropic's clients send it.
 
     RFC 9110, 11: the name of the scheme in any case, and one space or more behind it."""
@@ -111,7 +115,7 @@ def given_key(headers: Callable[[str], str | None]) -> str:
     return token.lstrip(" ") if scheme.lower() == "bearer" else headers("x-api-key") or ""
 
 
-def shown(body: bytes) -> str:
+def body_excerpt(body: bytes) -> str:
     """A request's body for a log line."""
     return repr(body[:_SHOWN_BYTES].decode("utf-8", "replace"))
 
@@ -137,7 +141,7 @@ def add_routes(
     @app.post(GENERATE_PATH, response_model=None)
     async def generate(request: Request) -> Response:
         server.check_key(request)
-        return await server.complete(request, speak_generate)
+        return await server.complete(request, translate_generate)
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)
@@ -164,11 +168,14 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
-        shelf = Recalled(store, server.owner(request))
-        speak = partial(
-            speak_responses, store=shelf, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now()
+        shelf = StoredConversation(store, server.owner(request))
+        translate = partial(
+            translate_responses,
+            store=shelf,
+            response_id=f"resp_{uuid.uuid4().hex}",
+            created_at=_now(),
         )
-        return await server.complete(request, speak, shelf.recall)
+        return await server.complete(request, translate, shelf.recall)
 
     # One route for both methods: a refusal of a third one names them all.
     @app.api_route(
@@ -199,7 +206,7 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
         stored = store.get(server.owner(request), response_id)
-        page = await beside(
+        page = await off_loop(
             len(stored.input), stored_items, stored, int(limit), order, asked.get("after")
         )
         return _json(msgspec.json.encode(page))
@@ -210,7 +217,7 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
     async def message(request: Request) -> Response:
         server.check_key(request)
         return await server.complete(
-            request, partial(speak_anthropic, message_id=f"msg_{uuid.uuid4().hex}")
+            request, partial(translate_messages, message_id=f"msg_{uuid.uuid4().hex}")
         )
 
     @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
@@ -219,7 +226,7 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
         told = await server.tokenized(request, "/tokenize", count_body)
         if told is None:
             return Response(status_code=499)
-        counted = msgspec.json.decode(told, type=Tokenized)
+        counted = msgspec.json.decode(told, type=TokenizeResponse)
         return _json(msgspec.json.encode({"input_tokens": counted.count}))
 
 
@@ -249,3 +256,55 @@ def _now() -> int:
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+_FORMATS = ("text", "json")
+_PREFIXES = ("KVRELAY_", "VLLM_")
+_SECRET = ("KEY", "SECRET", "TOKEN")
+"""Variables with such a word in their names are not told."""
+_PACKAGES = ("kvrelay", "torch", "triton", "transformers", "fastapi", "uvicorn")
+
+
+def server_info(config: Any, config_format: str) -> dict[str, Any]:
+    """Tell of a process with this configuration, a dataclass, as text or JSON. Raises RequestError.
+
+    Fields that are left out of a configuration's repr are secrets, and left out here."""
+    if config_format not in _FORMATS:
+        raise RequestError(
+            f"config_format must be {' or '.join(_FORMATS)}, got {config_format[:40]!r}",
+            param="config_format",
+        )
+    return {
+        "vllm_config": str(config) if config_format == "text" else _told(config),
+        "vllm_env": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) and not any(word in name for word in _SECRET)
+        },
+        "system_env": {
+            "os": platform.platform(),
+            "libc_version": "-".join(platform.libc_ver()),
+            "python_version": platform.python_version(),
+            "cpu_count": os.cpu_count(),
+            **{f"{name}_version": _version(name) for name in _PACKAGES},
+        },
+    }
+
+
+def _told(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {
+            each.name: _told(getattr(value, each.name))
+            for each in dataclasses.fields(value)
+            if each.repr
+        }
+    return (
+        [_told(item) for item in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,10 +1,17 @@
-"""Server-sent events as bytes."""
+"""Server-sent events as bytes, and the answers to several prompts as one. Light and pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Raw
+
+from kvrelay.openai_api import sse
+from kvrelay.openai_api.types import CompletionChunk, Usage
 from kvrelay.wire.errors import KvrelayError
 
-__all__ = ["DONE", "SSE_MEDIA_TYPE", "error_event", "event"]
+__all__ = ["DONE", "SSE_MEDIA_TYPE", "error_event", "event", "joined_body", "joined_end"]
 
 SSE_MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -18,3 +25,46 @@ def event(payload: bytes) -> bytes:
 def error_event(error: KvrelayError) -> bytes:
     """How a stream that has begun ends when it breaks. The official client raises APIError from it."""
     return event(error.json()) + DONE
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Body(msgspec.Struct):
+    choices: list[Raw]
+    usage: Usage
+
+
+def joined_body(bodies: Sequence[bytes]) -> bytes:
+    """One JSON body of those of all parts, in order: the first one's head, all choices, usage
+    summed.
+    """
+    whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
+    parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
+    whole["choices"] = Raw(_encode([choice for part in parts for choice in part.choices]))
+    whole["usage"] = Raw(_encode(_sum([_counts(part.usage) for part in parts])))
+    return _encode(whole)
+
+
+def joined_end(
+    counts: Sequence[tuple[int, int, int]],
+    *,
+    include_usage: bool,
+    response_id: str,
+    created: int,
+    model: str,
+) -> bytes:
+    """What ends a stream: the usage of all parts, if it is asked for, and [DONE]."""
+    if not include_usage:
+        return sse.DONE
+    chunk = CompletionChunk(response_id, "text_completion", created, model, [], _sum(counts))
+    return sse.event(_encode(chunk)) + sse.DONE
+
+
+def _sum(counts: Sequence[tuple[int, int, int]]) -> Usage:
+    prompt, generated, cached = (sum(each) for each in zip(*counts, strict=True))
+    return Usage.of(prompt, generated, cached)
+
+
+def _counts(usage: Usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details.cached_tokens

@@ -1,31 +1,33 @@
-"""The break-down of a request by stage: the names, the same everywhere, and its place in an answer.
-Pure.
+"""Stages of a request: their names, durations and times. Pure.
 
-A request of two nodes goes through them in this order; one that is served whole has no hand-over.
+A disaggregated request goes through them in this order; one that is served whole has no hand-over.
 
-    queue         waiting for a node and for a seat on it prefill       computing the prompt, token
-    1 included; on the decode node too, if it had to announce      from token 1 at the router until
-    the decode node knows that the KV is complete transfer      the decode node's fetch, beside the
-    prefill for the most part exposed       of that, what came after the news that the KV is
-    complete decode_queue  on the decode node: waiting for a seat and blocks, and for the step
-    behind the last byte first_step    the first decode step, from its launch to its token decode
-    from token 1, or from the last byte of its KV, to the end total         from arrival to end
+- queue: waiting for a node, and for a seat on it
+- prefill: computing the prompt, token 1 included; on the decode node, too, if it had to
+- announce: from token 1 at the router until the decode node knows that the KV is complete
+- transfer: the decode node's fetch, which mostly runs beside the prefill
+- exposed: the part of the transfer after the news that the KV is complete
+- decode_queue: on the decode node, waiting for a seat, blocks and the step after the last byte
+- first_step: the first decode step, from its launch to its token
+- decode: from token 1, or from the last byte of its KV, to the end
+- total: from arrival to end
 
-Of a leg that was cut, broke or is vLLM's, no node tells: the router counts what it saw. Until its
-first token that is `prefill` if the leg computes the prompt, `announce` if it fetches KV, and from
-there on `decode`; the wait for another node behind it is `queue`.
+No node reports on a request that was cut, broke, or runs on vLLM: there the router counts what it
+saw. Until the first token that is `prefill` if the node computes the prompt and `announce` if it
+fetches KV; then `decode`. The wait for another node after it is `queue`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from kvrelay.openai_api import sse
 from kvrelay.wire.engine_messages import Timing
 
-__all__ = ["MOVED", "STAGES", "TOLD", "stages_ms", "with_stages"]
+__all__ = ["MOVED", "STAGES", "StageTime", "TOLD", "stage_times", "stages_ms", "with_stages"]
 
 STAGES = (
     "queue",
@@ -79,3 +81,40 @@ def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
         return end
     named = {f"{name}_ms": round(stages[name], 3) for name in STAGES if name in stages}
     return end.removesuffix(tail) + b',"kvrelay":' + msgspec.json.encode(named) + tail
+
+
+class StageTime(NamedTuple):
+    """A stage, from `start` to `end`."""
+
+    name: str
+    start: float
+    end: float
+
+
+def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
+    """The stages of a leg that was here from `began` to `ended`, those that took no time left out."""
+    decode = max(began, ended - timing.decode_s)
+    prefill = max(began, decode - timing.prefill_s)
+    spent: list[StageTime] = []
+    if timing.transfer_s:
+        transfer = max(began, prefill - timing.transfer_s)
+        # The wait for a seat is told as one with the wait for the first step, which came after the
+        # last byte.
+        before = min(timing.decode_queue_s, transfer - began)
+        behind = min(timing.decode_queue_s - before, ended - decode)
+        spent += [
+            StageTime("decode_queue", transfer - before, transfer),
+            StageTime("transfer", transfer, prefill),
+            StageTime("exposed", max(transfer, prefill - timing.exposed_s), prefill),
+            StageTime("decode_queue", decode, decode + behind),
+        ]
+    else:
+        behind = 0.0
+        spent.append(StageTime("queue", max(began, prefill - timing.queue_s), prefill))
+    first = min(decode + behind + timing.first_step_s, ended) if timing.first_step_s else decode
+    spent += [
+        StageTime("prefill", prefill, decode),
+        StageTime("first_step", decode + behind, first),
+        StageTime("decode", decode, ended),
+    ]
+    return [stage for stage in spent if stage.end > stage.start]

@@ -1,23 +1,69 @@
-"""Text to token ids and back, for any model that can be served. Never imports transformers or
-torch.
-
-Encoding is the `tokenizers` library's; decoding is ours (openai_api/token_bytes.py).
-"""
+"""Text to token ids and back."""
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 
-from kvrelay.openai_api.folder_tokenizer import byte_tokenizer, folder_tokenizer
-from kvrelay.openai_api.gguf_tokenizer import gguf_tokenizer
-from kvrelay.openai_api.token_bytes import TokenizerParts, piece_bytes
-from kvrelay.wire.errors import ConfigError
+from tokenizers import Tokenizer as Backend
 
-__all__ = ["Tokenizer"]
+__all__ = ["BYTE_CHARS", "Pieces", "Tokenizer", "TokenizerParts", "piece_bytes"]
 
-_WEIGHTS = ("*.safetensors", "*.bin", "tokenizer.model")
+
+class Pieces(enum.Enum):
+    """How a vocabulary writes bytes: each as one printable character, or as text with a marked
+    space and <0xNN>.
+    """
+
+    BYTE_LEVEL = enum.auto()
+    SENTENCEPIECE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a model's files say about its tokenizer. `leading_space`: encoding puts a space before a
+    text.
+
+    `tool_template` is for chats with tools, if the model has one of its own for them. `model_type`
+    is its family, by config.json or the architecture in a GGUF file; empty if they do not say.
+    """
+
+    backend: Backend
+    pieces: Pieces
+    eos_token_ids: tuple[int, ...]
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str | None = None
+    tool_template: str | None = None
+    leading_space: bool = False
+    model_type: str = ""
+
+
+def _byte_chars() -> list[str]:
+    """Byte -> character in byte-level vocabularies: printable Latin-1 is itself, the rest counts up
+    from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+BYTE_CHARS = _byte_chars()
+_CHAR_BYTES = {char: byte for byte, char in enumerate(BYTE_CHARS)}
+
+
+def piece_bytes(kind: Pieces, piece: str) -> bytes:
+    """The bytes of one vocabulary entry that is not an added token."""
+    if kind is Pieces.SENTENCEPIECE:
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+    try:
+        return bytes([_CHAR_BYTES[char] for char in piece])
+    except KeyError:  # not written in byte characters, so it means itself
+        return piece.encode()
 
 
 class Tokenizer:
@@ -38,33 +84,6 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Control tokens, which are left out of text unless a request asks for them."""
         self._bytes: dict[int, bytes] = {i: token.content.encode() for i, token in added.items()}
-
-    @classmethod
-    def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a folder in Hugging Face layout, a .gguf file or a config. Raises
-        ConfigError.
-        """
-        path = Path(model).expanduser()
-        if path.is_file() and path.suffix == ".gguf":
-            return cls(gguf_tokenizer(path))
-        if path.is_file() and path.name != "config.json":
-            return cls(byte_tokenizer(path))
-        folder = path.parent if path.is_file() else path
-        if (folder / "tokenizer.json").exists():
-            return cls(folder_tokenizer(folder))
-        if not (folder / "config.json").exists():
-            raise ConfigError(
-                f"{model!r} holds neither tokenizer.json nor config.json; pass a model's folder "
-                f"or file"
-            )
-        if any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-            # Weights that mean something are not served with a tokenizer that does not.
-            raise ConfigError(
-                f"{model!r} holds weights but no tokenizer.json; add the model's, or write one "
-                f"with transformers' "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        return cls(byte_tokenizer(folder / "config.json"))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids. `add_special_tokens` adds what the model wants around a text (its BOS), which

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.chat_fields import check_tools
+from kvrelay.openai_api.dialects.base import check_tools
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 

@@ -21,8 +21,16 @@ from typing import Any
 
 from kvrelay.openai_api.call_reader import ArgumentsReader, CallReader
 from kvrelay.openai_api.call_syntax import CallTags, PythonReader, TaggedReader
-from kvrelay.openai_api.markers import any_of, beginning_at_end
-from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
+from kvrelay.openai_api.message_parts import (
+    Arguments,
+    CallBegun,
+    CallIds,
+    Content,
+    Part,
+    any_of,
+    beginning_at_end,
+    joined,
+)
 
 __all__ = [
     "CallMarks",

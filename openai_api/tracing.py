@@ -18,14 +18,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvrelay.openai_api.stage_times import StageTime
+from kvrelay.openai_api.stages import StageTime
 from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
-__all__ = ["RequestSpan", "Tracing", "endpoint_of", "sane_trace", "trace_id_of", "tracing_to"]
+__all__ = [
+    "RequestSpan",
+    "Tracing",
+    "otlp_endpoint",
+    "trace_headers",
+    "trace_id_of",
+    "start_tracing",
+]
 
 Attribute = str | bool | int | float
 
@@ -35,7 +42,7 @@ _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
-def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
+def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
     """Where traces are sent; empty if nowhere. What is configured wins over OpenTelemetry's
     variables.
     """
@@ -48,13 +55,13 @@ def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
     return configured or environ.get(_OURS, "") or (f"{base}/v1/traces" if base else "")
 
 
-def tracing_to(configured: str, service: str) -> Tracing | None:
+def start_tracing(configured: str, service: str) -> Tracing | None:
     """Tracing of this process, or None if no endpoint is given, by configuration or environment.
 
     `service` is its name unless OTEL_SERVICE_NAME gives one. Raises ConfigError if OpenTelemetry is
     not installed.
     """
-    endpoint = endpoint_of(configured, os.environ)
+    endpoint = otlp_endpoint(configured, os.environ)
     return Tracing(endpoint, service) if endpoint else None
 
 
@@ -64,7 +71,7 @@ def trace_id_of(traceparent: str) -> str:
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else ""
 
 
-def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
+def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
     """Of a caller's headers those that are passed on: W3C's traceparent and tracestate, and neither
     if it is odd.
     """

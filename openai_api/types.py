@@ -1,8 +1,6 @@
-"""Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no
-checks of meaning.
+"""Requests and answers of the HTTP API as typed values, without checks of their meaning.
 
-Fields not named here are ignored, but for those that openai_api/not_built.py refuses. None always
-means the default.
+Unknown fields are ignored, except those in body.REFUSED. None always means the default.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from kvrelay.wire.transfer import KvTransferParams
 
 __all__ = [
+    "AdapterAnswer",
     "CalledFunction",
     "ChatChoice",
     "ChatChunk",
@@ -32,20 +31,27 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Delta",
+    "DetokenizeResponse",
     "FunctionDelta",
     "JsonSchemaFormat",
+    "LoadAdapterRequest",
     "Message",
     "ModelCard",
     "ModelList",
+    "NodeAnswer",
     "PromptLogprob",
     "PromptTokensDetails",
     "ReplyMessage",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
+    "DetokenizeRequest",
+    "TokenizeRequest",
+    "TokenizeResponse",
     "ToolCall",
     "ToolCallDelta",
     "TopLogprob",
+    "UnloadAdapterRequest",
     "Usage",
 ]
 
@@ -116,7 +122,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
     include_metrics: bool | None = None
-    # See openai_api/beginning.py.
+    # See openai_api/prompt.py.
     echo: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -167,6 +173,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         """Reasoning, by whichever name it goes."""
         return self.reasoning or self.reasoning_content
 
+    @property
+    def text(self) -> str:
+        """The content as one text, its parts joined by line breaks."""
+        content = self.content or ""
+        if isinstance(content, str):
+            return content
+        return "\n".join(part.text or "" for part in content)
+
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
@@ -186,6 +200,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+
+    @property
+    def generates_reply(self) -> bool:
+        """Whether the answer is a new message; else it continues the last one."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -468,3 +487,73 @@ class ModelList(msgspec.Struct, frozen=True):
     def of(cls, cards: list[ModelCard]) -> ModelList:
         """With these cards."""
         return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """What is read before the prompt: which of the two kinds it is, and what to tell beside the
+    ids.
+    """
+
+    model: str | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    return_token_strs: bool | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """It has messages."""
+        return bytes(self.messages).strip() not in (b"", b"null")
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """The answer. `token_strs` are the tokens' texts, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """The answer: the text of the tokens, special ones too."""
+
+    prompt: str
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True):
+    """POST /v1/load_lora_adapter: a folder on each node's machine. `load_inplace`: it may replace
+    its namesake.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class NodeAnswer(msgspec.Struct, frozen=True):
+    """What one node has said."""
+
+    url: str
+    role: str
+    status: int
+    message: str
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True):
+    """What has happened to an adapter. `nodes`: a router's only."""
+
+    lora_name: str
+    message: str
+    nodes: list[NodeAnswer] | UnsetType = UNSET

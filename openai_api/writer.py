@@ -1,9 +1,4 @@
-"""Turns an engine's tokens into the bytes of an answer: SSE events, or one JSON body. One class for
-all roles. Pure.
-
-Owns what surrounds the choices (openai_api/choice_writer.py): the head of every chunk, usage, the
-end. The choices of an answer come interleaved, in any order.
-"""
+"""Tokens of the engine as the bytes of an answer: SSE events, or one JSON body. Pure."""
 
 from __future__ import annotations
 
@@ -11,31 +6,301 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.beginning import Beginning
-from kvrelay.openai_api.choice_writer import ChoiceWriter, ChunkChoice
-from kvrelay.openai_api.message import MessageParser, PlainMessage
-from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
+from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
+from kvrelay.openai_api.message_stream import MessageParser, PlainMessage
+from kvrelay.openai_api.prompt import Beginning
+from kvrelay.openai_api.text_stream import TextStream
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import (
     ChatChoice,
     ChatChunk,
+    ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatRequest,
     Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
+    CompletionLogprobs,
     CompletionRequest,
+    Delta,
+    PromptLogprob,
     Usage,
 )
-from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
-__all__ = ["AnswerWriter"]
+__all__ = ["AnswerWriter", "ChoiceWriter", "ChunkChoice"]
+
+ChunkChoice = ChatChunkChoice | CompletionChunkChoice
+
+
+class ChoiceWriter:
+    """Call `tokens` for each update and then `end` once; `whole` after it, for an answer that is
+    not streamed.
+
+    `so_far` is what was made elsewhere. Then `stopped` may be true at once (the choice is complete,
+    call `end`), or `ended` (its end is known to the client, call nothing).
+    """
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        index: int,
+        message: MessageParser,
+        so_far: ChoiceSoFar,
+        beginning: Beginning,
+    ) -> None:
+        """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far`
+        are missing.
+        """
+        self.index = index
+        self.token_ids: list[int] = []
+        """All tokens of the choice so far, replayed ones too, none behind a stop string."""
+        self.ended = False
+        self.scored_prompt: ScoredPrompt | None = None
+        """There with the first token, if anything of it is to be said."""
+        self._chat = isinstance(request, ChatRequest)
+        self._streams = bool(request.stream)
+        self._tokenizer = tokenizer
+        self._stop_token_ids = params.stop_token_ids
+        self._message = message
+        self._beginning = beginning
+        self._prompt_only = prompt_only(request)
+        self._shows_logprobs = asked_logprobs(request) is not None
+        self._echoed_logprobs = asked_logprobs(request) if echoes_logprobs(request) else None
+        self._prompt_logprobs = request.prompt_logprobs
+        self._shows_ids = bool(request.return_token_ids)
+        self._as_token_ids = bool(request.return_tokens_as_token_ids)
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._offsets: list[int] = []  # of each token's text; kept with log-probabilities only
+        self._text: list[str] = []  # all released; kept for whole answers only
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._stream = TextStream(
+            tokenizer,
+            request.stop_strings,
+            bool(request.include_stop_str_in_output),
+            request.skip_special_tokens is not False,
+            params.min_tokens,
+            message.rendered,
+        )
+        self._begun = False
+        self._unsent = ""  # released while replaying and not with the client yet
+        # of the last tokens, those that the client has not, if it wants more of them than their
+        # text
+        self._untold = 0
+        self._replay(so_far)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was hit: abort the request in the engine and call `end`."""
+        return self._stream.stop_hit is not None
+
+    @property
+    def sent_text(self) -> int:
+        """Characters of text that the client has once it has all bytes so far."""
+        return self._stream.sent - len(self._unsent)
+
+    @property
+    def text(self) -> str:
+        """All of its text; of answers that are not streamed."""
+        return "".join(self._text)
+
+    @property
+    def logprob(self) -> float:
+        """Of the choice as a whole: the sum over its tokens."""
+        return sum(entry.logprob for entry in self._logprobs or ())
+
+    def tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[ChunkChoice]:
+        """Take new tokens; what to say of them now, always nothing if the client does not stream.
+
+        With no new tokens: what a replay left unsent. Tokens behind a stop string are dropped.
+        """
+        text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
+        if not self._streams:
+            self._text.append(text)
+            return []
+        fresh, self._untold = self._untold, 0
+        head = (
+            self._head() if self.token_ids else []
+        )  # not before: an error is told by status as long as it can be
+        return head + self._chunks(text, fresh)
+
+    def end(self, finish: Finish) -> list[ChunkChoice]:
+        """The end of the choice; what to say of it. The last one carries the finish reason."""
+        assert not self.ended, "a choice ends once"
+        text, self._unsent = self._unsent + self._stream.finish(), ""
+        self.ended = True
+        if not self._streams:
+            self._text.append(text)
+            self._close(finish, "".join(self._text))
+            return []
+        chunks = self._chunks(text, self._untold)
+        if self._chat:
+            chunks += [ChatChunkChoice(self.index, delta) for delta in self._message.finish()]
+        self._finish_reason, self._stop_reason = self._reasons(finish)
+        last = chunks.pop() if chunks else self._chunk(Delta(), "", 0)
+        reasons = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
+        return [*self._head(), *chunks, replace(last, **reasons)]
+
+    def whole(self) -> ChatChoice | CompletionChoice:
+        """The ended choice in a body that is not streamed."""
+        rest = (
+            self._finish_reason,
+            self._stop_reason,
+            self.token_ids if self._shows_ids else UNSET,
+        )
+        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
+        if self._chat:
+            message = replace(self._message.message(), role=self._beginning.role)
+            if echo:
+                message = replace(message, content=echo + (message.content or ""))
+            return ChatChoice(self.index, message, self._chat_logprobs(0), *rest)
+        text = echo + "".join(self._text)
+        ids = UNSET if prompt is None else list(prompt)
+        logprobs = joined(self._echo_logprobs(), self._completion_logprobs(0))
+        return CompletionChoice(self.index, text, logprobs, *rest, ids, self.prompt_logprobs())
+
+    def prompt_logprobs(self) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+        """What a whole answer says of the prompt's tokens."""
+        if self._prompt_logprobs is None or self.scored_prompt is None:
+            return UNSET
+        return self.scored_prompt.listed(self._tokenizer, self._prompt_logprobs)
+
+    def _replay(self, so_far: ChoiceSoFar) -> None:
+        if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
+            raise RequestError(
+                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} "
+                f"generated tokens were handed "
+                "over and the request asks for all; send the request again",
+                param="kv_transfer_params",
+            )
+        text = self._take(so_far.generated, so_far.logprobs)
+        if not self._streams:
+            self._text.append(text)
+        elif so_far.sent_text is None:
+            self._unsent = text
+        else:
+            self._begun, self._untold = True, 0
+            self._unsent = text[so_far.sent_text :]
+            if self._chat and so_far.sent_text and text:
+                self._message.push(text[: so_far.sent_text])  # said already
+        if so_far.finish is not None:
+            self.end(so_far.finish)
+
+    def _take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
+        """Count tokens up to a stop string; their text that may be sent."""
+        released = []
+        for i, token in enumerate(token_ids):
+            if self.stopped or self._prompt_only:
+                break
+            if self._logprobs is not None:
+                self._offsets.append(len(self._beginning.echo) + self._stream.decoded)
+                self._logprobs.append(logprobs[i])
+            self._untold += self._shows_logprobs or self._shows_ids
+            self.token_ids.append(token)
+            released.append(self._stream.push(token))
+        return "".join(released)
+
+    def _head(self) -> list[ChunkChoice]:
+        """What comes before the first token, once: of a chat the role, and what of the prompt the
+        client wants back.
+        """
+        if self._begun:
+            return []
+        self._begun = True
+        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
+        if not self._chat:
+            ids = UNSET if prompt is None else list(prompt)
+            logprobs = self._echo_logprobs()
+            says = bool(echo or ids or logprobs)
+            return (
+                [CompletionChunkChoice(self.index, echo, logprobs, prompt_token_ids=ids)]
+                if says
+                else []
+            )
+        head: list[ChunkChoice] = [ChatChunkChoice(self.index, Delta(self._beginning.role, ""))]
+        return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
+
+    def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
+        """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there
+        is neither.
+        """
+        if not (text or fresh):
+            return []
+        if not self._chat:
+            return [self._chunk(Delta(), text, fresh)]
+        # A chunk always says what it adds, and if that is nothing.
+        deltas = (self._message.push(text) if text else []) or (
+            [Delta(content="")] if fresh else []
+        )
+        return [self._chunk(delta, "", 0 if at else fresh) for at, delta in enumerate(deltas)]
+
+    def _chunk(self, delta: Delta, text: str, fresh: int) -> ChunkChoice:
+        start = len(self.token_ids) - fresh
+        ids = self.token_ids[start:] if fresh and self._shows_ids else UNSET
+        if self._chat:
+            logprobs = self._chat_logprobs(start) if fresh else None
+            return ChatChunkChoice(self.index, delta, logprobs, token_ids=ids)
+        return CompletionChunkChoice(
+            self.index, text, self._completion_logprobs(start) if fresh else None, token_ids=ids
+        )
+
+    def _close(self, finish: Finish, text: str) -> None:
+        if self._chat:
+            if text:
+                self._message.push(text)
+            self._message.finish()
+        self._finish_reason, self._stop_reason = self._reasons(finish)
+
+    def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
+        """Finish reason, and the stop string or the stop token that the request named; None for the
+        model's own end.
+        """
+        if self._prompt_only:
+            finish = Finish.LENGTH
+        reason = Finish.STOP.value if self.stopped else finish.value
+        named = self._message.finish_reason(reason) if self._chat else reason
+        if self.stopped:
+            return named, self._stream.stop_hit
+        last = self.token_ids[-1] if self.token_ids else None
+        return named, last if reason == Finish.STOP and last in self._stop_token_ids else None
+
+    def _chat_logprobs(self, start: int) -> ChatLogprobs | None:
+        if self._logprobs is None or not self._shows_logprobs:
+            return None
+        return chat_logprobs(
+            self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids
+        )
+
+    def _echo_logprobs(self) -> CompletionLogprobs | None:
+        if self._echoed_logprobs is None or self.scored_prompt is None:
+            return None
+        echo, as_ids = self._beginning.echo, self._as_token_ids
+        return self.scored_prompt.echoed(
+            self._tokenizer, self._echoed_logprobs, echo, as_token_ids=as_ids
+        )
+
+    def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
+        if self._logprobs is None or not self._shows_logprobs:
+            return None
+        offsets = self._offsets[start:]
+        return completion_logprobs(
+            self._tokenizer, self._logprobs[start:], offsets, as_token_ids=self._as_token_ids
+        )
+
 
 _ROLE = "assistant"
 _encode = msgspec.json.Encoder().encode
@@ -67,7 +332,7 @@ class AnswerWriter:
     ) -> None:
         """`message` makes the parser of the choice of an index. A `part` of a request with several
         prompts counts its choices from `first_index` and leaves the end of a stream to
-        openai_api/join.py.
+        openai_api/sse.py.
 
         Raises RequestError for a `so_far` that cannot be gone on from.
         """

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.openai_api.dialect import as_it_is
+from kvrelay.openai_api.dialects.base import untranslated
 from kvrelay.openai_api.front import front_of
 from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.routes import add_routes
@@ -81,7 +81,7 @@ class _App(FastAPI):
                 and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH)
                 and scope["method"] == "POST"
             ):
-                return await served.complete(Request(scope, receive), as_it_is)
+                return await served.complete(Request(scope, receive), untranslated)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(Request(scope, receive), why)
         return None
@@ -112,7 +112,7 @@ def _add_clients_routes(app: FastAPI, router: Router) -> None:
     """Add what clients ask."""
 
     async def complete(request: Request) -> Response:
-        return await router.complete(request, as_it_is)
+        return await router.complete(request, untranslated)
 
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)

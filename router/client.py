@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from kvrelay.openai_api.connections import Guarded
+from kvrelay.openai_api.connections import HttpConnection
 from kvrelay.openai_api.front import CORS_HEADERS
 from kvrelay.router.reply import Flow
 
@@ -53,7 +53,7 @@ def send_written() -> None:
     _outbox.send()
 
 
-class ClientConnection(Guarded):
+class ClientConnection(HttpConnection):
     """One connection. Each request's scope has its `Client`."""
 
     on_gone: Callable[[], None] | None = None

@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from kvrelay.openai_api.stage_times import StageTime
-from kvrelay.openai_api.stages import STAGES
-from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
+from kvrelay.openai_api.stages import STAGES, StageTime
+from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_headers, trace_id_of
 from kvrelay.router.console.lookout import Lookout
 from kvrelay.router.console.recent import Ended
 from kvrelay.router.flow import Flow
@@ -45,7 +44,7 @@ class Traced:
         arrived: float,
     ) -> None:
         """`arrived`: monotonic seconds."""
-        self.headers = sane_trace(header)
+        self.headers = trace_headers(header)
         """What nodes are told of it."""
         self.span: RequestSpan | None = None
         if tracing is not None:

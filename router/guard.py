@@ -21,14 +21,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from kvrelay.openai_api.dialects.generate import GENERATE_PATH
 from kvrelay.openai_api.routes import (
     ANTHROPIC_PATH,
     GUARDED,
     RESPONSES_PATH,
     error_shape,
-    given_key,
+    key_of_headers,
 )
-from kvrelay.openai_api.token_generation import GENERATE_PATH
 from kvrelay.router.admission.keys import Caller, Keyring
 from kvrelay.router.client import arrived, headers_of
 from kvrelay.router.metrics import Metrics
@@ -75,7 +75,7 @@ def check_key(scope: Scope, keyring: Keyring, metrics: Metrics, admin_key: str) 
     path = scope["path"]
     if not path.startswith(_WANT_KEYS):
         return
-    given = given_key(headers_of(scope).get)
+    given = key_of_headers(headers_of(scope).get)
     try:
         if path.startswith(OPERATED):
             check_operator(admin_key, given)

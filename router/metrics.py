@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge, FastHistogram
 from kvrelay.openai_api.stages import STAGES
-from kvrelay.openai_api.tallies import Level, Spread, Tally
 from kvrelay.router.admission.metrics import AdmissionMetrics
 from kvrelay.router.console.recent import Ended
 from kvrelay.router.nodes.breaker import State
@@ -49,35 +49,35 @@ class Metrics:
         """Told the nodes of each hand-over that is counted."""
         self.admission = AdmissionMetrics(registry, keys, pool.models)
         by_model = registry, [_MODEL], lambda: product(pool.models())
-        self.requests = Tally(
+        self.requests = FastCounter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
             registry,
             [_MODEL, "path", "status"],
         )
-        self.running = Level(
+        self.running = FastGauge(
             "kvrelay_router_requests_running",
             "Requests being answered now.",
             registry,
             _MODEL,
             pool.models,
         )
-        self.ttft = Spread(
+        self.ttft = FastHistogram(
             "kvrelay_router_time_to_first_token_seconds",
             "Arrival to first token.",
             _LATENCY_S,
             *by_model,
         )
-        self.e2e = Spread(
+        self.e2e = FastHistogram(
             "kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, *by_model
         )
-        self.inter_token = Spread(
+        self.inter_token = FastHistogram(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
             _INTER_TOKEN_S,
             *by_model,
         )
-        self.stage = Spread(
+        self.stage = FastHistogram(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
             _STAGE_S,
@@ -85,7 +85,7 @@ class Metrics:
             [_MODEL, "stage"],
             lambda: product(pool.models(), [name for name in STAGES if name != "total"]),
         )
-        self.output_tokens = Tally(
+        self.output_tokens = FastCounter(
             "kvrelay_router_output_tokens",
             "Tokens seen from the nodes, counted every second.",
             *by_model,
@@ -104,12 +104,12 @@ class Metrics:
             "yes",
             "no",
         )
-        self.disaggregated = Tally(
+        self.disaggregated = FastCounter(
             "kvrelay_router_disaggregated",
             "Requests handed from a prefill node to a decode node.",
             *by_model,
         )
-        self.local_prefills = Tally(
+        self.local_prefills = FastCounter(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
             registry,
@@ -138,7 +138,7 @@ class Metrics:
             "outcome",
             *("stopped", "refused"),
         )
-        self.waiting_for_room = Level(
+        self.waiting_for_room = FastGauge(
             "kvrelay_router_waiting_for_room",
             "Begun requests that wait for a place on a node, again.",
             registry,

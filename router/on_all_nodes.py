@@ -19,9 +19,9 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from kvrelay.openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
 from kvrelay.openai_api.json_body import json_response
-from kvrelay.openai_api.server_info import server_info
+from kvrelay.openai_api.routes import server_info
+from kvrelay.openai_api.types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
 from kvrelay.router.legs.leg_endings import message_of
 from kvrelay.router.legs.legs import Legs
@@ -135,15 +135,15 @@ async def _tell(
     body: bytes,
     deadline_s: float,
     done: Callable[[Node], None],
-) -> list[NodeSaid]:
+) -> list[NodeAnswer]:
     """Post `body` to all nodes, and return what each says. `done` is called with each that has done
     it, at once.
     """
 
-    async def one(node: Node) -> NodeSaid:
+    async def one(node: Node) -> NodeAnswer:
         status, said = await legs.call("POST", node, path, body, deadline_s)
         if status != 200 or isinstance(said, str):
-            return NodeSaid(
+            return NodeAnswer(
                 node.url, node.role, status, said if isinstance(said, str) else message_of(said)
             )
         answer = _Done()
@@ -151,9 +151,9 @@ async def _tell(
             answer = msgspec.json.decode(said, type=_Done)
         if not answer.success:
             why = "it did not succeed: some of its blocks are in use; try again"
-            return NodeSaid(node.url, node.role, 409, why)
+            return NodeAnswer(node.url, node.role, 409, why)
         done(node)
-        return NodeSaid(node.url, node.role, 200, str(answer.message or ""))
+        return NodeAnswer(node.url, node.role, 200, str(answer.message or ""))
 
     return await asyncio.gather(*map(one, nodes))
 
@@ -174,7 +174,7 @@ def _nodes_for(pool: Pool, asked: _Adapter, *, loads: bool) -> list[Node]:
     return [node for node in pool.nodes if not base or node.model == base]
 
 
-def _failure_of(said: Sequence[NodeSaid], param: str | None = None) -> KvrelayError:
+def _failure_of(said: Sequence[NodeAnswer], param: str | None = None) -> KvrelayError:
     """Return one error of all: their own status if they agree, else that of a cluster whose nodes
     differ now.
     """

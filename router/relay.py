@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.openai_api.dialect import AS_IS, Dialect, openai_error
+from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
 from kvrelay.openai_api.sse import error_event
 from kvrelay.router.admission.gate import Turn
 from kvrelay.router.client import client_of

@@ -22,13 +22,12 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvrelay.openai_api.beside import beside, unless_gone
-from kvrelay.openai_api.body import sane_id
-from kvrelay.openai_api.dialect import AS_IS, Speak
-from kvrelay.openai_api.json_body import check_shape
-from kvrelay.openai_api.responses_call import Learn, translated
-from kvrelay.openai_api.routes import shown
-from kvrelay.openai_api.tracing import tracing_to
+from kvrelay.openai_api.body import is_valid_id
+from kvrelay.openai_api.dialects.base import AS_IS, Translate
+from kvrelay.openai_api.dialects.responses import Recall, translate_body
+from kvrelay.openai_api.json_body import check_shape, off_loop, unless_disconnected
+from kvrelay.openai_api.routes import body_excerpt
+from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.gate import Gate
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.admission.poison import DEATHS, fingerprint_of
@@ -113,7 +112,7 @@ class Router:
         self.warm_ups = WarmUps()
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
-        self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
+        self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
         self.chores = Chores()
         self.live: set[str] = set()
@@ -209,7 +208,7 @@ class Router:
             self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
 
     async def complete(
-        self, request: Request, speak: Speak, learn: Learn | None = None
+        self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = (
@@ -226,7 +225,9 @@ class Router:
             fingerprint = partial(fingerprint_of, caller.sha256, body)
             deaths = Deaths(self.shared.poison, self.metrics, fingerprint)
             deaths.check()
-            body, dialect = await translated(body, speak, learn, self.config.max_body_bytes)
+            body, dialect = await translate_body(
+                body, translate, recall, self.config.max_body_bytes
+            )
             leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
             request.state.job_id = self._new_id(
                 request.state.job_id
@@ -265,7 +266,7 @@ class Router:
             self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
-            _log.info("id=%s body=%s", job.id, shown(body))
+            _log.info("id=%s body=%s", job.id, body_excerpt(body))
         self.live.add(job.id)
         self.endings.flow.begins(walk, caller.name, self.metrics.model_of(job.model))
 
@@ -308,13 +309,13 @@ class Router:
         Raises KvrelayError.
         """
         body = await self.body(request)
-        body = await beside(len(body), translate, body)
+        body = await off_loop(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
             # What ends one node ends the next: no more of them than a request may have that is
             # answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
             asked = ask_any(self.pool, self.models, self.legs, path, body, attempts)
-            return await unless_gone(request, asked)
+            return await unless_disconnected(request, asked)
 
     def check_key(self, request: Request) -> None:
         """Do nothing: it was checked before any route was chosen (router/guard.py)."""
@@ -352,7 +353,7 @@ class Router:
         """
         return (
             wanted
-            if sane_id(wanted) and wanted not in self.live
+            if is_valid_id(wanted) and wanted not in self.live
             else f"{_ids.getrandbits(128):032x}"
         )
 
@@ -363,7 +364,7 @@ class Router:
             self.config.max_body_bytes,
             min(_BODY_DEADLINE_S, self.config.request_deadline_s),
         )
-        await beside(len(body), check_shape, body)
+        await off_loop(len(body), check_shape, body)
         return body
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from kvrelay.openai_api.beside import give_large_blocks_back
-from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.connections import connection_class
+from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
 from kvrelay.router.app import create_app
 from kvrelay.router.client import ClientConnection
@@ -43,7 +43,7 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    give_large_blocks_back()
+    return_large_blocks()
     # Facts that no line of the log names, and that each record would ask the system for.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     setattr(logging, "_srcfile", None)  # noqa: B010 - as the logging module's own page on speed has it
@@ -94,7 +94,7 @@ def make_server(
         host=config.host,
         port=config.port,
         loop="uvloop",
-        http=connections(config.max_connections, of=ClientConnection),
+        http=connection_class(config.max_connections, of=ClientConnection),
         ws="none",
         proxy_headers=False,  # nobody asks where a client is
         log_config=None,

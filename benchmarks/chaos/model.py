@@ -48,7 +48,7 @@ def _tiny(folder: Path) -> Path:
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
-    from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
+    from kvrelay.openai_api.tokenizer_files import byte_tokenizer
     from kvrelay.paged_engine.before_loading import checked_model
     from kvrelay.paged_engine.dummy_weights import dummy_tensors
     from kvrelay.wire.config import EngineConfig

@@ -27,8 +27,8 @@ from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder
 from benchmarks.fuzz.stand import Process, Stand
 from benchmarks.fuzz.table import ROUTES, Route, places
 from benchmarks.fuzz.watch import Watch, still_busy
+from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
-from kvrelay.openai_api.responses_request import ResponsesRequest
 
 __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 

@@ -21,10 +21,10 @@ from msgspec import inspect
 from kvrelay.node.app import _HeldBody
 from kvrelay.node.orders import _Wanted
 from kvrelay.node.probe_calls import _Fetch, _Offer
-from kvrelay.openai_api.anthropic_request import MessagesRequest
-from kvrelay.openai_api.chat_fields import PASSED_ON
+from kvrelay.openai_api.dialects.anthropic import MessagesRequest
+from kvrelay.openai_api.dialects.base import PASSED_ON
+from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.openapi import _OPERATIONS
-from kvrelay.openai_api.responses_request import ResponsesRequest
 from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
 from kvrelay.openai_api.types import CalledFunction, ChatRequest, SamplingFields
 from kvrelay.router.admin import _Add, _Flip, _Name

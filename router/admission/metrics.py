@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvrelay.openai_api.tallies import Level, Tally
+from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge
 
 __all__ = ["AdmissionMetrics"]
 
@@ -24,14 +24,16 @@ class AdmissionMetrics:
         self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
     ) -> None:
         about = "Requests that wait to begin."
-        self.waiting = Level("kvrelay_router_queue_waiting", about, registry, "model_name", models)
+        self.waiting = FastGauge(
+            "kvrelay_router_queue_waiting", about, registry, "model_name", models
+        )
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
             "Time in the router's queue, of those that waited and began.",
             buckets=_WAIT_S,
             registry=registry,
         )
-        self._admitted = Tally(
+        self._admitted = FastCounter(
             "kvrelay_router_admitted",
             "Requests that began, at once or out of the queue.",
             registry,
@@ -43,13 +45,13 @@ class AdmissionMetrics:
             ["reason"],
             registry=registry,
         )
-        self._requests = Tally(
+        self._requests = FastCounter(
             "kvrelay_router_key_requests",
             "Requests by API key: begun or refused.",
             registry,
             ["key", "outcome"],
         )
-        self.tokens = Tally(
+        self.tokens = FastCounter(
             "kvrelay_router_key_tokens",
             "Tokens by API key: of prompts and of answers.",
             registry,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvrelay.openai_api.tallies import Spread, Tally
+from kvrelay.openai_api.fast_metrics import FastCounter, FastHistogram
 from kvrelay.router.prefix.index import PrefixIndex
 
 __all__ = ["PrefixMetrics"]
@@ -50,14 +50,14 @@ class PrefixMetrics:
             "was sent there.",
             registry=registry,
         )
-        self.cached_tokens = Tally(
+        self.cached_tokens = FastCounter(
             "kvrelay_router_cached_prompt_tokens",
             "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and "
             "the node's report.",
             registry,
             ["by"],
         )
-        self.cached_tokens_error = Spread(
+        self.cached_tokens_error = FastHistogram(
             "kvrelay_router_cached_prompt_tokens_error",
             "Difference of the two kvrelay_router_cached_prompt_tokens_total, one observation per "
             "prefill leg.",

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from kvrelay.openai_api.join import joined_body, joined_end
+from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.router.admission.poison import DEATHS
 from kvrelay.router.chores import ended
 from kvrelay.router.reply import Reply

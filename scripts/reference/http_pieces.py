@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvrelay.openai_api.chat_fields import PASSED_ON
-from kvrelay.openai_api.not_built import REFUSED
+from kvrelay.openai_api.body import REFUSED
+from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.openapi import document
 from kvrelay.openai_api.stages import STAGES
 from scripts.reference.markdown import code, table

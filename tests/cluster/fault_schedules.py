@@ -328,7 +328,7 @@ def attentive_model(folder: Path) -> list[str]:
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
-    from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
+    from kvrelay.openai_api.tokenizer_files import byte_tokenizer
     from kvrelay.paged_engine.before_loading import checked_model
     from kvrelay.paged_engine.dummy_weights import dummy_tensors
 

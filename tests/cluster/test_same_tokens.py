@@ -12,7 +12,7 @@ from real_cluster import EMBEDDED_KEY, Cluster
 
 from benchmarks.equality import in_engine, through, varied_prompts
 from kvrelay.embedded import embedded_model
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.wire.config import EngineConfig
 
@@ -23,7 +23,7 @@ MAX_TOKENS = 8
 
 def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Cluster) -> None:
     model = str(embedded_model())
-    tokenizer = Tokenizer.load(model)
+    tokenizer = load_tokenizer(model)
     prompts = varied_prompts(tokenizer, 5, longest=250)
     engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory_bytes=256 << 20))
     alone, batch = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.connections import connection_class
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -23,7 +23,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     logging.basicConfig(level=logging.WARNING)
-    http = connections(10_000)
+    http = connection_class(10_000)
     config = uvicorn.Config(
         app,
         port=int(sys.argv[1]),

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.node import compiling
 from kvrelay.node.compiling import COMPILE_DEADLINE_S, Compiling, grammars_for
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.engine_messages import Submit
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_cannot_be_read_is_said_to_those_who_need_it(tmp_path):
 
 
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(model):
-    tokenizer = Tokenizer.load(model)
+    tokenizer = load_tokenizer(model)
     for vocab_size in (VOCAB - 20, VOCAB, VOCAB + 37):
         matcher = grammars_for(tokenizer, vocab_size, (EOS,)).matcher(Constraint("regex", "ab"))
         assert len(matcher.compute_bitmask()) == -(-vocab_size // 32) * 4

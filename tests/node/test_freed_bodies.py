@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from kvrelay.node.app import Node, create_app
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineReady
@@ -46,7 +46,7 @@ class StandInEngine:
 @pytest.fixture
 async def app(tmp_path: Path) -> Any:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
-    tokenizer = Tokenizer.load(str(tmp_path / "config.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "config.json"))
     serving = Serving(Role.AGGREGATED, "m", TEMPLATE, tokenizer, INFO)
     engine: Any = StandInEngine()
     node = Node(NodeConfig(EngineConfig("m")), engine, 0, serving=serving)

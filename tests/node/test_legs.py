@@ -14,6 +14,7 @@ from kvrelay.decode_node.request import DecodeRequest
 from kvrelay.openai_api.body import choice_count, decode_completion, sampling_params
 from kvrelay.openai_api.node_request import NodeRequest, fork_submits
 from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
@@ -35,7 +36,7 @@ TICKET: dict[str, Any] = {
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     config = tmp_path_factory.mktemp("bytewise") / "config.json"
     config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": EOS}))
-    return Tokenizer.load(str(config))
+    return load_tokenizer(str(config))
 
 
 def parts(

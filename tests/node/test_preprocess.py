@@ -15,7 +15,7 @@ import pytest
 from kvrelay.node.preprocess import detokenized, legs_of, tokenized
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady
 from kvrelay.wire.errors import Overloaded, RequestError
@@ -50,7 +50,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
         Role.AGGREGATED,
         "m",
         TEMPLATE,
-        Tokenizer.load(str(config)),
+        load_tokenizer(str(config)),
         INFO,
         trusts_request_templates=True,
     )

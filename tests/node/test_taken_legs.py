@@ -16,7 +16,7 @@ import pytest
 from kvrelay.node.app import Node, _streamed
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.serving import Serving
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import Abort, EngineReady, RequestUpdate, Submit, ToEngine
 from kvrelay.wire.errors import Overloaded
@@ -58,7 +58,7 @@ class Engine(EngineClient):
 async def node(tmp_path: Path) -> Node:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
     serving = Serving(
-        Role.AGGREGATED, "m", None, Tokenizer.load(str(tmp_path / "config.json")), INFO
+        Role.AGGREGATED, "m", None, load_tokenizer(str(tmp_path / "config.json")), INFO
     )
     config = NodeConfig(EngineConfig("m"))
     return Node(config, Engine(config), 0, serving=serving)

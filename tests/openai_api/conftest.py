@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """
     config = tmp_path_factory.mktemp("bytewise") / "config.json"
     config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
-    return Tokenizer.load(str(config))
+    return load_tokenizer(str(config))
 
 
 @pytest.fixture(scope="session")
@@ -33,4 +34,4 @@ def embedded_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(embedded_gguf: Path) -> Tokenizer:
     """The embedded model's tokenizer."""
-    return Tokenizer.load(str(embedded_gguf))
+    return load_tokenizer(str(embedded_gguf))

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.openai_api.anthropic_answer import anthropic_error, speak_anthropic
-from kvrelay.openai_api.anthropic_request import count_body
-from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect
-from kvrelay.openai_api.response_store import ResponseStore
-from kvrelay.openai_api.responses_call import speak_responses
+from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
+from kvrelay.openai_api.dialects.response_store import ResponseStore
+from kvrelay.openai_api.dialects.responses import translate_responses
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, Overloaded, RequestError
 from tests.openai_api.chat_chunks import (
@@ -33,7 +32,7 @@ ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "conten
 
 def spoken(**fields: Any) -> tuple[dict[str, Any], Dialect]:
     """The chat body of a request, and the answer's side."""
-    body, dialect = speak_anthropic(json.dumps(ASKED | fields).encode(), "msg_1")
+    body, dialect = translate_messages(json.dumps(ASKED | fields).encode(), "msg_1")
     return json.loads(body), dialect
 
 
@@ -324,8 +323,8 @@ def test_errors_have_the_types_of_the_api(status: int, kind: str) -> None:
 def test_a_name_that_is_no_text_is_refused_as_wrong_json() -> None:
     body = b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"a"}],"input":"a","nam\xfd":1}'
     for speak in (
-        lambda: speak_anthropic(body, "msg"),
-        lambda: speak_responses(body, ResponseStore(), "resp", 0),
+        lambda: translate_messages(body, "msg"),
+        lambda: translate_responses(body, ResponseStore(), "resp", 0),
     ):
         with pytest.raises(RequestError, match="not valid JSON"):
             speak()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.connections import connection_class
 
 HEAD = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -35,7 +35,7 @@ async def test_what_is_cut_at_the_end_is_told_so_and_leaves_no_traceback(
         port=0,
         lifespan="off",
         log_config=None,
-        http=connections(10),
+        http=connection_class(10),
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)

@@ -17,7 +17,7 @@ from kvrelay.openai_api.json_body import (
     MAX_DEPTH,
     MAX_STRINGS,
     MAX_VALUES,
-    check_leg,
+    check_node_body,
     check_shape,
 )
 from kvrelay.wire.errors import BodyTooLarge, RequestError
@@ -113,14 +113,16 @@ def test_the_largest_bodies_are_looked_at_in_no_time(unit: str) -> None:
 def test_a_leg_is_limited_beside_what_is_handed_over() -> None:
     limit = 1 << 20
     handed_over = b'"kv_transfer_params": {"prompt_token_ids": [' + b"1," * MAX_VALUES + b"1]}"
-    check_leg(b'{"prompt": "a", ' + handed_over + b"}", limit)
-    check_leg(b'{"prompt": "a"}', limit)
+    check_node_body(b'{"prompt": "a", ' + handed_over + b"}", limit)
+    check_node_body(b'{"prompt": "a"}', limit)
     with pytest.raises(BodyTooLarge, match="beside kv_transfer_params; the limit is 1048576"):
-        check_leg(b'{"prompt": "' + b"a" * limit + b'", ' + handed_over + b"}", limit)
+        check_node_body(b'{"prompt": "' + b"a" * limit + b'", ' + handed_over + b"}", limit)
     lists = b"[" + b"[]," * MAX_CONTAINERS + b"[]]"
     with pytest.raises(RequestError, match="objects and lists"):
-        check_leg(b'{"stop": ' + lists + b", " + handed_over + b"}", limit)
+        check_node_body(b'{"stop": ' + lists + b", " + handed_over + b"}", limit)
     with pytest.raises(RequestError, match="objects and lists"):
-        check_leg(b'{"kv_transfer_params": ' + b"[" + b"[]," * 16 * MAX_CONTAINERS + b"[]]}", limit)
+        check_node_body(
+            b'{"kv_transfer_params": ' + b"[" + b"[]," * 16 * MAX_CONTAINERS + b"[]]}", limit
+        )
     with pytest.raises(RequestError, match="not valid JSON"):
-        check_leg(b"x" * (limit + 1), limit)
+        check_node_body(b"x" * (limit + 1), limit)

@@ -7,13 +7,13 @@ import pytest
 
 BODIES = """
 import os, sys
-from kvrelay.openai_api.beside import give_large_blocks_back
+from kvrelay.openai_api.json_body import return_large_blocks
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 if sys.argv[1] == "given back":
-    give_large_blocks_back()
+    return_large_blocks()
 before = resident()
 b"x" * (30 << 20)  # from now on glibc keeps what is smaller
 bodies = []

@@ -13,12 +13,10 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.message import MessageParser
-from kvrelay.openai_api.message_stream import MessageForm, message_form
+from kvrelay.openai_api.message_stream import MessageForm, MessageParser, message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from kvrelay.openai_api.reasoning import Opening
-from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Pieces, Tokenizer, TokenizerParts
 from kvrelay.openai_api.types import Delta
 from kvrelay.wire.errors import RequestError
 

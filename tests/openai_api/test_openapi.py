@@ -16,10 +16,10 @@ from starlette.testclient import TestClient
 from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.openai_api.anthropic_request import decode_messages
 from kvrelay.openai_api.body import decode_chat
+from kvrelay.openai_api.dialects.anthropic import decode_messages
+from kvrelay.openai_api.dialects.responses_request import decode_responses
 from kvrelay.openai_api.openapi import document
-from kvrelay.openai_api.responses_request import decode_responses
 from kvrelay.router.app import create_app as create_router
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import RequestError

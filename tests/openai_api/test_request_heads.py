@@ -17,34 +17,34 @@ from fastapi import FastAPI
 from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.openai_api.connections import Guarded, connections
-from kvrelay.openai_api.routes import given_key
+from kvrelay.openai_api.connections import HttpConnection, connection_class
+from kvrelay.openai_api.routes import key_of_headers
 from kvrelay.router.app import create_app as create_router
 from kvrelay.router.client import ClientConnection
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 
 
-def router_app() -> tuple[FastAPI, type[Guarded]]:
+def router_app() -> tuple[FastAPI, type[HttpConnection]]:
     return create_router(RouterConfig(api_key="Key", admin_key="Key")), ClientConnection
 
 
-def node_app() -> tuple[FastAPI, type[Guarded]]:
+def node_app() -> tuple[FastAPI, type[HttpConnection]]:
     config = NodeConfig(EngineConfig("nowhere"), api_key="Key")
     return create_node(
         Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()
-    ), Guarded
+    ), HttpConnection
 
 
 both = pytest.mark.parametrize("made", [router_app, node_app], ids=["router", "node"])
 
 
 @contextlib.asynccontextmanager
-async def serving(made: Callable[[], tuple[FastAPI, type[Guarded]]]) -> AsyncIterator[int]:
+async def serving(made: Callable[[], tuple[FastAPI, type[HttpConnection]]]) -> AsyncIterator[int]:
     """The app on a port, until the end of the block."""
     app, of = made()
     config = uvicorn.Config(
-        app, port=0, lifespan="off", log_config=None, http=connections(10, of=of)
+        app, port=0, lifespan="off", log_config=None, http=connection_class(10, of=of)
     )
     server = uvicorn.Server(config)
     with server.capture_signals():
@@ -99,7 +99,7 @@ BAD = [
 @both
 @pytest.mark.parametrize("method", [b"GET /version", b"GET /nowhere", b"POST /v1/chat/completions"])
 async def test_a_request_has_one_valid_host_before_any_route_is_looked_for(
-    made: Callable[[], tuple[FastAPI, type[Guarded]]], method: bytes
+    made: Callable[[], tuple[FastAPI, type[HttpConnection]]], method: bytes
 ) -> None:
     close = b"connection: close\r\n\r\n"
     async with serving(made) as port:
@@ -155,7 +155,7 @@ async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> No
         await receive()
         await receive()
 
-    async with serving(lambda: (cast("FastAPI", endless), Guarded)) as port:
+    async with serving(lambda: (cast("FastAPI", endless), HttpConnection)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(10):
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -181,12 +181,12 @@ async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> No
     ],
 )
 def test_the_scheme_of_a_key_may_have_any_case(header: str, key: str) -> None:
-    assert given_key({"authorization": header}.get) == key
+    assert key_of_headers({"authorization": header}.get) == key
 
 
 @both
 async def test_a_key_is_taken_by_a_lower_case_bearer(
-    made: Callable[[], tuple[FastAPI, type[Guarded]]],
+    made: Callable[[], tuple[FastAPI, type[HttpConnection]]],
 ) -> None:
     wants_key = [b"/v1/models"] + (
         [b"/admin/nodes", b"/console/state"] if made is router_app else []

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.openai_api import responses_answer
-from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect
-from kvrelay.openai_api.response_store import ResponseStore, Stored
-from kvrelay.openai_api.responses_call import speak_responses, stored_items
+from kvrelay.openai_api.dialects import responses_answer
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
+from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
+from kvrelay.openai_api.dialects.responses import stored_items, translate_responses
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 from tests.openai_api.chat_chunks import (
@@ -47,7 +47,7 @@ class Kept:
 def speak(kept: Kept | None = None, response_id: str = "resp_1", **fields: Any) -> Dialect:
     """The answer's side of a request."""
     body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    return speak_responses(body, Kept() if kept is None else kept, response_id, 7)[1]
+    return translate_responses(body, Kept() if kept is None else kept, response_id, 7)[1]
 
 
 def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
@@ -209,14 +209,14 @@ def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
         for call_id in ("call_a", "call_b")
     ]
     asked = {"model": "tiny", "previous_response_id": "resp_1", "input": outputs}
-    body, dialect = speak_responses(json.dumps(asked).encode(), store, "resp_2", 8)
+    body, dialect = translate_responses(json.dumps(asked).encode(), store, "resp_2", 8)
     messages = json.loads(body)["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert messages[1]["reasoning"] == "Let me see"
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["call_a", "call_b"]
     dialect.events(TEXT)
     third = {"model": "tiny", "previous_response_id": "resp_2", "input": "Thanks"}
-    body, _ = speak_responses(json.dumps(third).encode(), store, "resp_3", 9)
+    body, _ = translate_responses(json.dumps(third).encode(), store, "resp_3", 9)
     assert [message["role"] for message in json.loads(body)["messages"]][-2:] == [
         "assistant",
         "user",

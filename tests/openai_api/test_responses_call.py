@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.openai_api import responses_call
-from kvrelay.openai_api.chat_fields import MAX_MESSAGES
-from kvrelay.openai_api.dialect import AS_IS, Dialect
+from kvrelay.openai_api.dialects import responses
+from kvrelay.openai_api.dialects.base import AS_IS, MAX_MESSAGES, Dialect
+from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
+from kvrelay.openai_api.dialects.responses import (
+    StoredConversation,
+    translate_body,
+    translate_responses,
+)
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
-from kvrelay.openai_api.response_store import ResponseStore, Stored
-from kvrelay.openai_api.responses_call import Recalled, speak_responses, translated
 from kvrelay.wire.errors import RequestError
 from tests.openai_api.chat_chunks import whole
 
@@ -37,13 +40,15 @@ class Client:
         asked = {"model": "m", "input": items, **fields}
         if self.turns:
             asked["previous_response_id"] = f"resp_{self.turns}"
-        shelf = Recalled(self.store, "me")
+        shelf = StoredConversation(self.store, "me")
         wanted = f"resp_{self.turns + 1}"
 
         def speak(body: bytes) -> tuple[bytes, Dialect]:
-            return speak_responses(body, shelf, wanted, 7)
+            return translate_responses(body, shelf, wanted, 7)
 
-        said, dialect = await translated(msgspec.json.encode(asked), speak, shelf.recall, max_bytes)
+        said, dialect = await translate_body(
+            msgspec.json.encode(asked), speak, shelf.recall, max_bytes
+        )
         dialect.whole(answer)
         self.turns += 1
         return json.loads(said)
@@ -69,7 +74,7 @@ async def test_a_conversation_of_too_many_items_is_refused_before_it_is_read(
     assert (await client.last()).items == MAX_MESSAGES // 2 + 1
     assert len((await client.ask(half[2:]))["messages"]) == 3
     assert (await client.last()).items == MAX_MESSAGES
-    monkeypatch.setattr(responses_call, "_items", Unreadable())
+    monkeypatch.setattr(responses, "_items", Unreadable())
     with pytest.raises(RequestError) as why:
         await client.ask("hi")
     assert (why.value.status, why.value.param) == (400, "previous_response_id")
@@ -85,8 +90,8 @@ async def test_a_conversation_of_too_many_bytes_is_refused_before_it_is_read(
     await client.ask(
         [EMPTY | {"note": "x" * 900}, {"role": "user", "content": "hi"}], max_bytes=2000
     )
-    monkeypatch.setattr(responses_call, "_items", Unreadable())
-    monkeypatch.setattr(responses_call, "speak_responses", never)
+    monkeypatch.setattr(responses, "_items", Unreadable())
+    monkeypatch.setattr(responses, "translate_responses", never)
     earlier = (await client.last()).turn_bytes
     with pytest.raises(RequestError) as why:
         await client.ask("y" * 1000, max_bytes=2000)
@@ -107,7 +112,7 @@ async def test_a_conversation_holds_no_more_than_a_body_before_and_after_it_is_p
     parts = [{"type": "input_text", "text": ""}] * (MAX_CONTAINERS - 200)
     await client.ask([{"role": "user", "content": parts}])
     with monkeypatch.context() as patch:
-        patch.setattr(responses_call, "_items", Unreadable())
+        patch.setattr(responses, "_items", Unreadable())
         with pytest.raises(
             RequestError, match=f"behind previous_response_id, .*{MAX_CONTAINERS} objects"
         ):
@@ -149,12 +154,12 @@ async def test_a_long_conversation_is_put_together_on_a_thread_however_short_the
     async def learn(body: bytes, max_bytes: int) -> int:
         return 1 << 20
 
-    assert await translated(b"{}", speak, None, 9) == (b"{}", AS_IS)
-    assert await translated(b"{}", speak, learn, 9) == (b"{}", AS_IS)
+    assert await translate_body(b"{}", speak, None, 9) == (b"{}", AS_IS)
+    assert await translate_body(b"{}", speak, learn, 9) == (b"{}", AS_IS)
     assert threads[0] == threading.get_ident() != threads[1]
     client = Client()
     await client.ask("x" * 20_000)
-    shelf = Recalled(client.store, "me")
+    shelf = StoredConversation(client.store, "me")
     asked = b'{"model":"m","input":"hi","previous_response_id":"resp_1"}'
     assert await shelf.recall(asked, MAX_BYTES) == (await client.last()).turn_bytes > 20_000
     assert await shelf.recall(b'{"model":"m","input":"hi"}', MAX_BYTES) == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvrelay.openai_api.chat_fields import MAX_MESSAGES, MAX_TOOLS
-from kvrelay.openai_api.response_store import ResponseStore
-from kvrelay.openai_api.responses_call import Recalled, speak_responses
-from kvrelay.openai_api.responses_request import _tools, decode_responses
+from kvrelay.openai_api.dialects.base import MAX_MESSAGES, MAX_TOOLS
+from kvrelay.openai_api.dialects.response_store import ResponseStore
+from kvrelay.openai_api.dialects.responses import StoredConversation, translate_responses
+from kvrelay.openai_api.dialects.responses_request import _tools, decode_responses
 from kvrelay.wire.errors import RequestError
 
 
@@ -19,7 +19,7 @@ def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
     asked = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
     value: dict[str, Any] = json.loads(
-        speak_responses(asked, Recalled(ResponseStore(), ""), "resp_1", 7)[0]
+        translate_responses(asked, StoredConversation(ResponseStore(), ""), "resp_1", 7)[0]
     )
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import PromptLogprob
 from kvrelay.wire.errors import RequestError

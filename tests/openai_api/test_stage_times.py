@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.stage_times import StageTime, stage_times
-from kvrelay.openai_api.stages import STAGES
+from kvrelay.openai_api.stages import STAGES, StageTime, stage_times
 from kvrelay.wire.engine_messages import Timing
 
 SECONDS = st.floats(0, 100)

@@ -61,4 +61,4 @@ def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
 def test_each_stage_is_described() -> None:
     import kvrelay.openai_api.stages
 
-    assert all(f"\n    {name} " in (kvrelay.openai_api.stages.__doc__ or "") for name in STAGES)
+    assert all(f"\n- {name}: " in (kvrelay.openai_api.stages.__doc__ or "") for name in STAGES)

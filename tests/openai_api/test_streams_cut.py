@@ -14,7 +14,7 @@ from openai import APIError, OpenAI
 
 from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import decode_chat, sampling_params
-from kvrelay.openai_api.dialect import KEEP_ALIVE
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.errors import NodeFailed

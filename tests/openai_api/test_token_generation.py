@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvrelay.openai_api.body import decode_completion
+from kvrelay.openai_api.dialects.generate import translate_generate
 from kvrelay.openai_api.sse import DONE
-from kvrelay.openai_api.token_generation import speak_generate
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 
 ASKED = {"model": "tiny", "token_ids": [5, 6], "sampling_params": {"temperature": 0.5}}
@@ -25,7 +25,7 @@ USAGE = {
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(speak_generate(json.dumps(ASKED | fields).encode())[0])
+    told: dict[str, Any] = json.loads(translate_generate(json.dumps(ASKED | fields).encode())[0])
     return told
 
 
@@ -79,7 +79,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("missing", ["token_ids", "sampling_params"])
 def test_what_is_missing_is_named(missing: str) -> None:
     with pytest.raises(RequestError, match=f"{missing} is missing"):
-        speak_generate(
+        translate_generate(
             json.dumps({name: ASKED[name] for name in ASKED if name != missing}).encode()
         )
 
@@ -107,7 +107,7 @@ def test_a_whole_answer_has_tokens_and_no_text() -> None:
         {"6": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}},
     ]
     answer = {"id": "cmpl-r1", "model": "tiny", "choices": choices, "usage": USAGE}
-    dialect = speak_generate(json.dumps(ASKED).encode())[1]
+    dialect = translate_generate(json.dumps(ASKED).encode())[1]
     told = json.loads(dialect.whole(json.dumps(answer).encode()))
     top = [{"token": "token_id:7", "logprob": -0.5, "bytes": None}]
     scored = {"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": top}
@@ -136,9 +136,9 @@ def test_a_stream_cut_anywhere_gives_the_same_events_each_with_its_tokens() -> N
     ]
     stream = b"".join(parts) + b": keep-alive\n\n" + usage + DONE
     body = json.dumps(ASKED | {"stream": True, "request_id": "mine"}).encode()
-    once = speak_generate(body)[1].events(stream)
+    once = translate_generate(body)[1].events(stream)
     for at in range(len(stream)):
-        dialect = speak_generate(body)[1]
+        dialect = translate_generate(body)[1]
         assert (
             dialect.events(stream[:at]) + dialect.events(stream[at:]) + dialect.events(b"") == once
         )
@@ -153,7 +153,7 @@ def test_a_stream_cut_anywhere_gives_the_same_events_each_with_its_tokens() -> N
 
 
 def test_errors_name_the_field_of_this_api() -> None:
-    dialect = speak_generate(json.dumps(ASKED).encode())[1]
+    dialect = translate_generate(json.dumps(ASKED).encode())[1]
     error = ErrorBody("too long", "invalid_request_error", "prompt", "context_length_exceeded")
     assert json.loads(dialect.error(400, error))["error"]["param"] == "token_ids"
     stream = (
@@ -164,4 +164,4 @@ def test_errors_name_the_field_of_this_api() -> None:
     for body in (b"{", b'{"choices":[]}'):
         with pytest.raises(NodeFailed):
             dialect.whole(body)
-    assert b"malformed" in speak_generate(json.dumps(ASKED).encode())[1].events(b"data: {\n\n")
+    assert b"malformed" in translate_generate(json.dumps(ASKED).encode())[1].events(b"data: {\n\n")

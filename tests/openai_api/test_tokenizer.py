@@ -14,9 +14,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from kvrelay.openai_api.folder_tokenizer import byte_tokenizer
-from kvrelay.openai_api.token_bytes import BYTE_CHARS
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer
+from kvrelay.openai_api.tokenizer_files import byte_tokenizer, load_tokenizer
 from kvrelay.wire.errors import ConfigError
 
 TEXTS = [
@@ -69,7 +68,7 @@ def test_digits_of_all_scripts_are_single_as_the_model_was_trained(
 @pytest.mark.model
 def test_the_embedded_model_loads_fast_and_knows_its_special_tokens(embedded_gguf: Path) -> None:
     began = time.process_time()
-    tokenizer = Tokenizer.load(str(embedded_gguf))
+    tokenizer = load_tokenizer(str(embedded_gguf))
     assert time.process_time() - began < 1.5
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_token_ids == (2,)
@@ -106,7 +105,7 @@ def byte_level_gguf(path: Path, pre: str, **fields: Any) -> Tokenizer:
     types = [1] * 261 + [3, 3]
     fields = {"tokenizer_pre": pre, "token_types": types, "token_merges": merges, **fields}
     fields |= {"bos_token_id": 261, "eos_token_id": 262}
-    return Tokenizer.load(write_gguf(path, "gpt2", tokens, **fields))
+    return load_tokenizer(write_gguf(path, "gpt2", tokens, **fields))
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -157,7 +156,7 @@ def sentencepiece_gguf(path: Path, **fields: Any) -> Tokenizer:
     scores = [0.0] * 259 + [score for _, score in pieces]
     types = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
-    return Tokenizer.load(
+    return load_tokenizer(
         write_gguf(path, "llama", tokens, token_scores=scores, token_types=types, **ids, **fields)
     )
 
@@ -188,7 +187,7 @@ def test_an_unknown_kind_of_gguf_is_refused(
     tmp_path: Path, model: str, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        Tokenizer.load(write_gguf(tmp_path / "m.gguf", model, ["a"], **fields))
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", model, ["a"], **fields))
 
 
 def test_a_broken_gguf_is_refused(tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_a_broken_gguf_is_refused(tmp_path: Path) -> None:
     ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"m\.gguf"):
-            Tokenizer.load(str(file))
+            load_tokenizer(str(file))
 
 
 # Folders
@@ -228,7 +227,7 @@ def test_a_folder_is_read_with_all_that_lies_beside_its_tokenizer(folder: Path) 
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
-    tokenizer = Tokenizer.load(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == (
         "<s>",
         "<|end2|>",
@@ -238,7 +237,7 @@ def test_a_folder_is_read_with_all_that_lies_beside_its_tokenizer(folder: Path) 
     assert tokenizer.eos_token_ids == (2,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     (folder / "chat_template.jinja").write_text("in a file")
-    tokenizer = Tokenizer.load(str(folder / "config.json"))
+    tokenizer = load_tokenizer(str(folder / "config.json"))
     assert tokenizer.eos_token_ids == (2, 7)
     assert tokenizer.chat_template == "in a file"
 
@@ -249,21 +248,21 @@ def test_of_several_templates_one_is_the_default_and_one_for_tools(folder: Path)
         {"name": "default", "template": "plain"},
     ]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    tokenizer = Tokenizer.load(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "tools")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
-    tokenizer = Tokenizer.load(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("one", "one")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("in a file")
-    tokenizer = Tokenizer.load(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("one", "in a file")
 
 
 def test_the_end_token_is_the_tokenizers_if_no_config_names_one(folder: Path) -> None:
     (folder / "config.json").write_text('{"vocab_size": 300}')
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end2|>"}')
-    assert Tokenizer.load(str(folder)).eos_token_ids == (2,)
+    assert load_tokenizer(str(folder)).eos_token_ids == (2,)
 
 
 def test_a_byte_fallback_folder_keeps_spaces(folder: Path) -> None:
@@ -272,7 +271,7 @@ def test_a_byte_fallback_folder_keeps_spaces(folder: Path) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]
     )
     backend.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer.load(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode([97, 98]) == "ab"
 
 
@@ -281,10 +280,10 @@ def test_a_broken_or_unknown_folder_is_refused(folder: Path) -> None:
     backend.decoder = decoders.WordPiece()
     backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(ConfigError, match="'WordPiece' is not supported"):
-        Tokenizer.load(str(folder))
+        load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(str(folder))
+        load_tokenizer(str(folder))
 
 
 # Models without a tokenizer
@@ -300,7 +299,7 @@ def test_a_config_alone_is_served_byte_by_byte(bytewise: Tokenizer) -> None:
 
 def test_a_small_vocabulary_leaves_out_what_it_cannot_say(tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text('{"vocab_size": 128, "eos_token_id": 2}')
-    tokenizer = Tokenizer.load(str(tmp_path / "tiny.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tiny.json"))
     assert tokenizer.vocab_size == 128
     assert tokenizer.encode("aé\x02b", False) == [97, 98]
 
@@ -309,12 +308,12 @@ def test_weights_are_not_served_without_their_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"weights but no tokenizer\.json"):
-        Tokenizer.load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_path_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor config\.json"):
-        Tokenizer.load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no vocab_size"):
-        Tokenizer.load(str(tmp_path))
+        load_tokenizer(str(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.openai_api.tracing import Tracing, endpoint_of, trace_id_of, tracing_to
+from kvrelay.openai_api.tracing import Tracing, otlp_endpoint, start_tracing, trace_id_of
 from kvrelay.wire.errors import ConfigError
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -18,13 +18,13 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def test_where_traces_go() -> None:
-    assert endpoint_of("", {}) == ""
-    assert endpoint_of("", {ENDPOINT: "http://a:4318/"}) == "http://a:4318/v1/traces"
+    assert otlp_endpoint("", {}) == ""
+    assert otlp_endpoint("", {ENDPOINT: "http://a:4318/"}) == "http://a:4318/v1/traces"
     theirs = {ENDPOINT: "http://a:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b/traces"}
-    assert endpoint_of("", theirs) == "http://b/traces"
-    assert endpoint_of("http://c/v1/traces", theirs) == "http://c/v1/traces"
-    assert endpoint_of("http://c/v1/traces", {"OTEL_SDK_DISABLED": "true"}) == ""
-    assert endpoint_of("", {ENDPOINT: "http://a:4318", "OTEL_TRACES_EXPORTER": "none"}) == ""
+    assert otlp_endpoint("", theirs) == "http://b/traces"
+    assert otlp_endpoint("http://c/v1/traces", theirs) == "http://c/v1/traces"
+    assert otlp_endpoint("http://c/v1/traces", {"OTEL_SDK_DISABLED": "true"}) == ""
+    assert otlp_endpoint("", {ENDPOINT: "http://a:4318", "OTEL_TRACES_EXPORTER": "none"}) == ""
 
 
 def test_the_trace_that_a_header_names() -> None:
@@ -34,17 +34,17 @@ def test_the_trace_that_a_header_names() -> None:
 
 def test_an_endpoint_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="localhost:4317"):
-        tracing_to("localhost:4317", "kvrelay")
+        start_tracing("localhost:4317", "kvrelay")
 
 
 def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     code = (
         "import sys, router.app, openai_api.tracing as t\n"
-        "assert t.tracing_to('', 'kvrelay') is None\n"
+        "assert t.start_tracing('', 'kvrelay') is None\n"
         "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto'} & "
         "set(sys.modules)\n"
         "sys.modules['opentelemetry.sdk.trace'] = None\n"
-        "try: t.tracing_to('http://a/v1/traces', 'kvrelay')\n"
+        "try: t.start_tracing('http://a/v1/traces', 'kvrelay')\n"
         "except Exception as why: print(why)\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.openai_api.body import decode_chat, decode_completion
-from kvrelay.openai_api.not_built import REFUSED
+from kvrelay.openai_api.body import REFUSED, decode_chat, decode_completion
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import RequestError
 

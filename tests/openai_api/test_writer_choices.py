@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.beginning import Beginning
 from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
-from kvrelay.openai_api.join import joined_body, joined_end
-from kvrelay.openai_api.scored_prompt import ScoredPrompt
+from kvrelay.openai_api.logprobs import ScoredPrompt
+from kvrelay.openai_api.prompt import Beginning
+from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.outputs import Finish, TokenLogprobs

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer as Backend
 from kvrelay.openai_api.body import decode_chat, sampling_params
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Pieces, Tokenizer, TokenizerParts
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar

@@ -18,7 +18,7 @@ from tiny_models import make_tiny
 
 from kvrelay.embedded import embedded_model
 from kvrelay.node.compiling import grammars_for
-from kvrelay.openai_api.tokenizer import Tokenizer
+from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine import grammar
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.grammar import Grammars, TimedMatcher, _refused
@@ -76,7 +76,7 @@ def grammars() -> Grammars:
 @pytest.fixture(scope="module")
 def vocabulary() -> Grammars:
     """Of a real model: common letters stand in many tokens."""
-    tokenizer = Tokenizer.load(str(embedded_model()))
+    tokenizer = load_tokenizer(str(embedded_model()))
     return grammars_for(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
 

@@ -18,7 +18,7 @@ import pytest
 from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
 
 import kvrelay.router.server as server_module
-from kvrelay.openai_api.connections import connections
+from kvrelay.openai_api.connections import connection_class
 from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
 from kvrelay.wire.leg_stream import LEGS_VERSION_HEADER
 
@@ -191,7 +191,7 @@ async def test_no_words_of_a_client_get_into_the_log(caplog: pytest.LogCaptureFi
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads must be there within 0.3 s."""
     monkeypatch.setattr(
-        server_module, "connections", lambda at_most, of: connections(at_most, 0.3, of)
+        server_module, "connection_class", lambda at_most, of: connection_class(at_most, 0.3, of)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.openai_api.tracing import sane_trace
+from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.router.endings import shown_error
 from kvrelay.router.router import targets_of
 from kvrelay.wire.errors import NotFound, RequestError
@@ -26,15 +26,15 @@ def test_a_target_that_is_no_time_is_refused_by_name(value: str) -> None:
 
 def test_only_a_trace_as_w3c_has_it_is_passed_on() -> None:
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
-    assert sane_trace({"traceparent": parent, "tracestate": "a=1,b=2"}.get) == {
+    assert trace_headers({"traceparent": parent, "tracestate": "a=1,b=2"}.get) == {
         "traceparent": parent,
         "tracestate": "a=1,b=2",
     }
-    assert sane_trace({"traceparent": parent, "tracestate": "x" * 513}.get) == {
+    assert trace_headers({"traceparent": parent, "tracestate": "x" * 513}.get) == {
         "traceparent": parent
     }
     for odd in ("", parent + "x", parent.upper(), "00-" + "z" * 32 + parent[35:], parent + "\n"):
-        assert sane_trace({"traceparent": odd, "tracestate": "a=1"}.get) == {}
+        assert trace_headers({"traceparent": odd, "tracestate": "a=1"}.get) == {}
 
 
 def test_an_error_in_a_log_names_its_kind_and_not_what_the_client_wrote() -> None:

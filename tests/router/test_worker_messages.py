@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import until
 
-from kvrelay.openai_api.response_store import Stored
+from kvrelay.openai_api.dialects.response_store import Stored
 from kvrelay.router.admission.poison import Suspect
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import Node, NodeEvent

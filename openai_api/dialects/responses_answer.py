@@ -1,8 +1,4 @@
-"""The answer of POST /v1/responses, made of a chat completion: events in the Responses API's order,
-or one body. Pure.
-
-A whole answer is a stream of one chunk whose events nobody sees; so both are one state machine.
-"""
+"""The answer of POST /v1/responses, made of a chat completion. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.chat_events import (
+from kvrelay.openai_api.dialects.base import (
+    KEEP_ALIVE,
     ChatChoice,
     ChatEvent,
     ChatEvents,
     ChatUsage,
     ToolCall,
+    openai_error,
     whole_chat,
 )
-from kvrelay.openai_api.dialect import KEEP_ALIVE, openai_error
-from kvrelay.openai_api.responses_request import ResponsesRequest
+from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.wire.errors import ErrorBody, NodeFailed
 
 __all__ = ["ResponsesAnswer"]

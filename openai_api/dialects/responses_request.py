@@ -1,8 +1,4 @@
-"""POST /v1/responses: its body, checked, and the chat completion that it means. Pure and light.
-
-Refuses what this server has no part for (hosted tools, background runs, files), so that nothing is
-ignored silently.
-"""
+"""POST /v1/responses: its body as a chat completion. Pure and light."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.chat_fields import (
+from kvrelay.openai_api.dialects.base import (
     MAX_MESSAGES,
     assistant,
     check_tools,
@@ -20,7 +16,7 @@ from kvrelay.openai_api.chat_fields import (
     passed_on,
     text_of,
 )
-from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.json_body import json_errors
 from kvrelay.wire.errors import RequestError
 
 __all__ = [
@@ -94,7 +90,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 def decode_responses(body: bytes) -> ResponsesRequest:
     """The request in `body`. Raises RequestError."""
-    with reading():
+    with json_errors():
         request = _decoder.decode(body)
     if request.background:
         raise _unsupported(

@@ -1,11 +1,4 @@
-"""Responses that were answered, kept in SQLite so that a later request can go on from them.
-
-A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as
-one that was never there: both are looked for in the same way. Bounded in number and in bytes; when
-either is reached, the owner that keeps most of it loses first what it has not asked for the longest
-time: nobody takes room from one that keeps less. In memory it dies with its process; in a file,
-several processes of one router share it for as long as they run.
-"""
+"""Stored responses, in SQLite."""
 
 from __future__ import annotations
 

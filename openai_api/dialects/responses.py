@@ -1,6 +1,4 @@
-"""One call of /v1/responses: joins the request, what is kept of earlier ones, and the answer that
-is kept in turn.
-"""
+"""One call of /v1/responses, from its body to the response that is stored."""
 
 from __future__ import annotations
 
@@ -11,25 +9,31 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.openai_api.beside import beside
-from kvrelay.openai_api.dialect import Dialect, Speak
-from kvrelay.openai_api.json_body import check_shape
-from kvrelay.openai_api.response_store import ResponseStore, Stored, missing
-from kvrelay.openai_api.responses_answer import ResponsesAnswer
-from kvrelay.openai_api.responses_request import (
+from kvrelay.openai_api.dialects.base import Dialect, Translate
+from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored, missing
+from kvrelay.openai_api.dialects.responses_answer import ResponsesAnswer
+from kvrelay.openai_api.dialects.responses_request import (
     Item,
     chat_body,
     check_count,
     decode_responses,
     own_items,
 )
+from kvrelay.openai_api.json_body import check_shape, off_loop
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["Learn", "Recalled", "Shelf", "speak_responses", "stored_items", "translated"]
+__all__ = [
+    "Recall",
+    "StoredConversation",
+    "Shelf",
+    "translate_responses",
+    "stored_items",
+    "translate_body",
+]
 
-Learn = Callable[[bytes, int], Awaitable[int]]
-"""What comes before a Speak. Given the body and the bytes that all may have, it returns those that
+Recall = Callable[[bytes, int], Awaitable[int]]
+"""What comes before a Translate. Given the body and the bytes that all may have, it returns those that
 are added to it.
 """
 _NAMED = "previous_response_id"
@@ -57,7 +61,7 @@ class Shelf(Protocol):
         ...
 
 
-class Recalled:
+class StoredConversation:
     """The Shelf of one call, for its owner: `recall` what its body goes on from first."""
 
     def __init__(self, responses: ResponseStore | None = None, owner: str = "") -> None:
@@ -66,13 +70,13 @@ class Recalled:
         self._found: Stored | None = None
 
     async def recall(self, body: bytes, max_bytes: int) -> int:
-        """Get the response that a body goes on from, if it names one; this is a Learn.
+        """Get the response that a body goes on from, if it names one; this is a Recall.
 
         Raises NotFound, Unavailable, and RequestError if the conversation is too long."""
         try:
-            wanted = (await beside(len(body), _asked.decode, body)).previous_response_id
+            wanted = (await off_loop(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
-            return 0  # speak_responses() says what is wrong
+            return 0  # translate_responses() says what is wrong
         if wanted is None or self._responses is None:
             return 0
         # On a thread: several processes may use its file, and one waits for the other.
@@ -93,23 +97,23 @@ class Recalled:
             self._responses.put(self._owner, response_id, stored)
 
 
-async def translated(
-    body: bytes, speak: Speak, learn: Learn | None, max_bytes: int
+async def translate_body(
+    body: bytes, translate: Translate, recall: Recall | None, max_bytes: int
 ) -> tuple[bytes, Dialect]:
     """Return what `speak` makes of a body, on a thread if it or what it goes on from is long.
     Raises KvrelayError.
     """
-    earlier = 0 if learn is None else await learn(body, max_bytes)
-    return await beside(
-        len(body) + earlier, partial(_joined, speak, max_bytes) if earlier else speak, body
+    earlier = 0 if recall is None else await recall(body, max_bytes)
+    return await off_loop(
+        len(body) + earlier, partial(_joined, translate, max_bytes) if earlier else translate, body
     )
 
 
-def _joined(speak: Speak, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
+def _joined(translate: Translate, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
     """Return what `speak` makes of a body with what it goes on from, if that is no more than a body
     may be.
     """
-    said, dialect = speak(body)
+    said, dialect = translate(body)
     _check_bytes(len(said), max_bytes)
     _check_shape(said)
     return said, dialect
@@ -134,10 +138,10 @@ def _check_shape(whole: bytes) -> None:
         ) from why
 
 
-def speak_responses(
+def translate_responses(
     body: bytes, store: Shelf, response_id: str, created_at: int
 ) -> tuple[bytes, Dialect]:
-    """A Speak (openai_api/dialect.py). Raises RequestError, also NotFound for an earlier response
+    """A Translate (openai_api/dialects/base.py). Raises RequestError, also NotFound for an earlier response
     that is not kept.
     """
     request = decode_responses(body)

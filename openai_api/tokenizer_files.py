@@ -1,6 +1,4 @@
-"""A tokenizer from a folder in Hugging Face layout, or byte by byte for a config that has none
-(load_format dummy).
-"""
+"""Tokenizers from a model's folder, or byte by byte for a config without one."""
 
 from __future__ import annotations
 
@@ -11,15 +9,45 @@ from typing import Any
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from kvrelay.openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
+from kvrelay.openai_api.gguf_tokenizer import gguf_tokenizer
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Pieces, Tokenizer, TokenizerParts
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["byte_tokenizer", "folder_tokenizer", "read_object"]
+__all__ = ["load_tokenizer", "byte_tokenizer", "folder_tokenizer", "read_object"]
 
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "tokenizer.model")
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a folder in Hugging Face layout, a .gguf file or a config. Raises
+    ConfigError.
+    """
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Tokenizer(gguf_tokenizer(path))
+    if path.is_file() and path.name != "config.json":
+        return Tokenizer(byte_tokenizer(path))
+    folder = path.parent if path.is_file() else path
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer(folder_tokenizer(folder))
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"{model!r} holds neither tokenizer.json nor config.json; pass a model's folder or file"
+        )
+    if any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        # Weights that mean something are not served with a tokenizer that does not.
+        raise ConfigError(
+            f"{model!r} holds weights but no tokenizer.json; add the model's, or write one "
+            f"with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    return Tokenizer(byte_tokenizer(folder / "config.json"))
 
 
 def folder_tokenizer(folder: Path) -> TokenizerParts:

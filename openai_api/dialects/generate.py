@@ -1,9 +1,4 @@
-"""POST /inference/v1/generate, vLLM's tokens in, tokens out: the text completion that it means, and
-its answer. Pure.
-
-Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Text is made on the way and dropped
-here.
-"""
+"""POST /inference/v1/generate, vLLM's tokens in, tokens out, as a text completion. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +8,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.chat_events import Events, decoded
-from kvrelay.openai_api.dialect import KEEP_ALIVE, Dialect, openai_error
-from kvrelay.openai_api.json_body import reading
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect, Events, decoded, openai_error
+from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.types import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -26,7 +20,7 @@ from kvrelay.openai_api.types import (
 )
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 
-__all__ = ["GENERATE_PATH", "GenerateRequest", "Generated", "speak_generate"]
+__all__ = ["GENERATE_PATH", "GenerateRequest", "Generated", "translate_generate"]
 
 GENERATE_PATH = "/inference/v1/generate"
 
@@ -108,9 +102,9 @@ _raw_decoder = msgspec.json.Decoder(dict[str, Raw])
 _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
-def speak_generate(body: bytes) -> tuple[bytes, Dialect]:
-    """A Speak (openai_api/dialect.py). Raises RequestError."""
-    with reading():
+def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
+    """A Translate (openai_api/dialects/base.py). Raises RequestError."""
+    with json_errors():
         request = _request_decoder.decode(body)
     if not request.token_ids:
         raise RequestError("token_ids holds no token; send at least one", param="token_ids")
