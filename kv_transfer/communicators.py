@@ -1,9 +1,7 @@
-"""Two processes that send and receive memory, behind one small interface; and NCCL between GPUs
-behind it.
+"""Groups of two ranks over NCCL: 0 sends and 1 receives.
 
-Owns groups of two ranks, 0 sends and 1 receives, and how a wait on them ends: done, or PeerLost
-after a deadline, a lost connection or `interrupt`. Refuses to know blocks, pools or pairs. Between
-CPUs it is kv_transfer/over_tcp.py.
+A wait ends when the operation is done, or with PeerLost after a deadline, a lost connection or
+`interrupt`. Refuses to know blocks, pools or pairs.
 
 NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the
 whole process down when an operation times out or the peer is lost (unless an environment variable,
@@ -21,58 +19,17 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from kvrelay.wire.errors import ConfigError, PeerLost
 
-__all__ = ["RECEIVES", "SENDS", "Backend", "Communicator", "NcclBackend", "Work"]
+__all__ = ["RECEIVES", "SENDS", "NcclCommunicator", "NcclLibrary", "NcclWork"]
 
 SENDS, RECEIVES = 0, 1  # ranks
 # How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64
 # MiB over NVLink: 190 us; the other end's launches).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
-
-
-class Work(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Return when it is done. Raises PeerLost once it has taken as long as the backend's
-        patience.
-        """
-
-
-class Communicator(Protocol):
-    """All methods but `interrupt` are called from one thread."""
-
-    def send(self, staging: torch.Tensor) -> Work:
-        """Start to send bytes that were written by the current stream. Raises PeerLost."""
-
-    def recv(self, staging: torch.Tensor) -> Work:
-        """Start to receive, when the current stream has done what it was given. Raises PeerLost."""
-
-    def interrupt(self) -> None:
-        """From any thread, returns at once: every wait ends now."""
-
-    def close(self) -> None:
-        """Returns when nothing can be written to memory that was given to `recv` any more."""
-
-
-class Backend(Protocol):
-    """What makes communicators. Both calls wait for the other side until `deadline` by the
-    monotonic clock, or until this one has `given_up`, which is asked again and again. Both raise
-    PeerLost.
-    """
-
-    def invite(
-        self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> Communicator:
-        """The receiving side: `say` to the other one what it must know, once, and meet it."""
-
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
-        """The sending side: meet who has said this."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -102,8 +59,11 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 
 
-class NcclBackend:
-    """Between GPUs of one or of two hosts."""
+class NcclLibrary:
+    """NCCL between GPUs of one or of two hosts."""
+
+    communicator_bytes = 96 << 20
+    """GPU memory of a communicator: about 100 MB with 16 channels."""
 
     def __init__(self, device: int, patience_s: float) -> None:
         """Loads the NCCL that torch brought. Raises ConfigError without one."""
@@ -142,25 +102,25 @@ class NcclBackend:
 
     def invite(
         self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> Communicator:
+    ) -> NcclCommunicator:
         """See Backend."""
         facts = self.facts()
         say(facts)
         return self.open(RECEIVES, facts, given_up, deadline)
 
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> NcclCommunicator:
         """See Backend."""
         return self.open(SENDS, facts, given_up, deadline)
 
     def open(
         self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float
-    ) -> Communicator:
+    ) -> NcclCommunicator:
         """Meet the other rank of this unique id. Raises PeerLost."""
         if len(facts) != ctypes.sizeof(_UniqueId):
             raise PeerLost(
                 f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}"
             )
-        communicator = _NcclCommunicator(self, 1 - rank, given_up)
+        communicator = NcclCommunicator(self, 1 - rank, given_up)
         try:
             communicator.meet(rank, _UniqueId.from_buffer_copy(facts), deadline)
         except PeerLost:
@@ -176,26 +136,26 @@ class NcclBackend:
             )
 
 
-class _NcclCommunicator:
-    def __init__(self, backend: NcclBackend, peer: int, given_up: Callable[[], bool]) -> None:
-        self._backend = backend
+class NcclCommunicator:
+    def __init__(self, nccl: NcclLibrary, peer: int, given_up: Callable[[], bool]) -> None:
+        self._nccl = nccl
         self._peer = peer
         self._given_up = given_up
         # Written by NCCL, later than the call returns.
         self._parent, self._child = ctypes.c_void_p(), ctypes.c_void_p()
         self._comm = self._parent  # which operations go to
         self._interrupted = False
-        spare = backend.spare_streams
+        spare = nccl.spare_streams
         # 0 is the lowest priority there is.
         self._wire: torch.cuda.Stream
-        self._wire = spare.pop() if spare else torch.cuda.Stream(backend.device, priority=0)  # type: ignore[no-untyped-call]
+        self._wire = spare.pop() if spare else torch.cuda.Stream(nccl.device, priority=0)  # type: ignore[no-untyped-call]
 
     def meet(self, rank: int, unique_id: _UniqueId, deadline: float) -> None:
-        init = self._backend.library.ncclCommInitRankConfig
+        init = self._nccl.library.ncclCommInitRankConfig
         result = init(
             ctypes.byref(self._parent), 2, unique_id, rank, ctypes.byref(self._config(blocking=0))
         )
-        self._backend.check(result, "start a communicator")
+        self._nccl.check(result, "start a communicator")
         self.settle("meet the other rank", deadline)
         # The first operation connects the two GPUs, by all channels whatever its size.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
@@ -206,10 +166,10 @@ class _NcclCommunicator:
         """From here on calls block."""
         doing = "split a communicator"
         config = ctypes.byref(self._config(blocking=1))
-        result = self._backend.library.ncclCommSplit(
+        result = self._nccl.library.ncclCommSplit(
             self._parent, 0, rank, ctypes.byref(self._child), config
         )
-        self._backend.check(result, doing)
+        self._nccl.check(result, doing)
         # It is the parent that tells the child's state until there is one.
         self.settle(doing, deadline)
         if not self._child:
@@ -220,11 +180,11 @@ class _NcclCommunicator:
         undefined = [_UNDEFINED] * 3
         return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, blocking, *undefined, None, 1)
 
-    def send(self, staging: torch.Tensor) -> Work:
-        return self._start(self._backend.library.ncclSend, staging)
+    def send(self, staging: torch.Tensor) -> NcclWork:
+        return self._start(self._nccl.library.ncclSend, staging)
 
-    def recv(self, staging: torch.Tensor) -> Work:
-        return self._start(self._backend.library.ncclRecv, staging)
+    def recv(self, staging: torch.Tensor) -> NcclWork:
+        return self._start(self._nccl.library.ncclRecv, staging)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -236,24 +196,24 @@ class _NcclCommunicator:
         # The parent's ends a split that is under way, which may leave a child.
         for comm in (self._child, self._parent, self._child):
             if comm:
-                self._backend.library.ncclCommAbort(comm)
+                self._nccl.library.ncclCommAbort(comm)
                 comm.value = None
         while not self._wire.query():
             time.sleep(0.001)
-        self._backend.spare_streams.append(self._wire)
+        self._nccl.spare_streams.append(self._wire)
 
     def settle(self, doing: str, deadline: float) -> None:
         """Wait until NCCL has done on the host what it was asked. Raises PeerLost."""
         began = time.monotonic()
         while (state := self.state(doing)) == _IN_PROGRESS:
             self.patiently(doing, began, deadline)
-        self._backend.check(state, doing)
+        self._nccl.check(state, doing)
 
     def state(self, doing: str) -> int:
         """What NCCL says of this communicator, without waiting."""
         state = ctypes.c_int(_IN_PROGRESS)
-        self._backend.check(
-            self._backend.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing
+        self._nccl.check(
+            self._nccl.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing
         )
         return state.value
 
@@ -266,22 +226,22 @@ class _NcclCommunicator:
             raise PeerLost(f"NCCL could not {doing} in time: the other side has stopped or is gone")
         time.sleep(POLL_S if now - began < LATER_S else LATER_POLL_S)
 
-    def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> Work:
+    def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> NcclWork:
         wire = self._wire
-        wire.wait_stream(torch.cuda.current_stream(self._backend.device))
+        wire.wait_stream(torch.cuda.current_stream(self._nccl.device))
         result = operation(
             staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream
         )
-        self._backend.check(result, "start a transfer")
+        self._nccl.check(result, "start a transfer")
         # Of a communicator that does not block, not before this has ended is there a kernel in the
         # stream.
-        self.settle("start a transfer", time.monotonic() + self._backend.patience_s)
-        return _NcclWork(self, wire.record_event(), self._backend.patience_s)
+        self.settle("start a transfer", time.monotonic() + self._nccl.patience_s)
+        return NcclWork(self, wire.record_event(), self._nccl.patience_s)
 
 
-class _NcclWork:
+class NcclWork:
     def __init__(
-        self, communicator: _NcclCommunicator, done: torch.cuda.Event, patience_s: float
+        self, communicator: NcclCommunicator, done: torch.cuda.Event, patience_s: float
     ) -> None:
         self._communicator = communicator
         self._done = done

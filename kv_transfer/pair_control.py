@@ -95,7 +95,7 @@ class PairControl:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self.address = Address(host, port, self._keys[0], tcp=True)
+        self.address = Address(host, port, self._keys[0])
         self._poller = zmq.Poller()
         self._poke = Poke(self._poller)
         self._poller.register(self._router, zmq.POLLIN)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvrelay.kv_transfer.communicators import Communicator, Work
+from kvrelay.kv_transfer.communicators import NcclCommunicator, NcclWork
 from kvrelay.kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage
 from kvrelay.kv_transfer.pairs import READER, SOURCE, Move, Pair, Terms, Transfer, within
 from kvrelay.kv_transfer.shares import Share
@@ -58,8 +58,8 @@ class SourcePair(Pair):
             self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
-    def _meet(self) -> Communicator:
-        return self._terms.backend.join(self._facts, self._given_up, self._deadline)
+    def _meet(self) -> NcclCommunicator:
+        return self._terms.nccl.join(self._facts, self._given_up, self._deadline)
 
     def _leave(self) -> float:
         """Only the reader knows whether it is still receiving, or has asked; one that is gone is
@@ -69,13 +69,13 @@ class SourcePair(Pair):
         return self._terms.patience_s
 
     def _begin(
-        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
-    ) -> Work:
+        self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
+    ) -> NcclWork:
         with self._touching():
             lane.gather(move.places, move.piece, stage)
         return communicator.send(stage)
 
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
         work.wait()
         if move.last:
             lane.forget(move.places)
@@ -120,8 +120,8 @@ class ReaderPair(Pair):
     def _leave(self) -> float:
         return 0.0
 
-    def _meet(self) -> Communicator:
-        return self._terms.backend.invite(self._introduce, self._given_up, self._deadline)
+    def _meet(self) -> NcclCommunicator:
+        return self._terms.nccl.invite(self._introduce, self._given_up, self._deadline)
 
     def _introduce(self, facts: bytes) -> None:
         with self._touching():
@@ -131,11 +131,11 @@ class ReaderPair(Pair):
             self._introduced = True
 
     def _begin(
-        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
-    ) -> Work:
+        self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
+    ) -> NcclWork:
         return communicator.recv(stage)
 
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
         """Scattered is only what is known to be in: behind a receive that was aborted, a copy in
         the same stream would carry rubbish into the pool.
         """

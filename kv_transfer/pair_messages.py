@@ -35,10 +35,6 @@ class Address(msgspec.Struct, frozen=True):
     host: str
     port: int
     key: bytes
-    tcp: bool = False
-    """Pairs on CPUs meet by kv_transfer/over_tcp.py. The release before had gloo there, and no
-    version tells of it.
-    """
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
@@ -48,9 +44,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     slice_bytes: int
     """Transfers are cut into slices of at most this size, by both sides alike."""
     facts: bytes
-    """How the source finds the reader: the unique id of a communicator of NCCL, or an invitation to
-    a connection.
-    """
+    """The unique id of an NCCL communicator, by which the source finds the reader."""
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):

@@ -9,8 +9,8 @@ A pair is a conveyor belt: as soon as a stage is free the next slice is begun, o
 or of the next one. So there are always `STAGES` slices under way, each end has launched them ahead,
 and a slice's time on the wire hides what the host does for another one.
 
-Why a thread for each pair: meeting the other rank blocks, on a CPU bytes move while they are waited
-for, and a hung peer must hold up neither the data plane's thread nor other pairs.
+Why a thread for each pair: meeting the other rank blocks, and a hung peer must hold up neither the
+data plane's thread nor other pairs.
 
 Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to
 the staging memory of their pair alone, which is given back only when its communicator is closed;
@@ -33,7 +33,13 @@ from typing import NamedTuple
 
 import torch
 
-from kvrelay.kv_transfer.communicators import RECEIVES, SENDS, Backend, Communicator, Work
+from kvrelay.kv_transfer.communicators import (
+    RECEIVES,
+    SENDS,
+    NcclCommunicator,
+    NcclLibrary,
+    NcclWork,
+)
 from kvrelay.kv_transfer.pair_budget import Budget
 from kvrelay.kv_transfer.pair_messages import PairMessage, Part
 from kvrelay.kv_transfer.shares import Share
@@ -65,16 +71,15 @@ class Terms:
     """
 
     pool: BlockPool
-    backend: Backend
+    nccl: NcclLibrary
     budget: Budget
     slice_bytes: int
-    communicator_bytes: int
     meet_s: float
     patience_s: float
 
     def cost(self, slice_bytes: int) -> int:
         """Memory of a pair."""
-        return STAGES * slice_bytes + self.communicator_bytes
+        return STAGES * slice_bytes + self.nccl.communicator_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +131,7 @@ class Pair(abc.ABC):
         self._say = say
         self._ended = ended
         self._deadline = time.monotonic() + terms.meet_s
-        self._communicator: Communicator | None = None
+        self._communicator: NcclCommunicator | None = None
         self._lane: Lane | None = None
         self._jobs: collections.deque[Transfer] = collections.deque()  # not ended
         self._begun = 0  # of these
@@ -216,9 +221,11 @@ class Pair(abc.ABC):
                 with self._changed:
                     self._communicator = self._lane = None
 
-    def _convey(self, communicator: Communicator, lane: Lane, stages: list[torch.Tensor]) -> None:
+    def _convey(
+        self, communicator: NcclCommunicator, lane: Lane, stages: list[torch.Tensor]
+    ) -> None:
         """Slice after slice, until it is time to end."""
-        under_way: collections.deque[tuple[Move, torch.Tensor, Work]] = collections.deque()
+        under_way: collections.deque[tuple[Move, torch.Tensor, NcclWork]] = collections.deque()
         moves: Iterator[Move] = iter(())
         for stage in cycle(stages):
             while (move := next(moves, None)) is None:
@@ -246,16 +253,16 @@ class Pair(abc.ABC):
 
     @abc.abstractmethod
     def _begin(
-        self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane
-    ) -> Work:
+        self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
+    ) -> NcclWork:
         """Launch a slice; `stage` is free."""
 
     @abc.abstractmethod
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
         """Wait for the oldest slice that is under way, and free its stage."""
 
     @abc.abstractmethod
-    def _meet(self) -> Communicator:
+    def _meet(self) -> NcclCommunicator:
         """Meet the other end, before the deadline."""
 
     @abc.abstractmethod

@@ -1,13 +1,12 @@
-"""The NCCL data plane: two-rank communicators between pairs of nodes, NCCL on GPUs and TCP on CPU
-memory.
+"""The NCCL data plane: two-rank communicators between pairs of nodes with GPUs.
 
 Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own
 calls the methods here, which post jobs, look at results and never wait. One has the control socket
 (`kv_transfer/pair_control.py`). Each pair has one, where communicators may block
 (`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
 
-Bytes travel as NCCL and TCP send them: not encrypted. Both ends need an address that the other one
-reaches: `kv_host` on CPUs; NCCL chooses its own (NCCL_SOCKET_IFNAME).
+Bytes travel as NCCL sends them: not encrypted, between addresses that NCCL chooses
+(NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from kvrelay.kv_transfer.communicators import Backend, NcclBackend
+from kvrelay.kv_transfer.communicators import NcclLibrary
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.over_tcp import TcpBackend
 from kvrelay.kv_transfer.pair_budget import Budget
 from kvrelay.kv_transfer.pair_control import PairControl
 from kvrelay.kv_transfer.pair_messages import Address, Ask, encode
@@ -31,18 +29,15 @@ from kvrelay.wire.frames import MALFORMED
 
 __all__ = ["NcclPlane"]
 
-# A pair has three slices of staging. On a GPU 64 MiB take 190 us over NVLink, twice what the host
-# needs to copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire
-# idle.
-GPU_SLICE_BYTES, CPU_SLICE_BYTES = 64 << 20, 4 << 20
-# What a communicator of NCCL takes beside: about 100 MB with 16 channels.
-NCCL_BYTES = 96 << 20
+# A pair has three slices of staging. 64 MiB take 190 us over NVLink, twice what the host needs to
+# copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire idle.
+SLICE_BYTES = 64 << 20
 # All pairs of a node together: 7 on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
 
 
 class NcclPlane:
-    """A `DataPlane` over NCCL or TCP, whichever the pool's memory asks for."""
+    """A `DataPlane` over NCCL."""
 
     helps_readers = False  # its own threads do
 
@@ -52,38 +47,33 @@ class NcclPlane:
         host: str,
         meet_s: float,
         patience_s: float,
-        slice_bytes: int | None = None,
+        slice_bytes: int = SLICE_BYTES,
         memory_cap_bytes: int = MEMORY_CAP_BYTES,
+        nccl: NcclLibrary | None = None,
     ) -> None:
         """`host` is an address of this machine that peers reach. A pair gets `meet_s` seconds to be
         made, and each slice `patience_s`; then the peer counts as stopped. Takes nothing before
-        `open`. Raises ConfigError.
+        `open`. Tests give another `nccl`, and need no GPU.
         """
         self._region = region
         self._host = host
         self._meet_s, self._patience_s = meet_s, patience_s
-        self._kind, self._device = _memory(region.device)
-        self._slice_bytes = slice_bytes or (
-            CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES
-        )
+        self._slice_bytes = slice_bytes
+        self._nccl = nccl
         self.budget = Budget(memory_cap_bytes)
         self._sources: dict[str, Source] = {}  # by generation
 
     def prepare(self) -> None:
-        """Load NCCL and compile the kernels. Raises ConfigError without NCCL or CURVE."""
+        """Load NCCL and compile the kernels. Raises ConfigError without a GPU, NCCL or CURVE."""
         if not zmq.has("curve"):
             raise ConfigError(
                 "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
             )
-        backend: Backend
-        if self._kind == "cpu":
-            backend, beside = TcpBackend(self._host, self._patience_s), 0
-        else:
-            backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
+        nccl = self._nccl or NcclLibrary(_gpu(self._region.device), self._patience_s)
         pool = BlockPool(self._region)
         pool.compile()
         self._terms = Terms(
-            pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s
+            pool, nccl, self.budget, self._slice_bytes, self._meet_s, self._patience_s
         )
 
     def open(self) -> bytes:
@@ -101,18 +91,6 @@ class NcclPlane:
             raise TransferError(
                 f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector"
             ) from error
-        if source.region.device.partition(":")[0] != self._kind:
-            raise TransferError(
-                f"the pool of {source.engine_id} is on {source.region.device}, this one on "
-                f"{self._region.device};"
-                " kv_connector nccl needs both on CPUs or both on GPUs"
-            )
-        if self._kind == "cpu" and not address.tcp:
-            raise TransferError(
-                f"{source.engine_id} is of the release before, whose pairs on CPUs meet by gloo: "
-                f"until it is upgraded, "
-                "take kv_connector direct or nixl"
-            )
         self._sources[source.generation] = source
         self._control.dial(source.generation, address)
 
@@ -174,11 +152,10 @@ class NcclPlane:
         self._control.close()
 
 
-def _memory(device: str) -> tuple[str, int]:
-    """`cpu` or `cuda`, and the device's number. Raises ConfigError for anything else."""
+def _gpu(device: str) -> int:
     kind, _, number = device.partition(":")
-    if device == "cpu":
-        return kind, 0
     if kind != "cuda" or not number.isdecimal():
-        raise ConfigError(f"pool device {device!r} is neither cpu nor cuda:N")
-    return kind, int(number)
+        raise ConfigError(
+            f"kv_connector nccl needs a GPU, and the KV pool is on {device}; take nixl or direct"
+        )
+    return int(number)

@@ -69,9 +69,9 @@ def transfer_times(
     times: dict[str, dict[int, float]] = {}
     ends_at = time.monotonic() + seconds
     left = list(CONNECTORS) if connector == "auto" else [connector]
-    if of.devices == ("cuda:0", "cuda:0") and "nccl" in left:
+    if of.devices[0] == of.devices[1] and "nccl" in left:
         left.remove("nccl")
-        told("nccl: its two ends need a GPU each, and there is one")
+        told("nccl: its two ends need a GPU each")
     while left:
         kind = left.pop(0)
         if times and time.monotonic() > ends_at:

@@ -50,7 +50,7 @@ __all__ = ["TARGETS", "Options", "fuzzed"]
 
 TARGETS = (
     "router fields", "prefill fields", "decode fields", "router framing", "prefill framing", "decode framing",
-    "prefill legs", "decode legs", "heartbeats", "pings", "events", "control", "pairs", "every port", "sizes",
+    "prefill legs", "decode legs", "heartbeats", "pings", "events", "control", "every port", "sizes",
     "languages",
 )  # fmt: skip
 HEAD_S, BODY_S, MARGIN_S = 20.0, 60.0, 15.0
@@ -186,8 +186,6 @@ async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -
             return await over_sockets.events(stand, rng, 30)
         case "control":
             return await over_sockets.control(stand, rng, 60, held)
-        case "pairs":
-            return await over_sockets.pairs(stand, rng, 30)
     return await over_sockets.every_port(stand, rng, 4)
 
 

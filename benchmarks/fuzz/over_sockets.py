@@ -33,7 +33,6 @@ from kvrelay.kv_transfer.messages import (
     decode,
     encode,
 )
-from kvrelay.kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.transfer import KvFacts
@@ -45,7 +44,6 @@ __all__ = [
     "heartbeats",
     "holds",
     "open_planes",
-    "pairs",
     "pings",
 ]
 
@@ -285,41 +283,6 @@ async def holds(stand: Stand, lease: LeaseId) -> bool:
         heard = await peer.hear()
     said = None if heard is None else decode(heard[-1])
     return isinstance(said, Renewed) and lease in said.kept
-
-
-async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """The control socket of the NCCL plane, as a reader with the secret finds it."""
-    wrong = []
-    for node in stand.nodes:
-        facts = await _kv_of(stand, node.url)
-        async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
-            await peer.send(encode(Hello("reader-2", facts.fingerprint, ["nccl"])))
-            heard = await peer.hear()
-        welcome = None if heard is None else decode(heard[-1])
-        if not isinstance(welcome, Welcome):
-            wrong.append(f"{node.role}: no welcome, but {welcome}")
-            continue
-        for rank in welcome.ranks:
-            at = msgspec.msgpack.decode(rank.planes["nccl"], type=Address)
-            name = rng.randbytes(16)
-            messages = [
-                Meet(name, 1 << 20, b""),
-                Ask(name, [1, 2], 0, 64),
-                Ask(name, [2**31, -1], -5, 2**40),
-                Part(name, "x"),
-                Leave(name),
-            ]
-            async with _Peer(zmq.DEALER, at.host, at.port, key=at.key) as peer:
-                for _ in range(cases):
-                    value: Any = msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))
-                    said = as_msgpack(mutated(rng, value))
-                    await peer.send(garbled(rng, said) if rng.random() < 0.3 else said)
-                # Slices of no bytes are refused, with a word; the last of many, so all before it
-                # were heard.
-                await peer.send(msgspec.msgpack.encode(Meet(b"last", 0, b"")))
-                if not await peer.heard_of(b"last"):
-                    wrong.append(f"{node.role}: the NCCL plane's socket does not answer any more")
-    return wrong
 
 
 class _Peer:

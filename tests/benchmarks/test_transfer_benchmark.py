@@ -21,7 +21,7 @@ from kvrelay.node.transfer_pair import Took
 from kvrelay.wire.errors import TransferError
 
 MIB, BLOCK_BYTES = 1 << 20, 65536
-KINDS = ["direct", "nixl", "nccl"] if importlib.util.find_spec("nixl") else ["direct", "nccl"]
+KINDS = ["direct", "nixl"] if importlib.util.find_spec("nixl") else ["direct"]
 
 
 def run(repository: Path, *arguments: str) -> tuple[int, str]:
@@ -106,11 +106,11 @@ def test_a_row_with_checksums_has_the_figures_of_transfers_of_which_a_block_was_
 
 def test_a_device_that_is_not_there_gives_a_line_for_each_connector(repository: Path) -> None:
     status, output = run(
-        repository, "--connectors=direct,nccl", "--devices=cpu,cuda:99", "--sizes=1"
+        repository, "--connectors=direct,nixl", "--devices=cpu,cuda:99", "--sizes=1"
     )
     assert status == 1
     lines = output.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["direct", "nccl", "best"], output
+    assert [line.partition(":")[0] for line in lines] == ["direct", "nixl", "best"], output
     assert lines[-1] == "best: nothing was measured"
 
 

@@ -1,9 +1,7 @@
-"""An NCCL plane in a process of its own, for tests that stop and kill it. Speaks JSON lines on
-stdin and stdout.
+"""An NCCL plane without a desk: here, and on a GPU in a process of its own, as a source.
 
-Started as `python nccl_peer.py NUM_BLOCKS BLOCK_BYTES SLICE_BYTES DEVICE`. A plane alone, without a
-desk: its peers and its reads are told by calls, so that a test decides at which moment what
-happens.
+The process is started as `python nccl_peer.py NUM_BLOCKS BLOCK_BYTES SLICE_BYTES DEVICE`, and
+speaks JSON lines on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ from typing import Any
 
 import torch
 from child_process import ChildProcess
+from fake_nccl import FakeNccl
 
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.planes import Source
 from kvrelay.kv_transfer.via_nccl import NcclPlane
-from kvrelay.wire.errors import TransferError
-from kvrelay.wire.transfer import Fingerprint
 
-FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 # How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait
 # for.
 MEET_S, PATIENCE_S = 10.0, 1.5
@@ -50,8 +46,9 @@ class PlaneNode:
         self.pool = pool.view(num_blocks, block_bytes)
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
         times = {"meet_s": MEET_S, "patience_s": PATIENCE_S}
+        self.nccl = FakeNccl(PATIENCE_S) if device == "cpu" else None
         self.plane = NcclPlane(
-            self.region, "127.0.0.1", slice_bytes=slice_bytes, **(times | settings)
+            self.region, "127.0.0.1", slice_bytes=slice_bytes, nccl=self.nccl, **(times | settings)
         )  # type: ignore[arg-type]
         self.generation = uuid.uuid4().hex
         self.plane.prepare()
@@ -91,9 +88,7 @@ class PeerPlane(ChildProcess):
 
     answer_s = 90.0
 
-    def __init__(
-        self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str) -> None:
         super().__init__(__file__, *map(str, (num_blocks, block_bytes, slice_bytes)), device)
         self.region = PoolRegion(0, num_blocks, block_bytes, device)
 
@@ -102,26 +97,10 @@ class PeerPlane(ChildProcess):
         generation, metadata = self.ask("introduce")
         return Source("peer", generation, self.region, base64.b64decode(metadata))
 
-    def meet(self, welcome: Source) -> None:
-        """Let it read from that plane."""
-        device, blocks, size = (
-            welcome.region.device,
-            welcome.region.num_blocks,
-            welcome.region.block_bytes,
-        )
-        self.ask(
-            "meet",
-            welcome.generation,
-            base64.b64encode(welcome.metadata).decode(),
-            device,
-            blocks,
-            size,
-        )
-
 
 @contextlib.contextmanager
 def peer_plane(
-    num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu"
+    num_blocks: int, block_bytes: int, slice_bytes: int, device: str
 ) -> Iterator[PeerPlane]:
     peer = PeerPlane(num_blocks, block_bytes, slice_bytes, device)
     try:
@@ -150,24 +129,8 @@ def main(num_blocks: str, block_bytes: str, slice_bytes: str, device: str) -> No
             node.fill(rest[0])
         elif method == "digest":
             answer = node.digest(rest[0])
-        elif method == "meet":
-            generation, metadata, device, blocks, size = rest
-            region = PoolRegion(0, blocks, size, device)
-            node.plane.add_peer(Source("peer", generation, region, base64.b64decode(metadata)))
-        elif method == "read":
-            try:
-                # Longer than a pair may take to be given up, if this process is stopped while it is
-                # being made.
-                answer = node.ended(node.plane.post_read(*rest), 2 * MEET_S)
-            except TransferError as error:
-                answer = f"{type(error).__name__}: {error.message}"
         elif method == "used":
             answer = node.plane.budget.used_bytes
-        elif method == "close":
-            node.plane.close()
-            answer = [
-                thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")
-            ]
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.kv_transfer.communicators import NcclBackend
+from kvrelay.kv_transfer.communicators import NcclLibrary
 from kvrelay.wire.errors import PeerLost
 
 PARENT, CHILD = 0x1000, 0x2000
@@ -112,7 +112,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 def opened(rank: int = 0) -> Any:
     deadline = time.monotonic() + 0.5
-    return NcclBackend(0, 10.0).open(rank, bytes(128), lambda: False, deadline)
+    return NcclLibrary(0, 10.0).open(rank, bytes(128), lambda: False, deadline)
 
 
 @pytest.mark.parametrize(("rank", "operation"), [(0, "ncclSend"), (1, "ncclRecv")])

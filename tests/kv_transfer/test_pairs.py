@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvrelay.kv_transfer import pairs
-from kvrelay.kv_transfer.communicators import Communicator, Work
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.pair_budget import Budget
 from kvrelay.kv_transfer.pair_ends import ReaderPair, SourcePair
@@ -38,7 +37,9 @@ class ScriptedWork:
 
 
 class Scripted:
-    """Backend and communicator in one: an operation ends when the test says so."""
+    """NCCL and its communicator in one: an operation ends when the test says so."""
+
+    communicator_bytes = 0
 
     def __init__(self) -> None:
         self.begun: list[tuple[torch.Tensor, ScriptedWork]] = []
@@ -48,14 +49,14 @@ class Scripted:
 
     def invite(
         self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
-    ) -> Communicator:
+    ) -> Scripted:
         say(b"")
         return self
 
-    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Scripted:
         return self
 
-    def send(self, staging: torch.Tensor) -> Work:
+    def send(self, staging: torch.Tensor) -> ScriptedWork:
         self.begun.append((staging, ScriptedWork()))
         return self.begun[-1][1]
 
@@ -86,7 +87,7 @@ class Side:
         self.said: list[PairMessage] = []
         region = PoolRegion(self.pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
         self.budget = Budget(1 << 20)
-        self.terms = Terms(BlockPool(region), self.backend, self.budget, SLICE_BYTES, 0, 10.0, 10.0)
+        self.terms = Terms(BlockPool(region), self.backend, self.budget, SLICE_BYTES, 10.0, 10.0)
         self.ended = threading.Event()
 
     def on_end(self, pair: Pair) -> None:

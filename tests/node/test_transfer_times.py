@@ -14,7 +14,8 @@ from kvrelay.node.transfer_pair import Part, Took
 from kvrelay.wire.errors import TransferError
 
 OF = cast(
-    measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_size=16)
+    measured.BlocksMoved,
+    SimpleNamespace(devices=("cuda:0", "cuda:1"), block_bytes=1024, block_size=16),
 )
 
 
@@ -109,12 +110,11 @@ def test_without_time_the_first_connector_has_its_two_ends(opened: dict[str, Any
     assert told == ["nixl: no time was left for it", "nccl: no time was left for it"]
 
 
-def test_nccl_needs_a_gpu_for_each_end(opened: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_nccl_needs_a_gpu_for_each_end(opened: dict[str, Any], device: str) -> None:
     told: list[str] = []
-    one_gpu = cast(
-        measured.BlocksMoved, SimpleNamespace(devices=("cuda:0", "cuda:0"), block_bytes=1024)
-    )
-    assert set(measured.transfer_times(one_gpu, [1], "auto", 60.0, told.append)) == {
+    both = cast(measured.BlocksMoved, SimpleNamespace(devices=(device, device), block_bytes=1024))
+    assert set(measured.transfer_times(both, [1], "auto", 60.0, told.append)) == {
         "direct",
         "nixl",
     }
