@@ -27,7 +27,7 @@ from random import Random
 
 from kvrelay.load.measures import percentile
 from kvrelay.planning.rate_card import read_card
-from kvrelay.router.walk.placer import Found
+from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.simulator.engine import Engine
 from kvrelay.simulator.goodput import is_good
 from kvrelay.simulator.routers import Router
@@ -66,7 +66,7 @@ def decisions_us(nodes: int) -> list[float]:
         began = time.process_time()
         found = router.find(router.wanted(Stream(0.0, 500 + 37 * at % 977, 100)))
         took.append((time.process_time() - began) * 1e6)
-        assert isinstance(found, Found)
+        assert isinstance(found, ChosenNodes)
         if at < _EACH * nodes:
             router.placer.take(found)
     return sorted(took)

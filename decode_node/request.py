@@ -14,21 +14,15 @@ from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import AnswerState, Ticket
 
-__all__ = ["DecodeRequest", "ticket_of"]
+__all__ = ["DecodeRequest", "check_ticket"]
 
 _MAX_INT = 2**63
 
 
-def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | None:
-    """The claim on KV elsewhere, or None if there is none (after a fail-over) and the prompt is
-    computed here.
-
-    Raises RequestError for a claim that lacks a part.
-    """
-    if params.remote_request_id is None and params.remote_engine_id is None:
-        return None
+def check_ticket(ticket: Ticket, block_size: int) -> None:
+    """Raise RequestError for a claim on KV elsewhere that lacks a part."""
     wanted = (
         "remote_engine_id",
         "remote_request_id",
@@ -37,42 +31,46 @@ def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | N
         "remote_block_ids",
         "generation",
     )
-    missing = [name for name in wanted if not getattr(params, name)]
-    if missing or params.num_tokens <= 0:
+    missing = [name for name in wanted if not getattr(ticket, name)]
+    if missing or ticket.num_tokens <= 0:
         raise RequestError(
             f"kv_transfer_params lacks {', '.join(missing) or 'num_tokens'}; pass on what the "
             f"prefill node answered",
             param="kv_transfer_params",
         )
-    blocks = -(-params.num_tokens // block_size)
-    groups = params.remote_block_ids or []
+    blocks = -(-ticket.num_tokens // block_size)
+    groups = ticket.remote_block_ids
     if (
         len(groups) != 1
         or len(groups[0]) != blocks
         or not all(0 < block < _MAX_INT for block in groups[0])
     ):
         raise RequestError(
-            f"remote_block_ids must be one list of {blocks} block ids for {params.num_tokens} "
-            f"tokens in blocks of "
-            f"{block_size}; the prefill node must have the same block_size",
+            f"remote_block_ids must be one list of {blocks} block ids for {ticket.num_tokens} "
+            f"tokens in blocks of {block_size}; the prefill node must have the same block_size",
             param="kv_transfer_params",
         )
-    if not 0 < (params.remote_port or 0) < 65536 or not 0 <= params.lease_epoch < _MAX_INT:
+    if not 0 < ticket.remote_port < 65536 or not 0 <= ticket.lease_epoch < _MAX_INT:
         raise RequestError("remote_port or lease_epoch is out of range", param="kv_transfer_params")
-    return params
 
 
 class DecodeRequest(NodeRequest):
-    """The writer has replayed what `params` say of each choice; the engine starts behind that.
+    """A decode request. `writer` has replayed each choice so far; the engine goes on from there.
 
-    The first choice that is not over fetches the prompt's KV (or computes it), and the others fork
-    from it.
+    The first choice that is not over fetches the prompt's KV, or computes it without a ticket; the
+    others fork from it.
     """
 
     def __init__(
-        self, submit: Submit, params: KvTransferParams, writer: AnswerWriter, info: EngineReady
+        self,
+        submit: Submit,
+        ticket: Ticket | None,
+        answer: AnswerState,
+        writer: AnswerWriter,
+        info: EngineReady,
     ) -> None:
-        ticket = ticket_of(params, info.block_size)
+        if ticket is not None:
+            check_ticket(ticket, info.block_size)
         prompt_tokens = len(submit.prompt_token_ids)
         if ticket is not None and ticket.num_tokens != prompt_tokens:
             raise RequestError(
@@ -81,8 +79,8 @@ class DecodeRequest(NodeRequest):
                 "both legs must carry the same prompt",
                 param="kv_transfer_params",
             )
-        if params.prompt_logprobs is not None:
-            writer.scored_prompt = ScoredPrompt(submit.prompt_token_ids, params.prompt_logprobs)
+        if answer.prompt_logprobs is not None:
+            writer.scored_prompt = ScoredPrompt(submit.prompt_token_ids, answer.prompt_logprobs)
             own = msgspec.structs.replace(submit.params, prompt_logprobs=None)
             submit = msgspec.structs.replace(submit, params=own)
         elif ticket is not None and submit.params.prompt_logprobs is not None:
@@ -96,7 +94,7 @@ class DecodeRequest(NodeRequest):
             int, Finish
         ] = {}  # of choices that are over and whose client does not know it
         going_on: dict[int, list[int]] = {}
-        for at, choice in enumerate(params.so_far(len(writer.choices))):
+        for at, choice in enumerate(answer.so_far(len(writer.choices))):
             if choice.finish is not None:
                 continue
             over = _over(

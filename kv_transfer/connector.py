@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from kvrelay.wire.outputs import TokenLogprobs
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 __all__ = [
     "Completion",
@@ -178,7 +178,7 @@ class Connector(Protocol):
         num_tokens: int,
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
-    ) -> KvTransferParams:
+    ) -> Ticket:
         """Source: lease these blocks to whoever comes with the returned params. One Released
         follows.
 
@@ -188,7 +188,7 @@ class Connector(Protocol):
     def grow(self, request_id: str, ready: int) -> None:
         """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
 
-    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+    def complete(self, request_id: str, completion: Completion) -> Ticket | None:
         """Source: all KV of a growing offer is there. The params for a reader that comes now; None
         for unknown ids.
         """
@@ -201,7 +201,7 @@ class Connector(Protocol):
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""
 
-    def watch(self, request_id: str, params: KvTransferParams) -> None:
+    def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: this request will want that KV; keep its lease alive from now on (also while it
         queues).
         """
@@ -221,7 +221,7 @@ class Connector(Protocol):
         watched.
         """
 
-    def way(self, params: KvTransferParams) -> Way | None:
+    def way(self, ticket: Ticket) -> Way | None:
         """Reader: how the KV of this ticket's source is read; None while that is not known, or no
         more.
         """

@@ -45,7 +45,7 @@ from kvrelay.kv_transfer.rank_link import RankLink
 from kvrelay.kv_transfer.tickets import refusal, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
-from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, Ticket
 
 __all__ = ["Desk"]
 
@@ -90,7 +90,7 @@ class Desk:
         self._words = LeaseWords(self._generation)
         self._growths = GrowthTable()
         self._questions = QuestionTable(self._growths)
-        self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
+        self._offers: dict[str, Ticket] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         num_bytes = (
@@ -152,7 +152,7 @@ class Desk:
         num_tokens: int,
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
-    ) -> KvTransferParams:
+    ) -> Ticket:
         """Source: see Connector. Raises ValueError for a request that is offered already, or too
         long an id.
         """
@@ -166,8 +166,7 @@ class Desk:
             self._growths.begin(lease, len(block_ids) if ready is None else ready, block_ids)
         self._planes.nudge()
         host, port = self.address
-        ticket = KvTransferParams(
-            do_remote_prefill=True,
+        ticket = Ticket(
             remote_engine_id=self._engine_id,
             remote_block_ids=[list(block_ids)],
             remote_request_id=request_id,
@@ -194,7 +193,7 @@ class Desk:
         with self._turn():
             self._growths.grow(request_id, ready)
 
-    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+    def complete(self, request_id: str, completion: Completion) -> Ticket | None:
         """Source: see Connector."""
         with self._turn():
             if not self._leases.complete(request_id, time.monotonic()):
@@ -213,17 +212,17 @@ class Desk:
         with self._turn():
             self._leases.release(request_id)
 
-    def watch(self, request_id: str, params: KvTransferParams) -> None:
+    def watch(self, request_id: str, ticket: Ticket) -> None:
         """Reader: see Connector. Raises ValueError if the request is watched already, or not
         settled yet.
         """
-        peer = _source(params)
-        lease = LeaseId(params.remote_request_id or "", params.lease_epoch)
-        refused = refusal(params, self._config.cluster_secret, time.time())
+        peer = _source(ticket)
+        lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
+        refused = refusal(ticket, self._config.cluster_secret, time.time())
         now = time.monotonic()
         with self._turn():
             self._fetches.watch(
-                request_id, peer, lease, _blocks(params) if params.growing else None
+                request_id, peer, lease, _blocks(ticket) if ticket.growing else None
             )
             if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
                 self._fetches.doom(
@@ -261,10 +260,10 @@ class Desk:
         with self._turn():
             self._fetches.cancel(request_id)
 
-    def way(self, params: KvTransferParams) -> Way | None:
+    def way(self, ticket: Ticket) -> Way | None:
         """Reader: see Connector."""
         with self._lock:
-            return self._peers.way(_source(params))
+            return self._peers.way(_source(ticket))
 
     def events(self) -> list[Event]:
         """See Connector. Raises RuntimeError if a thread of this connector has ended."""
@@ -485,9 +484,9 @@ class Desk:
             self._fetches.summed(number, checksums, time.monotonic())
 
 
-def _source(ticket: KvTransferParams) -> PeerKey:
-    return PeerKey(ticket.remote_host or "", ticket.remote_port or 0, ticket.generation or "")
+def _source(ticket: Ticket) -> PeerKey:
+    return PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
 
 
-def _blocks(ticket: KvTransferParams) -> int:
-    return sum(map(len, ticket.remote_block_ids or []))
+def _blocks(ticket: Ticket) -> int:
+    return sum(map(len, ticket.remote_block_ids))

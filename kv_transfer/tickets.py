@@ -18,7 +18,7 @@ import hmac
 import msgspec
 
 from kvrelay.wire.config_checks import is_loopback
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["LIFE_S", "refusal", "signed"]
 
@@ -30,7 +30,7 @@ LIFE_S = 900
 _REMEDY = "set the same KVRELAY_CLUSTER_SECRET on all nodes"
 
 
-def signed(ticket: KvTransferParams, secret: str, now: float) -> KvTransferParams:
+def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
     """Source: the ticket as it is given away, good for LIFE_S. Unchanged without a secret."""
     if not secret:
         return ticket
@@ -38,7 +38,7 @@ def signed(ticket: KvTransferParams, secret: str, now: float) -> KvTransferParam
     return msgspec.structs.replace(ticket, signature=_signature(ticket, secret))
 
 
-def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
+def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
     """Reader: why nothing that this ticket says may be followed, in one sentence; None if all of it
     may.
     """
@@ -47,7 +47,7 @@ def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
             return (
                 f"the ticket is signed and this node has no cluster_secret to check it; {_REMEDY}"
             )
-        if not is_loopback(ticket.remote_host or ""):
+        if not is_loopback(ticket.remote_host):
             return (
                 f"without cluster_secret a ticket may lead to a loopback address only, not to "
                 f"{ticket.remote_host!r}; " + _REMEDY
@@ -66,7 +66,7 @@ def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
     return None
 
 
-def _signature(ticket: KvTransferParams, secret: str) -> str:
+def _signature(ticket: Ticket, secret: str) -> str:
     """Over all that leads a reader to a node, or to blocks there, and what has made their KV. In
     hexadecimal.
     """

@@ -67,7 +67,7 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.errors import KvNotLoaded, KvrelayError
 from kvrelay.wire.outputs import Finish
-from kvrelay.wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket
 from kvrelay.wire.versions import HANDOVER
 
 __all__ = ["EngineProcess", "connected", "main"]
@@ -441,7 +441,7 @@ class EngineProcess:
         request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
         return update
 
-    def _completed(self, request: Request) -> KvTransferParams | None:
+    def _completed(self, request: Request) -> Ticket | None:
         """An offered request has ended: its ticket, if its KV is held; else nobody will read it."""
         request_id, scheduler = request.request_id, self.engine.scheduler
         if scheduler.kept.held(request_id) is None:

@@ -21,7 +21,7 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["fetch_probe", "offer_probe"]
 
@@ -36,7 +36,7 @@ class _Offer(msgspec.Struct):
 
 
 class _Fetch(msgspec.Struct):
-    ticket: KvTransferParams
+    ticket: Ticket
     seed: int
 
 
@@ -55,7 +55,7 @@ async def fetch_probe(role: Role, engine: EngineClient, body: bytes) -> ProbeFet
     """
     _check_role(role, Role.PREFILL, "reader")
     asked = _decoded(body, _Fetch)
-    port = asked.ticket.remote_port or 0
+    port = asked.ticket.remote_port
     if not 0 < port < 65536:
         raise RequestError(
             f"the ticket's remote_port {port} is none; pass on what the other node has offered"

@@ -31,7 +31,7 @@ from kvrelay.wire.engine_messages import (
     ProbeOffered,
     ProbeRefused,
 )
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams, Ticket
 
 __all__ = ["Probes"]
 
@@ -95,11 +95,12 @@ class Probes:
         ticket = self._connector.offer(
             ask.probe_id, blocks, len(blocks) * self._engine.pool.block_size
         )
-        return self._send(ProbeOffered(ask.probe_id, ticket, seed, spare, self._host))
+        params = KvTransferParams.of(HandoverRequest(do_remote_prefill=True), AnswerState(), ticket)
+        return self._send(ProbeOffered(ask.probe_id, params, seed, spare, self._host))
 
     def fetch(self, ask: FetchProbe) -> None:
         """Reader: fetch into free blocks. The answer comes with the connector's event."""
-        remote = ask.ticket.remote_block_ids or []
+        remote = ask.ticket.remote_block_ids
         if not _is_probe(ask.ticket) or len(remote) != 1 or not remote[0]:
             return self._refuse(
                 ask.probe_id, "the ticket is not one that a node has offered as a probe"
@@ -187,9 +188,5 @@ class Probes:
             torch.cuda.synchronize(self._engine.device)
 
 
-def _is_probe(ticket: KvTransferParams) -> bool:
-    return (
-        ticket.do_remote_prefill
-        and not ticket.growing
-        and (ticket.remote_request_id or "").startswith(PROBE_PREFIX)
-    )
+def _is_probe(ticket: Ticket) -> bool:
+    return not ticket.growing and ticket.remote_request_id.startswith(PROBE_PREFIX)

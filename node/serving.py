@@ -149,7 +149,7 @@ class Serving:
         if request.kv_transfer_params is None:
             return None
         several = isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
-        return None if several else request.kv_transfer_params.prompt()
+        return None if several else request.kv_transfer_params.answer().prompt()
 
     def legs(
         self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
@@ -157,18 +157,13 @@ class Serving:
         """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken
         before it returns.
         """
+        params = request.kv_transfer_params or KvTransferParams()
         if not isinstance(request, CompletionRequest):
-            return [
-                self._leg(
-                    call, request, request.kv_transfer_params or KvTransferParams(), prompts[0]
-                )
-            ]
+            return [self._leg(call, request, params, prompts[0])]
         given = prompts_of(request)
         if len(given) == 1:
             only = msgspec.structs.replace(request, prompt=given[0])
-            return [
-                self._leg(call, only, request.kv_transfer_params or KvTransferParams(), prompts[0])
-            ]
+            return [self._leg(call, only, params, prompts[0])]
         created = int(time.time())
         return [
             self._leg(
@@ -184,15 +179,16 @@ class Serving:
         self,
         call: Call,
         request: ChatRequest | CompletionRequest,
-        transfer: KvTransferParams,
+        params: KvTransferParams,
         prompt: list[int],
     ) -> NodeRequest:
-        defaults = transfer.sampling_defaults or self.defaults
-        transfer = msgspec.structs.replace(transfer, sampling_defaults=defaults)
+        asked, answer = params.request(), params.answer()
+        defaults = answer.sampling_defaults or self.defaults
+        answer = msgspec.structs.replace(answer, sampling_defaults=defaults)
         # Before a look at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
         self._check_tokens(
-            [*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)]
+            [*prompt, *(token for each in answer.so_far(MAX_CHOICES) for token in each.generated)]
         )
         form = message_form(
             request,
@@ -211,7 +207,7 @@ class Serving:
             max_model_len=self.info.max_model_len,
             defaults=defaults,
             # 53 bits: a proxy on its way to the decode node may read numbers as floats.
-            default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(53),
+            default_seed=answer.seed if answer.seed is not None else random.getrandbits(53),
         )
         sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
@@ -219,19 +215,19 @@ class Serving:
             self._tokenizer,
             sampling,
             response_id=call.response_id,
-            created=transfer.created if transfer.created is not None else int(time.time()),
+            created=answer.created if answer.created is not None else int(time.time()),
             model=request.model or self.model_name,
             prompt_tokens=len(prompt),
-            cached_tokens=transfer.cached_tokens,
-            so_far=transfer.so_far(choice_count(request)),
-            part=transfer.part,
-            first_index=transfer.first_index,
+            cached_tokens=answer.cached_tokens,
+            so_far=answer.so_far(choice_count(request)),
+            part=answer.part,
+            first_index=answer.first_index,
             beginning=self._prompts.beginning(request, prompt),
             message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
-        known = len(prompt) + len(transfer.generated)
+        known = len(prompt) + len(answer.choices[0].generated)
         submit = Submit(
             engine_id,
             prompt,
@@ -240,16 +236,14 @@ class Serving:
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
             at=time.monotonic(),
-            tpot_ms=min(max(_TPOT_MS[0], transfer.tpot_ms), _TPOT_MS[1])
-            if transfer.tpot_ms
-            else 0.0,
-            expected_output=min(max(0, transfer.expected_output), self.info.max_model_len),
-            spill_tokens=max(1, known - max(0, transfer.cached_tokens)) if transfer.spill else 0,
+            tpot_ms=min(max(_TPOT_MS[0], asked.tpot_ms), _TPOT_MS[1]) if asked.tpot_ms else 0.0,
+            expected_output=min(max(0, asked.expected_output), self.info.max_model_len),
+            spill_tokens=max(1, known - max(0, answer.cached_tokens)) if asked.spill else 0,
         )
-        if transfer.do_remote_prefill:
-            return DecodeRequest(submit, transfer, writer, self.info)
-        if transfer.do_remote_decode and limit > 1:
-            return PrefillRequest(submit, transfer, writer)
+        if asked.do_remote_prefill:
+            return DecodeRequest(submit, params.ticket(), answer, writer, self.info)
+        if asked.do_remote_decode and limit > 1:
+            return PrefillRequest(submit, asked, answer, writer)
         return NodeRequest(
             fork_submits(submit, {choice: [] for choice in range(len(writer.choices))}), writer
         )

@@ -33,7 +33,7 @@ from kvrelay.node.parent import die_with_parent
 from kvrelay.paged_engine.kv_pool import zeros
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError
-from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, Ticket
 from kvrelay.wire.versions import HANDOVER
 
 # Of the memory that is free when a process starts. Both ends may be in the same memory, and see the
@@ -173,9 +173,9 @@ class End:
         assert self._connector is not None
         fetches = []
         for name, ticket, blocks in parts:
-            params = msgspec.convert(ticket, KvTransferParams)
-            self._connector.watch(name, params)
-            fetches.append((name, (params.remote_block_ids or [[]])[0], blocks))
+            claim = msgspec.convert(ticket, Ticket)
+            self._connector.watch(name, claim)
+            fetches.append((name, claim.remote_block_ids[0], blocks))
         if lead_s:
             time.sleep(lead_s)
         checked_before = self._connector.stats().checked_blocks

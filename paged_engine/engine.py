@@ -236,7 +236,7 @@ class Engine:
         if fetch is not None:
             blocks = -(-fetch.num_tokens // self.pool.block_size)
             if not 0 < fetch.num_tokens <= len(tokens) or [
-                len(g) for g in fetch.remote_block_ids or []
+                len(g) for g in fetch.remote_block_ids
             ] != [blocks]:
                 raise ValueError(
                     f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids"

@@ -14,7 +14,7 @@ from kvrelay.wire.engine_messages import BlockText, Submit, Timing
 from kvrelay.wire.hashes import BlockHash, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["Request", "State"]
 
@@ -58,7 +58,7 @@ class Request:
     expected_output: int = 0
     spill: bool = False  # a prefill node could compute its prompt
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
-    fetch: KvTransferParams | None = None
+    fetch: Ticket | None = None
     state: State = State.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -330,7 +330,6 @@ class Scheduler:
         """Reserve blocks for KV that lies elsewhere; only what the prefix cache lacks is fetched."""
         params = request.fetch
         assert params is not None
-        assert params.remote_block_ids is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
         # With room for the next token: a request that is preempted as soon as it arrives has moved

@@ -23,7 +23,7 @@ from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Fetch
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps"]
 
@@ -96,9 +96,7 @@ class TimedSteps:
         fetch = None
         if filled:
             blocks = [0] * -(-filled // self.engine.pool.block_size)
-            fetch = KvTransferParams(
-                do_remote_prefill=True, remote_block_ids=[blocks], num_tokens=filled
-            )
+            fetch = Ticket(remote_block_ids=[blocks], num_tokens=filled)
         params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
         request = Request.of(
             Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic()

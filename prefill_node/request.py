@@ -17,23 +17,29 @@ from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
-from kvrelay.wire.transfer import KvTransferParams, packed
+from kvrelay.wire.transfer import (
+    AnswerState,
+    ChoiceSoFar,
+    HandoverRequest,
+    KvTransferParams,
+    packed,
+)
 from kvrelay.wire.versions import PACKS_PROMPTS
 
 __all__ = ["PrefillRequest"]
 
 
 class PrefillRequest(NodeRequest):
-    """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole
-    request.
+    """A prefill request: the first choice alone, since the others start where they go on.
 
-    The first choice alone: the others draw their first tokens where they go on.
+    `writer` was made for the client's whole request, and `answer` is what its router said of it.
     """
 
     def __init__(
         self,
         submit: Submit,
-        asked: KvTransferParams,
+        asked: HandoverRequest,
+        answer: AnswerState,
         writer: AnswerWriter,
     ) -> None:
         params = submit.params
@@ -44,7 +50,7 @@ class PrefillRequest(NodeRequest):
             writer,
         )
         self._several = several
-        self._asked = asked
+        self._asked, self._answer = asked, answer
         self._prompt_told = False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
@@ -84,26 +90,22 @@ class PrefillRequest(NodeRequest):
         )
 
     def _params(self, update: RequestUpdate, finish: Finish | None) -> KvTransferParams:
-        """The engine's ticket, and beside it all that the decode node would otherwise compute
-        again.
-
-        Without a ticket (its lease was ended while the prompt was computed) the decode node
-        computes the prompt.
-        """
+        # Without a ticket (its lease was ended while the prompt was computed) the decode node
+        # computes the prompt.
         scored = self.writer.scored_prompt
-        return msgspec.structs.replace(
-            update.held or KvTransferParams(do_remote_prefill=True),
-            created=self._asked.created,
-            part=self._asked.part,
-            first_index=self._asked.first_index,
-            # Once: a router takes longer to read and write them than for all else in a request.
-            prompt_token_ids=None if self._prompt_told else self.submits[0].prompt_token_ids,
+        first = ChoiceSoFar(
             generated=update.token_ids,
-            generated_logprobs=update.logprobs or [],
+            logprobs=update.logprobs or [],
             sent_text=self.writer.choices[0].sent_text,
             finish=finish,
+        )
+        answer = msgspec.structs.replace(
+            self._answer,
+            # Once: a router takes longer to read and write them than for all else in a request.
+            prompt_token_ids=None if self._prompt_told else self.submits[0].prompt_token_ids,
+            choices=[first],
             seed=self.submits[0].params.seed,
             cached_tokens=update.cached_tokens,
             prompt_logprobs=None if scored is None else list(scored.entries),
-            sampling_defaults=self._asked.sampling_defaults,
         )
+        return KvTransferParams.of(HandoverRequest(do_remote_prefill=True), answer, update.held)

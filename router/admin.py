@@ -148,7 +148,7 @@ class _Desk:
         (self._pool.drain if begin else self._pool.undrain)(node, time.monotonic())
         # Other routers see it by its health; one that is not ours does not know the route, and is
         # drained by us alone.
-        status, _ = await self._router.legs.tell(node, path, b"{}", _TELL_DEADLINE_S)
+        status, _ = await self._router.node_client.tell(node, path, b"{}", _TELL_DEADLINE_S)
         if (
             begin and status == 200
         ):  # it says so itself from now on, and whoever asks it to end that is heard by all
@@ -172,7 +172,7 @@ class _Desk:
             )
         if asked.role is not node.role and not asked.force:
             self._check_not_last(node)
-        status, message = await ask_role(self._pool, self._router.legs, node, asked.role)
+        status, message = await ask_role(self._pool, self._router.node_client, node, asked.role)
         _log.info(
             "admin: %s asks %s node %s to be %s: %d",
             peer_of(request),

@@ -32,9 +32,9 @@ from kvrelay.router.guard import (
 from kvrelay.router.on_all_nodes import ADAPTER_PATHS, add_node_routes
 from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.reload import Reread
+from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.router.router import Router
 from kvrelay.router.shared import Shared
-from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]

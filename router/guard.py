@@ -30,10 +30,10 @@ from kvrelay.openai_api.routes import (
     key_of_headers,
 )
 from kvrelay.router.admission.keys import Caller, Keyring
-from kvrelay.router.client import arrived, headers_of
+from kvrelay.router.client_connection import arrived, headers_of
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import error_response, id_headers
-from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH
+from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.wire.errors import (
     BodyTooLarge,
     KvrelayError,

@@ -91,7 +91,10 @@ class Metrics:
             *by_model,
         )
         self.failovers = self._counter(
-            "kvrelay_failovers", "Legs continued on another node after theirs broke.", "leg", *_LEGS
+            "kvrelay_failovers",
+            "NodeClient continued on another node after theirs broke.",
+            "leg",
+            *_LEGS,
         )
         self.rebuilt = self._counter(
             "kvrelay_router_rebuilt_kv",
@@ -124,12 +127,12 @@ class Metrics:
         )
         self.full = self._counter(
             "kvrelay_router_full_nodes",
-            "Legs that a node had no room for, and that another got.",
+            "NodeClient that a node had no room for, and that another got.",
             "leg",
             *_LEGS,
         )
         self.retries_refused = self._counter(
-            "kvrelay_router_retries_refused", "Legs not tried again because too many are."
+            "kvrelay_router_retries_refused", "NodeClient not tried again because too many are."
         )
         self.poison = self._counter(
             "kvrelay_router_poison_requests",

@@ -23,11 +23,11 @@ from kvrelay.openai_api.json_body import json_response
 from kvrelay.openai_api.routes import server_info
 from kvrelay.openai_api.types import AdapterAnswer, NodeAnswer, UnloadAdapterRequest
 from kvrelay.router.guard import caller_of, peer_of
-from kvrelay.router.legs.leg_endings import message_of
-from kvrelay.router.legs.legs import Legs
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.router import Router
+from kvrelay.router.transport.node_client import NodeClient
+from kvrelay.router.transport.node_errors import message_of
 from kvrelay.wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import MALFORMED
 
@@ -68,7 +68,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
                 pool.note_emptied(node)
 
         asked = f"{path}?{query}" if query else path
-        said = await _tell(router.legs, pool.nodes, asked, b"", _ORDERS[path], done)
+        said = await _tell(router.node_client, pool.nodes, asked, b"", _ORDERS[path], done)
         failed = ", ".join(each.url for each in said if each.status != 200)
         _log.info(
             "admin: %s asks all nodes for %s, not done: %s",
@@ -97,7 +97,9 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
             pool.note_adapter(node, asked.lora_name, loaded=path == _LOAD, now=time.monotonic())
 
         nodes = _nodes_for(pool, asked, loads=path == _LOAD)
-        said = await _tell(router.legs, nodes, path, body, router.config.request_deadline_s, done)
+        said = await _tell(
+            router.node_client, nodes, path, body, router.config.request_deadline_s, done
+        )
         if any(each.status != 200 for each in said):
             raise _failure_of(said, "lora_name")
         return json_response(AdapterAnswer(asked.lora_name, "done on all nodes", said))
@@ -107,7 +109,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
     async def told(ask: str) -> list[dict[str, Any]]:
         async def one(node: Node) -> dict[str, Any]:
-            status, said = await router.legs.call("GET", node, ask, b"", _QUESTION_S)
+            status, said = await router.node_client.call("GET", node, ask, b"", _QUESTION_S)
             row: dict[str, Any] = {"url": node.url, "role": node.role, "status": status}
             if isinstance(said, bytes) and status == 200:
                 with contextlib.suppress(*MALFORMED):
@@ -129,7 +131,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
 
 async def _tell(
-    legs: Legs,
+    legs: NodeClient,
     nodes: Sequence[Node],
     path: str,
     body: bytes,

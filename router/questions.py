@@ -9,10 +9,10 @@ import logging
 
 import msgspec
 
-from kvrelay.router.legs.legs import LegFailed, Legs
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.transport.node_client import AttemptFailed, NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
@@ -27,13 +27,13 @@ class _Asked(msgspec.Struct):
 
 
 async def ask_any(
-    pool: Pool, models: Models, legs: Legs, path: str, body: bytes, attempts: int
+    pool: Pool, models: Models, legs: NodeClient, path: str, body: bytes, attempts: int
 ) -> bytes:
     """The answer of the first node that gives one: prefill nodes first, because they tokenize
     anyway.
 
     Raises Refused with a node's 4xx, NotFound for a model that is not served, NoNode if no node of
-    it is up, LegFailed if `attempts` nodes broke, DeadlineExceeded. No node is blamed: that would
+    it is up, AttemptFailed if `attempts` nodes broke, DeadlineExceeded. No node is blamed: that would
     take it from all others for the sake of one large text.
     """
     model, body = _for_model(body, models)
@@ -42,11 +42,11 @@ async def ask_any(
     ]
     if not nodes:
         pool.require_ready(model)
-    failure: LegFailed | None = None
+    failure: AttemptFailed | None = None
     for node in nodes:
         try:
             return await legs.ask(node, path, body)
-        except LegFailed as why:
+        except AttemptFailed as why:
             _log.warning("a question was not answered: %s", why.detail)
             failure = why
     assert failure is not None

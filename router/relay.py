@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
 from kvrelay.openai_api.sse import error_event
 from kvrelay.router.admission.gate import Turn
-from kvrelay.router.client import client_of
-from kvrelay.router.vllm.walk import VllmWalk
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.joined_walk import JoinedWalk
+from kvrelay.router.client_connection import client_of
+from kvrelay.router.request.multi_prompt import MultiPromptRun
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
-__all__ = ["CLIENT_GONE", "AnyWalk", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
+__all__ = ["CLIENT_GONE", "AnyRun", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
 """Headers wait this long for the first payload; after them, a comment is sent when nothing came for
@@ -35,7 +35,7 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
-AnyWalk = Walk | JoinedWalk | VllmWalk
+AnyRun = RequestRun | MultiPromptRun | VllmRun
 """The walk of a request: over our nodes, one for each of several prompts, or over vLLM's nodes."""
 Finished = Callable[[int, KvrelayError | None], None]
 """Told the status (CLIENT_GONE if the client left; an in-band error's own) and what went wrong."""
@@ -65,7 +65,7 @@ class Relay(Response):
     it ended.
     """
 
-    def __init__(self, walk: AnyWalk, turn: Turn, finished: Finished, dialect: Dialect) -> None:
+    def __init__(self, walk: AnyRun, turn: Turn, finished: Finished, dialect: Dialect) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk

@@ -19,11 +19,11 @@ from math import fsum, inf
 import msgspec
 
 from kvrelay.router.console.picture import RoleChange
-from kvrelay.router.legs.legs import Legs
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import Conflict
 from kvrelay.wire.router_config import RouterConfig
@@ -114,7 +114,7 @@ class Roles:
         return busy if decided else None
 
 
-async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int, str]:
+async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tuple[int, str]:
     """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of
     the old one.
     """
@@ -122,7 +122,7 @@ async def ask_role(pool: Pool, legs: Legs, node: Node, role: Role) -> tuple[int,
         node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
     )
     if status == BEGUN:
-        pool.note_role_change(node, role, time.monotonic())
+        pool.flips(node, role, time.monotonic())
     return status, message
 
 
@@ -134,7 +134,7 @@ class RoleChanges:
 
     config: Callable[[], RouterConfig]
     pool: Pool
-    legs: Legs
+    node_client: NodeClient
     metrics: Metrics
     ending: Callable[[], bool]
     models: dict[str, Roles] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class RoleChanges:
             for role, use in roles.use.items():
                 self.metrics.role_use.labels(model, role).set(use)
         for roles, node, role in asked:
-            status, said = await ask_role(self.pool, self.legs, node, role)
+            status, said = await ask_role(self.pool, self.node_client, node, role)
             if status not in (200, Conflict.status):  # else another router has asked it, too
                 self._rests[node.url] = now + RESTS_S
             outcome = "begun" if status == BEGUN else f"refused: {status} {said}"

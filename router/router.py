@@ -31,37 +31,28 @@ from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.gate import Gate
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.admission.poison import DEATHS, fingerprint_of
-from kvrelay.router.chores import Chores, meanwhile
-from kvrelay.router.client import headers_of
+from kvrelay.router.background import BackgroundTasks, running_task
+from kvrelay.router.client_connection import headers_of
 from kvrelay.router.console.lookout import Lookout
-from kvrelay.router.endings import Endings, Traced
 from kvrelay.router.guard import caller_of, read_body
-from kvrelay.router.legs.legs import Legs
-from kvrelay.router.membership.health_checks import watching
 from kvrelay.router.membership.heartbeats import hearing
 from kvrelay.router.membership.kubernetes_lists import discovering
-from kvrelay.router.membership.warm_up import Outcome, WarmUp, WarmUps, warm_up_for_ever
+from kvrelay.router.membership.vllm_pings import hearing_pings
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.health import NodeHealth
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import watching
 from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pairs import Meeting, Pairs
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.nodes.warm_up import meet_for_ever
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.questions import ask_any
-from kvrelay.router.relay import CLIENT_GONE, AnyWalk, Relay
+from kvrelay.router.relay import CLIENT_GONE, AnyRun, Relay
 from kvrelay.router.reload import Reread, changes
-from kvrelay.router.reply import Reply
-from kvrelay.router.roles import RoleChanges
-from kvrelay.router.shared import Shared
-from kvrelay.router.state import health_of
-from kvrelay.router.timeline import Timeline
-from kvrelay.router.vllm.legs import VllmLegs
-from kvrelay.router.vllm.pings import hearing_pings
-from kvrelay.router.vllm.walk import VllmWalk
-from kvrelay.router.walk.deaths import Deaths
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.job import (
+from kvrelay.router.request.deaths import CrashRecord
+from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     SESSION_HEADER,
@@ -70,9 +61,19 @@ from kvrelay.router.walk.job import (
     parts_of,
     with_salt_of,
 )
-from kvrelay.router.walk.joined_walk import JoinedWalk
-from kvrelay.router.walk.means import Means
-from kvrelay.router.walk.placer import Placer
+from kvrelay.router.request.means import RunContext
+from kvrelay.router.request.multi_prompt import MultiPromptRun
+from kvrelay.router.request.placer import Placer
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.request.vllm_requests import VllmLegs
+from kvrelay.router.request.vllm_run import VllmRun
+from kvrelay.router.request_log import RequestLog, RequestTrace
+from kvrelay.router.roles import RoleChanges
+from kvrelay.router.shared import Shared
+from kvrelay.router.state import health_of
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.router_config import RouterConfig
 
@@ -82,7 +83,7 @@ _SHUTDOWN_DEADLINE_S = 5.0
 _BODY_DEADLINE_S = 60.0
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _MAX_TARGET_MS = 1e9
-_ids = random.Random(secrets.randbits(256))  # of requests: kv_mismatch others, but no secrets
+_ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -90,10 +91,10 @@ _log = logging.getLogger("kvrelay.router")
 class Router:
     """A router process: all that its routes share."""
 
-    legs: Legs
+    node_client: NodeClient
     """Between start and stop."""
     _vllm_legs: VllmLegs
-    _means: Means | None = None
+    _means: RunContext | None = None
 
     def __init__(
         self,
@@ -105,31 +106,31 @@ class Router:
         self.config, self._reread = config, reread
         self.shared = shared or Shared()
         self.pool = Pool(config.prefill, config.decode)
-        self.node_health = NodeHealth(self.pool, rng)
-        self.placer = Placer(config, self.pool, self.node_health, rng)
+        self.doors = Doors(self.pool, rng)
+        self.placer = Placer(config, self.pool, self.doors, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
-        self.warm_ups = WarmUps()
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
         self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
-        self.chores = Chores()
+        self.background = BackgroundTasks()
         self.live: set[str] = set()
         """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
-        self.lookout = Lookout(self.pool, self.models, self.warm_ups, self.metrics, self.shared)
-        self.endings = Endings(self.metrics, self.lookout)
+        self.lookout = Lookout(self.pool, self.models, self.pairs, self.metrics, self.shared)
+        self.endings = RequestLog(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         config, leads = self.config, self.shared.leads
-        self.legs = legs = Legs(config, self.chores)
-        self._vllm_legs = VllmLegs(self.legs)
-        self._means = Means(
-            self.pool, self.node_health, self.placer, legs, self.chores, self.metrics, config
+        self.node_client = legs = NodeClient(config, self.background)
+        self._vllm_legs = VllmLegs(self.node_client)
+        self._means = RunContext(
+            self.pool, self.doors, self.placer, legs, self.background, self.metrics, config
         )
         events = None
         if self.shared.serves:
@@ -146,24 +147,24 @@ class Router:
                     config.kubernetes_namespace,
                     self.metrics.registry,
                 ),
-                meanwhile(warm_up_for_ever(self.pool, self.warm_ups, legs, self._warmed_up))
+                running_task(meet_for_ever(self.pool, self.pairs, legs, self._met))
                 if leads
                 else nullcontext(),
-                meanwhile(self.endings.flow.look_for_ever()),
+                running_task(self.endings.flow.look_for_ever()),
                 hearing_pings(
                     self.pool,
                     config.host,
                     config.p2p_nccl_port,
                     lambda url: self.config.may_be_node(url),
                 ),
-                meanwhile(roles.look_for_ever()) if leads else nullcontext(),
+                running_task(roles.look_for_ever()) if leads else nullcontext(),
             ):
                 yield
         finally:
             await self.gate.close()
             if events is not None:
                 await events.close()
-            await self.chores.finish(_SHUTDOWN_DEADLINE_S)
+            await self.background.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
@@ -195,17 +196,18 @@ class Router:
         if {"prefill", "decode"} & set(
             changed
         ):  # else a node that an operator has removed would come back
-            self.pool.set_members(
+            self.pool.tell(
                 Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic()
             )
         self.take_over(config)
         return changed
 
-    def _warmed_up(self, warm_up: WarmUp, outcome: Outcome) -> None:
-        self.metrics.meetings.labels(outcome.how).inc()
-        if outcome.how in ("met", "failed"):
-            failed, now = outcome.how == "failed", time.monotonic()
-            self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
+    def _met(self, how: str, meeting: Meeting) -> None:
+        self.metrics.meetings.labels(how).inc()
+        if how in ("met", "failed"):
+            self.doors.met(
+                meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic()
+            )
 
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
@@ -218,12 +220,12 @@ class Router:
         )
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
-        traced: Traced | None = None
-        walk: AnyWalk | None = None
+        traced: RequestTrace | None = None
+        walk: AnyRun | None = None
         try:
             body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.sha256, body)
-            deaths = Deaths(self.shared.poison, self.metrics, fingerprint)
+            deaths = CrashRecord(self.shared.poison, self.metrics, fingerprint)
             deaths.check()
             body, dialect = await translate_body(
                 body, translate, recall, self.config.max_body_bytes
@@ -253,7 +255,7 @@ class Router:
                 job = with_salt_of(job, caller.sha256)
             if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            traced = Traced(self.tracing, path, header, timeline.arrived)
+            traced = RequestTrace(self.tracing, path, header, timeline.arrived)
             walk = self._walk(
                 job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths
             )
@@ -283,22 +285,22 @@ class Router:
         return Relay(walk, turn, finished, dialect)
 
     def _walk(
-        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
-    ) -> AnyWalk:
+        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: CrashRecord
+    ) -> AnyRun:
         """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means = self._means
         assert means is not None
         kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
-            return VllmWalk(job, kind, headers, timeline, means, self._vllm_legs, deaths)
+            return VllmRun(job, kind, headers, timeline, means, self._vllm_legs, deaths)
 
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            return Walk(part, headers, its, means, deaths, reply)
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> RequestRun:
+            return RequestRun(part, headers, its, means, deaths, reply)
 
         parts = parts_of(job)
         if len(parts) == 1:
             return walk_of(job, timeline)
-        return JoinedWalk(job, parts, timeline.arrived, walk_of, deaths.first_token)
+        return MultiPromptRun(job, parts, timeline.arrived, walk_of, deaths.first_token)
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
@@ -314,7 +316,7 @@ class Router:
             # What ends one node ends the next: no more of them than a request may have that is
             # answered by tokens.
             attempts = min(self.config.attempts, DEATHS)
-            asked = ask_any(self.pool, self.models, self.legs, path, body, attempts)
+            asked = ask_any(self.pool, self.models, self.node_client, path, body, attempts)
             return await unless_disconnected(request, asked)
 
     def check_key(self, request: Request) -> None:
@@ -328,8 +330,8 @@ class Router:
         """Return 200 while requests for any model can be served, else 503; and the state of every
         model and node.
         """
-        warm = self.warm_ups.pairs() if self.shared.leads else self.shared.warm_pairs
-        ready, body = health_of(self.pool, self.models, warm, len(self.live), time.monotonic())
+        met = self.pairs.met() if self.shared.leads else self.shared.met
+        ready, body = health_of(self.pool, self.models, met, len(self.live), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers

@@ -12,7 +12,7 @@ from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.fair_queue import Entrant
 from kvrelay.router.admission.rate_limits import Refusal
 from kvrelay.router.placement import Refuse, Wait
-from kvrelay.router.walk.placer import Found, Wanted
+from kvrelay.router.request.placer import ChosenNodes, PlacementQuery
 from kvrelay.simulator.routers import Router
 from kvrelay.simulator.stream import Stream
 from kvrelay.wire.errors import KvrelayError, NoNode
@@ -24,7 +24,7 @@ DEADLINE_MS = 600_000.0
 _LOOK_MS = 10.0
 """As the gate looks while somebody waits."""
 
-Begins = Callable[[Stream, Found, float], None]
+Begins = Callable[[Stream, ChosenNodes, float], None]
 """Place it there and begin."""
 
 
@@ -38,9 +38,9 @@ class Door:
         """`later(at, call)` runs a call at a time."""
         self._router, self._later = router, later
         self._begins, self._refused = begins, refused
-        self._admission: Admission[Entrant, Found] = Admission(max_queue, self._find)
+        self._admission: Admission[Entrant, ChosenNodes] = Admission(max_queue, self._find)
         self._entrants: dict[Stream, Entrant] = {}
-        self._waiting: dict[Entrant, tuple[Stream, Wanted]] = {}
+        self._waiting: dict[Entrant, tuple[Stream, PlacementQuery]] = {}
         self._looking = False
 
     def arrive(self, stream: Stream, now: float) -> None:
@@ -77,7 +77,7 @@ class Door:
             self._admission.queue.correct(entrant, stream.prompt + stream.done)
             self._turn(now)
 
-    def _find(self, entrant: Entrant) -> Found | Wait | Refuse:
+    def _find(self, entrant: Entrant) -> ChosenNodes | Wait | Refuse:
         found = self._router.find(self._waiting[entrant][1])
         if found is None:
             raise NoNode("no node could take it, now or later")
@@ -90,7 +90,7 @@ class Door:
             else:
                 self._begin(entrant, found, now)
 
-    def _begin(self, entrant: Entrant, found: Found, now: float) -> None:
+    def _begin(self, entrant: Entrant, found: ChosenNodes, now: float) -> None:
         self._begins(self._waiting.pop(entrant)[0], found, now)
 
     def _look(self, now: float) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.router.nodes.health import NodeHealth
+from kvrelay.router.nodes.doors import Doors
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.prefix.text_tree import CHUNK_BYTES
-from kvrelay.router.walk.job import Job, Targets
-from kvrelay.router.walk.placer import Found, Placer, Wanted
+from kvrelay.router.request.job import Job, Slo
+from kvrelay.router.request.placer import ChosenNodes, PlacementQuery, Placer
 from kvrelay.simulator.engine import Engine
 from kvrelay.simulator.seat import Told
 from kvrelay.simulator.setting import Setting
@@ -62,7 +62,7 @@ class Router:
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )
-        self.placer = Placer(config, self.pool, NodeHealth(self.pool, rng), rng)
+        self.placer = Placer(config, self.pool, Doors(self.pool, rng), rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
         self._engines = nodes
@@ -74,12 +74,12 @@ class Router:
     # --- where to
     # ------------------------------------------------------------------------------------------------
 
-    def targets(self, stream: Stream) -> Targets:
+    def targets(self, stream: Stream) -> Slo:
         """What it is known to want."""
         told = stream.targets or self._told
-        return Targets() if told is None else Targets(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
+        return Slo() if told is None else Slo(told.ttft_ms / 1e3, told.tpot_ms / 1e3)
 
-    def wanted(self, stream: Stream, peer: int | None = None) -> Wanted:
+    def wanted(self, stream: Stream, peer: int | None = None) -> PlacementQuery:
         """What is left of a request; a decode node alone, if node `peer` has its KV."""
         tokens = stream.prompt + stream.done
         targets = self.targets(stream)
@@ -91,8 +91,8 @@ class Router:
         )
 
     def find(
-        self, wanted: Wanted, *, begun: bool = False, spills: bool = True
-    ) -> Found | Wait | Refuse | None:
+        self, wanted: PlacementQuery, *, begun: bool = False, spills: bool = True
+    ) -> ChosenNodes | Wait | Refuse | None:
         """Where it would be placed now; None: there is no node that could."""
         try:
             return self.placer.find(wanted, anyway=begun, spills=spills)
@@ -103,8 +103,8 @@ class Router:
         """Of a node."""
         return self._numbers[node.url]
 
-    def told(self, found: Found, stream: Stream) -> Told:
-        """What the decode node is told, as router/walk/handoff.py has it."""
+    def told(self, found: ChosenNodes, stream: Stream) -> Told:
+        """What the decode node is told, as router/request/run.py has it."""
         request, placement = found.wanted.request, found.placement
         expected, cached = (
             max(1, round(request.output) - stream.done),
@@ -144,7 +144,7 @@ class Router:
             role, _MODEL, load=load, generation=generation, kv=_KV, flips=1, costs=card.costs,
             max_gap_ms=card.max_gap_ms,
         )  # fmt: skip
-        self.pool.note_report(node, report, now / 1e3, now / 1e3)
+        self.pool.report(node, report, now / 1e3, now / 1e3)
         if self._block_size:
             self.pool.prefixes.trust(node.url)
 
@@ -162,7 +162,7 @@ class Router:
 
     def flips(self, at: int, role: Role, now: float) -> None:
         """A node begins to change its role."""
-        self.pool.note_role_change(self._node(at), role, now / 1e3)
+        self.pool.flips(self._node(at), role, now / 1e3)
 
     def kv_events(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
         """A node's KV events have arrived."""

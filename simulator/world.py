@@ -1,7 +1,7 @@
 """A simulated cluster: what becomes of each request on its way through routers and nodes, on one
 virtual clock.
 
-The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is
+The way is that of router/request/: a prefill leg, a decode leg beside it as soon as the ticket is
 there, or a decode node that does it all; a prompt that a decode node refuses, and what a lost node
 had, is placed again, with the tokens that the client has. Owns no node and no choice. Left out:
 cuts of connections while nodes live, several choices of one answer.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.router.nodes.node import Lease
-from kvrelay.router.walk.placer import Found
+from kvrelay.router.request.placer import ChosenNodes
 from kvrelay.simulator.cluster import Clock, Cluster
 from kvrelay.simulator.door import DEADLINE_MS, Door
 from kvrelay.simulator.seat import Leg, Told
@@ -25,7 +25,7 @@ from kvrelay.simulator.watch import Watch
 __all__ = ["simulate"]
 
 _AGAIN_MS, _MOST_LOOKS = 50.0, 600
-"""As router/walk/handoff.py looks again for a place, for 30 s."""
+"""As router/request/run.py looks again for a place, for 30 s."""
 
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
@@ -108,7 +108,7 @@ class _World:
             if lease is not None:
                 self._routers[walk.router].pool.give_back(lease)
 
-    def _begin(self, stream: Stream, found: Found, now: float) -> None:
+    def _begin(self, stream: Stream, found: ChosenNodes, now: float) -> None:
         walk = self._walks[stream]
         router = self._routers[walk.router]
         walk.told = router.told(found, stream)
@@ -151,7 +151,7 @@ class _World:
         walk.looks += 1
         router, looks = self._routers[walk.router], walk.looks
         found = router.find(router.wanted(stream, walk.source), begun=begun, spills=walk.spills)
-        if isinstance(found, Found):
+        if isinstance(found, ChosenNodes):
             self._begin(stream, found, now)
         elif now >= stream.at + DEADLINE_MS or (
             not begun and (found is None or looks > _MOST_LOOKS)

@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvFacts, KvTransferParams
+from kvrelay.wire.transfer import KvFacts, KvTransferParams, Ticket
 
 __all__ = [
     "PROBE_PREFIX",
@@ -69,7 +69,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     generated: list[int] = []
     cache_salt: str | None = None
     hold: bool = False
-    fetch: KvTransferParams | None = None
+    fetch: Ticket | None = None
     hold_stopped: bool = False
     fork_of: str | None = None
     priority: int = 0
@@ -134,7 +134,7 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
     """
 
     probe_id: str
-    ticket: KvTransferParams
+    ticket: Ticket
     seed: int
 
 
@@ -240,7 +240,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
     cached_tokens: int = 0
-    held: KvTransferParams | None = None
+    held: Ticket | None = None
     timing: Timing | None = None
     fetch_error: str | None = None
     error: str | None = None

@@ -1,10 +1,9 @@
-"""The hand-over contract: what a prefill node gives away and what a decode node must know to take
-it.
+"""The hand-over contract: what a prefill node gives away and what a decode node must know.
 
-`KvTransferParams` is the JSON object `kv_transfer_params` of the field (vLLM's names first, ours
-behind them), so that a third-party proxy can drive our nodes. A ticket is a claim on finished KV,
-signed by its source (see `kvrelay.kv_transfer.tickets`); a lease keeps the ticket's blocks alive on the
-prefill node; a generation is a fresh id made at every process start.
+A router and its nodes speak of a `HandoverRequest`, a `Ticket` and an `AnswerState`. On the wire
+they are one flat JSON object, `KvTransferParams`, under the names that vLLM uses, so that a
+third-party proxy can drive our nodes. A lease keeps a ticket's blocks alive on the prefill node; a
+generation is a fresh id made at every process start.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,17 @@ from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingDefaults
 from kvrelay.wire.versions import PACKS_PROMPTS, Versions
 
-__all__ = ["SPILL_REFUSED", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
+__all__ = [
+    "SPILL_REFUSED",
+    "AnswerState",
+    "ChoiceSoFar",
+    "Fingerprint",
+    "HandoverRequest",
+    "KvFacts",
+    "KvTransferParams",
+    "Ticket",
+    "packed",
+]
 
 SPILL_REFUSED = "spill_refused"
 """The code of a 429 to a leg with `spill`: its prompt would delay others too much, and is to go the
@@ -31,7 +41,7 @@ _ID_BYTES = 4
 
 
 def packed(token_ids: Iterable[int]) -> bytes:
-    """Token ids as `packed_prompt` has them: 32 bits each, little-endian."""
+    """Return token ids as `packed_prompt` has them: 32 bits each, little-endian."""
     ids = array("i", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -54,12 +64,107 @@ class ChoiceSoFar(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish: Finish | None = None
 
 
-class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Travels prefill node -> router -> decode node, as JSON.
+class HandoverRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A router's wishes for one of the two requests that make a hand-over.
 
-    The role is always one of the two booleans, never guessed from `max_tokens == 1`. Block ids are
-    a list per KV group. Fields from `generation` on are ours; a third-party proxy copies them
-    without knowing them.
+    The role is always one of the two booleans, never guessed from `max_tokens == 1`.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    leg_version: int = 1
+    """Version of this request (LEGS in wire/versions.py); the node answers in the same one."""
+    client_max_tokens: int = 0
+    """To a prefill node: the client's own limit, in case token 1 ends the answer. 0: unknown."""
+    pipelined: bool = False
+    """To a prefill node: send a TICKET frame before the prompt is computed."""
+    tpot_ms: float = 0.0
+    """To a decode node: the time per token that the client wants. 0: unknown."""
+    expected_output: int = 0
+    """To a decode node: tokens that the answer is likely to have. 0: unknown."""
+    spill: bool = False
+    """To a decode node: a prefill node could compute the prompt, so this one may refuse."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim on finished KV: the process and the lease that hold it, and its blocks.
+
+    `kvrelay.kv_transfer.tickets` signs it.
+    """
+
+    remote_engine_id: str = ""
+    remote_block_ids: list[list[int]] = []
+    """A list per KV group, and there is one group."""
+    remote_request_id: str = ""
+    remote_host: str = ""
+    remote_port: int = 0
+    tp_size: int = 1
+    generation: str = ""
+    lease_epoch: int = 0
+    num_tokens: int = 0
+    growing: bool = False
+    """The prompt is still being computed; the source tells which blocks can be read."""
+    expires_at: int | None = None
+    """Unix second; None without a cluster secret, as `signature` (hexadecimal) is."""
+    signature: str | None = None
+    adapter: str = ""
+    """LoRA adapter that made the KV; empty for the model alone."""
+    adapter_digest: str = ""
+
+
+class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
+    """All of an answer so far that the next node would otherwise compute again."""
+
+    created: int | None = None
+    """Unix second, made once by the router, so that all chunks of a stream agree."""
+    part: bool = False
+    """One prompt of several: usage and [DONE] of a stream are left to whoever joins the parts."""
+    first_index: int = 0
+    """Index of the first choice in the client's answer."""
+    seed: int | None = None
+    prompt_token_ids: list[int] | None = None
+    packed_prompt: bytes | None = None
+    """The same from version 2 on, 4 bytes each: routers pass them on and read none."""
+    choices: list[ChoiceSoFar] = []
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For the prompt's tokens from the second one on, if the client asks for any."""
+    sampling_defaults: SamplingDefaults | None = None
+    """Defaults by which the first token was drawn, so that the others are drawn by the same."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of prompt tokens, if the prompt is known."""
+        if self.packed_prompt is not None:
+            return len(self.packed_prompt) // _ID_BYTES
+        return None if self.prompt_token_ids is None else len(self.prompt_token_ids)
+
+    def prompt(self) -> list[int] | None:
+        """Return the prompt's token ids, if known. Raises RequestError if they are malformed."""
+        if self.packed_prompt is None:
+            return self.prompt_token_ids
+        if len(self.packed_prompt) % _ID_BYTES:
+            raise RequestError(
+                f"packed_prompt has {len(self.packed_prompt)} bytes, and each token has "
+                f"{_ID_BYTES}; pass on what the prefill node answered",
+                param="kv_transfer_params",
+            )
+        ids = array("i", self.packed_prompt)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tolist()
+
+    def so_far(self, choices: int) -> list[ChoiceSoFar]:
+        """Return the first `choices` choices; those that have not begun are empty."""
+        known = self.choices[:choices]
+        return known + [ChoiceSoFar() for _ in range(choices - len(known))]
+
+
+class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The JSON object `kv_transfer_params`: a request, a ticket and an answer's state, flat.
+
+    The fields are those of the three values, where they are explained; the first of
+    `AnswerState.choices` has four of its own. vLLM's come first. A third-party proxy copies all.
     """
 
     do_remote_decode: bool = False
@@ -71,103 +176,89 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     remote_port: int | None = None
     tp_size: int = 1
 
-    # To the prefill node: the client's own max_tokens, so that it knows when token 1 ends the
-    # request (0: not said).
     client_max_tokens: int = 0
-    # To the prefill node: send a TICKET frame before the prompt is computed.
     pipelined: bool = False
-    # To both nodes: the version that this leg is of (wire/versions.py, LEGS). The prefill node
-    # answers in its words.
     leg_version: int = 1
-    # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
-    created: int | None = None
-    # Of a request with several prompts this is one: its choices are counted from here, and what
-    # ends the answer (usage and [DONE] of a stream) is left to whoever joins the parts.
-    part: bool = False
-    first_index: int = 0
+    tpot_ms: float = 0.0
+    expected_output: int = 0
+    spill: bool = False
 
-    # From the prefill node: which process holds the KV, under which of its leases, and how much of
-    # it there is.
     generation: str | None = None
     lease_epoch: int = 0
     num_tokens: int = 0
-    # The prompt is still being computed: the source says which blocks can be read already.
     growing: bool = False
-    # Unix second after which the ticket leads nowhere, and the source's signature of it
-    # (hexadecimal). None without a cluster secret.
     expires_at: int | None = None
     signature: str | None = None
-    # The LoRA adapter that has made the KV, by name and by content; empty: the model alone. What
-    # another adapter of the same name has made is not taken.
     adapter: str = ""
     adapter_digest: str = ""
-    # What the decode node would otherwise compute twice: the answer so far. Of its first choice in
-    # four fields, of the others (after a fail-over) as a list.
+
+    created: int | None = None
+    part: bool = False
+    first_index: int = 0
+    seed: int | None = None
     prompt_token_ids: list[int] | None = None
-    # The same in legs of version 2, 4 bytes each (base64 in JSON): a router passes them on and
-    # reads none.
     packed_prompt: bytes | None = None
     generated: list[int] = []
     generated_logprobs: list[TokenLogprobs] = []
     sent_text: int | None = None
     finish: Finish | None = None
     other_choices: list[ChoiceSoFar] = []
-    seed: int | None = None
     cached_tokens: int = 0
-    # Of the prompt's tokens from the second one on, if the request asks for any.
     prompt_logprobs: list[TokenLogprobs] | None = None
-    # To a node where the answer is generated: the time per token that its client wants and the
-    # tokens that are expected of it (0: not said); and that its prompt is computed there though a
-    # prefill node could, without `cached_tokens` as far as the router knows. The node may refuse
-    # that.
-    tpot_ms: float = 0.0
-    expected_output: int = 0
-    spill: bool = False
-    # The defaults of the node that has drawn the first token: the others are drawn by the same
-    # ones. None: not told.
     sampling_defaults: SamplingDefaults | None = None
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        """How many the prompt has, if they are told."""
-        if self.packed_prompt is not None:
-            return len(self.packed_prompt) // _ID_BYTES
-        return None if self.prompt_token_ids is None else len(self.prompt_token_ids)
-
-    def prompt(self) -> list[int] | None:
-        """The prompt's token ids, if they are told. Raises RequestError if they are malformed."""
-        if self.packed_prompt is None:
-            return self.prompt_token_ids
-        if len(self.packed_prompt) % _ID_BYTES:
-            raise RequestError(
-                f"packed_prompt has {len(self.packed_prompt)} bytes, and each token has "
-                f"{_ID_BYTES}; pass on what the "
-                "prefill node answered",
-                param="kv_transfer_params",
-            )
-        ids = array("i", self.packed_prompt)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tolist()
-
-    def in_version(self, version: int) -> KvTransferParams:
-        """The same for a leg of this version. Raises RequestError if what it says is malformed."""
-        if version >= PACKS_PROMPTS or self.packed_prompt is None:
-            return msgspec.structs.replace(self, leg_version=version)
-        return msgspec.structs.replace(
-            self, leg_version=version, prompt_token_ids=self.prompt(), packed_prompt=None
+    @classmethod
+    def of(
+        cls, request: HandoverRequest, answer: AnswerState, ticket: Ticket | None = None
+    ) -> KvTransferParams:
+        """Return the flat form of these values."""
+        values = msgspec.structs.asdict(request) | msgspec.structs.asdict(answer)
+        if ticket is not None:
+            values |= msgspec.structs.asdict(ticket)
+        first, *others = values.pop("choices") or [ChoiceSoFar()]
+        return cls(
+            generated=first.generated,
+            generated_logprobs=first.logprobs,
+            sent_text=first.sent_text,
+            finish=first.finish,
+            other_choices=others,
+            **values,
         )
 
-    def so_far(self, choices: int) -> list[ChoiceSoFar]:
-        """The first `choices` choices of the answer; those that have not begun are empty."""
+    def request(self) -> HandoverRequest:
+        """Return what the router wants of this leg."""
+        return HandoverRequest(**self._given(HandoverRequest))
+
+    def ticket(self) -> Ticket | None:
+        """Return the claim on KV elsewhere, or None without one."""
+        if self.remote_request_id is None and self.remote_engine_id is None:
+            return None
+        return Ticket(**self._given(Ticket))
+
+    def answer(self) -> AnswerState:
+        """Return the answer's state; it always has a first choice."""
         first = ChoiceSoFar(
             generated=self.generated,
             logprobs=self.generated_logprobs,
             sent_text=self.sent_text,
             finish=self.finish,
         )
-        known = [first, *self.other_choices][:choices]
-        return known + [ChoiceSoFar()] * (choices - len(known))
+        return AnswerState(choices=[first, *self.other_choices], **self._given(AnswerState))
+
+    def in_version(self, version: int) -> KvTransferParams:
+        """Return the same for a leg of this version. Raises RequestError if it is malformed."""
+        if version >= PACKS_PROMPTS or self.packed_prompt is None:
+            return msgspec.structs.replace(self, leg_version=version)
+        return msgspec.structs.replace(
+            self,
+            leg_version=version,
+            prompt_token_ids=self.answer().prompt(),
+            packed_prompt=None,
+        )
+
+    def _given(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
+        values = {name: getattr(self, name, None) for name in kind.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 _MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")

@@ -20,12 +20,12 @@ from kvrelay.router.admission.fair_queue import Entrant
 from kvrelay.router.admission.keys import Caller
 from kvrelay.router.admission.metrics import AdmissionMetrics
 from kvrelay.router.admission.rate_limits import KeyLimits, Refusal
-from kvrelay.router.chores import ended
+from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
-from kvrelay.router.walk.job import Job, Targets
-from kvrelay.router.walk.placer import Found, Placed, Placer, Wanted
+from kvrelay.router.request.job import Job, Slo
+from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery, Placer
 from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
 from kvrelay.wire.router_config import RouterConfig
 
@@ -47,13 +47,13 @@ class Turn(Entrant):
     its end.
     """
 
-    wanted: Wanted
+    wanted: PlacementQuery
     line: Line
     taken: int
     """Tokens, of its key's limits."""
     headers: dict[str, str]
     """For its answer."""
-    placed: Placed | None = None
+    placed: PlacementLeases | None = None
     """Since its turn has come; None for what is placed otherwise (nodes of another project)."""
     has_begun: bool = False
     news: asyncio.Future[KvrelayError | None] = field(default_factory=asyncio.Future)
@@ -70,7 +70,7 @@ class Turn(Entrant):
             self.news.set_result(why)
 
 
-Line = Admission[Turn, Found | None]
+Line = Admission[Turn, ChosenNodes | None]
 """The queue for the nodes of one model."""
 
 
@@ -99,16 +99,14 @@ class Gate:
         """Count the requests in each model's queue."""
         return {model: len(line.queue) for model, line in self._lines.items() if line.queue}
 
-    def targets(self, ttft_s: float | None, tpot_s: float | None) -> Targets:
+    def targets(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
         """Return what holds for a request that asks for these."""
         # The router's time per token is a promise to all who are served: a laxer one is no reason
         # to break it.
         tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
-        return Targets(
-            ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None)
-        )
+        return Slo(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
 
-    async def enter(self, caller: Caller, job: Job, wanted: Wanted, arrived: float) -> Turn:
+    async def enter(self, caller: Caller, job: Job, wanted: PlacementQuery, arrived: float) -> Turn:
         """Let a request begin now, or wait.
 
         Raises Overloaded, RateLimited, with the time after which to return; NoNode, KvNotLoaded.
@@ -182,9 +180,9 @@ class Gate:
     async def close(self) -> None:
         """Look no more."""
         if self._looking is not None:
-            await ended([self._looking])
+            await cancel_and_wait([self._looking])
 
-    def _look(self, turn: Turn) -> Found | Wait | Refuse | None:
+    def _look(self, turn: Turn) -> ChosenNodes | Wait | Refuse | None:
         """Say where a request would be placed now; None: its walk chooses its nodes by itself."""
         wanted, limit_ms = turn.wanted, turn.wanted.request.ttft_limit_ms
         if self._pool.kind_for(wanted.model) is not NodeKind.KVRELAY:
@@ -202,7 +200,7 @@ class Gate:
             )
         return found
 
-    def _begin(self, turn: Turn, found: Found | None) -> None:
+    def _begin(self, turn: Turn, found: ChosenNodes | None) -> None:
         turn.placed = None if found is None else self._placer.take(found)
         turn.has_begun = True
         turn.tell()

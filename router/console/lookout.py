@@ -15,16 +15,16 @@ from kvrelay.openai_api.routes import version
 from kvrelay.openai_api.stages import MOVED
 from kvrelay.router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
 from kvrelay.router.console.recent import Edge, Ended, Recent
-from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
+from kvrelay.router.nodes.pairs import Pairs
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.request.multi_prompt import MultiPromptRun
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.roles import RoleChanges
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import failed_pairs, nodes_of, of_models
-from kvrelay.router.vllm.walk import VllmWalk
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.joined_walk import JoinedWalk
 
 __all__ = ["Lookout"]
 
@@ -33,9 +33,9 @@ class Lookout:
     """A view of one process, and of what other workers have told it."""
 
     def __init__(
-        self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared
+        self, pool: Pool, models: Models, pairs: Pairs, metrics: Metrics, shared: Shared
     ) -> None:
-        self._pool, self._models, self._warm_ups = pool, models, warm_ups
+        self._pool, self._models, self._pairs = pool, models, pairs
         self._metrics, self._shared = metrics, shared
         self.recent = Recent()
         self._began = time.monotonic()
@@ -47,7 +47,7 @@ class Lookout:
 
     def ended(
         self,
-        walk: Walk | JoinedWalk | VllmWalk,
+        walk: RequestRun | MultiPromptRun | VllmRun,
         path: str,
         status: int,
         key: str,
@@ -61,7 +61,7 @@ class Lookout:
         timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
         first, tokens = timeline.first_token, walk.output_tokens
         cached = fetched = 0
-        if not isinstance(walk, VllmWalk):
+        if not isinstance(walk, VllmRun):
             for part in walk.parts:
                 cached += part.cached_tokens or 0
                 told_ms = part.timeline.decode_ms
@@ -115,7 +115,7 @@ class Lookout:
                 "failovers": _by(self._metrics.failovers, "leg"),
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
-            failed_pairs(self._warm_ups.pairs()),
+            failed_pairs(self._pairs.met()),
             [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 

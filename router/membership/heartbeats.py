@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from kvrelay.router.chores import meanwhile
+from kvrelay.router.background import running_task
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
@@ -109,7 +109,7 @@ async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[N
             f"cannot listen for heartbeats on {host}:{port}: {why}; give another port"
         ) from why
     with contextlib.closing(transport):
-        async with meanwhile(ear.expire_for_ever()):
+        async with running_task(ear.expire_for_ever()):
             yield
 
 
@@ -136,9 +136,7 @@ class _Ear(asyncio.DatagramProtocol):
             return
         self._tell(now)
         if beat is not None:
-            self._pool.note_heartbeat(
-                beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING
-            )
+            self._pool.heard(beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING)
 
     async def expire_for_ever(self) -> None:
         while True:
@@ -150,4 +148,4 @@ class _Ear(asyncio.DatagramProtocol):
     def _tell(self, now: float) -> None:
         if self._announced.changed:
             self._announced.changed = False
-            self._pool.set_members(Source.HEARTBEATS, self._announced.specs(), now)
+            self._pool.tell(Source.HEARTBEATS, self._announced.specs(), now)

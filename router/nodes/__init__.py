@@ -2,5 +2,5 @@
 take a leg.
 
 Refuses to own: which of those that may is chosen (router/placement.py), who belongs to the cluster
-at all (router/membership/), and how a leg reaches a node (router/legs/).
+at all (router/membership/), and how a leg reaches a node (router/transport/).
 """

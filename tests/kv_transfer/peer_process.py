@@ -23,7 +23,7 @@ from child_process import ChildProcess
 import kvrelay.kv_transfer.peers
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import TransferError
-from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, Ticket
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 # Short, so that tests are: a lease is a little over three heartbeats.
@@ -40,8 +40,8 @@ class PeerProcess(ChildProcess):
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         super().__init__(__file__, *arguments, env=env)
 
-    def offer(self, request_id: str, blocks: list[int]) -> KvTransferParams:
-        return msgspec.convert(self.ask("offer", request_id, blocks, 1), KvTransferParams)
+    def offer(self, request_id: str, blocks: list[int]) -> Ticket:
+        return msgspec.convert(self.ask("offer", request_id, blocks, 1), Ticket)
 
     def events(self, count: int, within_s: float) -> list[list[Any]]:
         """Wait for events there: [kind, request id, ...]."""
@@ -102,7 +102,7 @@ def main(kind: str, *arguments: str) -> None:
                 [type(e).__name__, *msgspec.to_builtins(e).values()] for e in connector.events()
             ]
         elif method == "watch":
-            answer = connector.watch(rest[0], msgspec.convert(rest[1], KvTransferParams))
+            answer = connector.watch(rest[0], msgspec.convert(rest[1], Ticket))
         else:
             answer = getattr(connector, method)(*rest)
         sys.stdout.write(json.dumps(msgspec.to_builtins(answer)) + "\n")

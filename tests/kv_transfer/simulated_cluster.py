@@ -1,5 +1,5 @@
 """The router and the clients of the simulated world: requests walk through two nodes as in
-router/walk/handoff.py.
+router/request/run.py.
 
 A front stands for a node's HTTP process: it knows which requests are alive and aborts those whose
 caller has left.
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 from simulated_device import EOS, chain, next_token
 from simulated_node import STEP_S, SimulatedNode
 from simulated_world import Violation, World
@@ -20,7 +19,7 @@ from simulated_world import Violation, World
 from kvrelay.wire.engine_messages import Abort, Release, RequestUpdate, StepOutputs, Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 ATTEMPTS = 3
 # After so long without a word the router cuts the legs on a node, as it does after three health
@@ -60,8 +59,8 @@ class Call:
     pipelined: bool
     answer: list[int]
     tokens: list[int] = field(default_factory=list)
-    ticket: KvTransferParams | None = None
-    handover: KvTransferParams | None = None
+    ticket: Ticket | None = None
+    handover: tuple[Ticket | None, list[int]] | None = None
     prefill: Leg | None = None
     decode: Leg | None = None
     tried: list[tuple[str, SimulatedNode]] = field(default_factory=list)
@@ -220,10 +219,10 @@ class Router:
         for leg in (call.prefill, call.decode):
             if leg is not None and not leg.over:
                 leg.front.leave(leg)
-        ticket = call.handover or call.ticket
+        ticket = call.ticket if call.handover is None else call.handover[0]
         if not release or call.settled or call.prefill is None:
             return
-        if ticket is not None and ticket.remote_request_id is not None:
+        if ticket is not None:
             call.prefill.front.release(ticket.remote_request_id)
         elif cut:
             # Its hand-over may be on its way, unread: released by the name of the call.
@@ -258,13 +257,11 @@ class Router:
         if front is None:
             self._end(call, "no decode node")
             return
-        base: KvTransferParams | None = None
+        fetch, generated = None, list(call.tokens)
         if call.handover is not None and len(call.tokens) <= 1:
-            base = call.handover
-        elif call.handover is None and len(call.tokens) <= 1:
-            base = call.ticket
-        generated = list(base.generated) if base is not None else list(call.tokens)
-        fetch = base if base is not None and base.remote_engine_id is not None else None
+            fetch, generated = call.handover[0], list(call.handover[1])
+        elif call.ticket is not None and len(call.tokens) <= 1:
+            fetch, generated = call.ticket, []
         call.decode = Leg(
             call, front, f"{call.name}-d{next(self.world.count)}", "decode", at=len(generated)
         )
@@ -301,8 +298,7 @@ class Router:
         if leg.role == "decode" or update.finish is Finish.STOP or call.max_tokens == 1:
             self._end(call, "done")
             return
-        held = update.held or KvTransferParams(do_remote_prefill=True)
-        call.handover = msgspec.structs.replace(held, generated=list(update.token_ids))
+        call.handover = (update.held, list(update.token_ids))
         if call.decode is None:
             self._decode(call)
 

@@ -37,7 +37,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.step_plan import Fetch
 from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
 from kvrelay.wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
-from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, Ticket
 
 TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
 FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)
@@ -112,7 +112,7 @@ class SimulatedDesk(Desk):
             self.given_up.add(lease.request_id)
         return answer
 
-    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+    def complete(self, request_id: str, completion: Completion) -> Ticket | None:
         """See Connector. What a reader gave up while it grew is kept for another one, which may
         never come.
         """
@@ -138,7 +138,7 @@ class SimulatedNode(EngineProcess):
         self.plane_thread: SimulatedPlaneThread
         self.plane = SimulatedPlane(self)
         self.asked: dict[str, float] = {}  # fetches that are not over: since when
-        self.tickets: dict[str, KvTransferParams] = {}  # of all fetches
+        self.tickets: dict[str, Ticket] = {}  # of all fetches
         self.unsettled: set[str] = set()
         self.expired: set[LeaseId] = set()
         self.tell: Callable[[StepOutputs], None] = lambda outputs: None
@@ -299,9 +299,9 @@ class SimulatedNode(EngineProcess):
             case Released():
                 pass
 
-    def _forsake(self, ticket: KvTransferParams, reason: str) -> None:
+    def _forsake(self, ticket: Ticket, reason: str) -> None:
         """A source that cannot be told keeps the KV for a lease."""
-        source = self.world.listening.get((ticket.remote_host or "", ticket.remote_port or 0))
+        source = self.world.listening.get((ticket.remote_host, ticket.remote_port))
         if source is None or not reason.startswith("PeerLost"):
             return
         if ticket.remote_request_id in source.desk._leases._growing:

@@ -32,7 +32,7 @@ from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refu
 from kvrelay.kv_transfer.tickets import signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 SECRET, OTHER = "sixteen letters!", "sixteen letters?"
 HELLO = Hello("me", FINGERPRINT)
@@ -201,7 +201,7 @@ def test_a_libzmq_without_curve_is_a_config_error(monkeypatch: pytest.MonkeyPatc
 # The same over whole desks: what a ticket leads to, and what it does not.
 
 
-def fetch(reader: Any, ticket: KvTransferParams) -> list[Any]:
+def fetch(reader: Any, ticket: Ticket) -> list[Any]:
     reader.desk.watch("r", ticket)
     reader.desk.fetch("r", [1], [3])
     return list(reader.wait(2))
@@ -214,7 +214,7 @@ def test_kv_moves_between_nodes_of_one_secret(
     with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
         source.plane.write(1, pattern(1))
         ticket = msgspec.json.decode(
-            msgspec.json.encode(source.desk.offer("r", [1], 16)), type=KvTransferParams
+            msgspec.json.encode(source.desk.offer("r", [1], 16)), type=Ticket
         )
         reader.desk.watch("mine", ticket)
         reader.desk.fetch("mine", [1], [3])

@@ -20,7 +20,7 @@ from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Rele
 from kvrelay.kv_transfer.control import ENDED
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 # Heartbeats that never come within a test: only the answer to the reader's End can tell it that the
 # lease is lost.
@@ -51,7 +51,7 @@ def start(source: Node, reader: Node, name: str = "r") -> None:
     start_with(reader, source.desk.offer(name, [1, 2], 32), name)
 
 
-def start_with(reader: Node, ticket: KvTransferParams, name: str = "r") -> None:
+def start_with(reader: Node, ticket: Ticket, name: str = "r") -> None:
     """The same with a ticket."""
     reader.plane.gate.clear()
     reader.desk.watch(name, ticket)
@@ -62,7 +62,6 @@ def start_with(reader: Node, ticket: KvTransferParams, name: str = "r") -> None:
 def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, reader: Node) -> None:
     remote, local = [5, 0, 9, 15, 2], [7, 3, 11, 0, 14]
     params = source.desk.offer("r", remote, 80)
-    assert (params.do_remote_prefill, params.do_remote_decode) == (True, False)
     assert (params.remote_engine_id, params.remote_block_ids, params.num_tokens) == (
         "source",
         [remote],
@@ -70,7 +69,7 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, read
     )
     assert (params.remote_host, params.remote_port) == source.desk.address
     # As it travels: through JSON and a proxy.
-    params = msgspec.json.decode(msgspec.json.encode(params), type=KvTransferParams)
+    params = msgspec.json.decode(msgspec.json.encode(params), type=Ticket)
     reader.desk.watch("mine", params)
     reader.desk.fetch("mine", remote, local)
     (fetched,) = reader.wait(1)
@@ -284,7 +283,7 @@ def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(
 def test_refused_connection_fails_the_fetch_at_once(reader: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    params = KvTransferParams(
+    params = Ticket(
         remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r"
     )
     reader.desk.watch("r", params)
@@ -301,7 +300,7 @@ def test_refused_connection_fails_the_fetch_at_once(reader: Node) -> None:
 def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         port = mute.bind_to_random_port("tcp://127.0.0.1")
-        params = KvTransferParams(
+        params = Ticket(
             remote_host="127.0.0.1", remote_port=port, generation="g", remote_request_id="r"
         )
         reader.desk.watch("r", params)
@@ -316,18 +315,16 @@ def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) ->
 @pytest.mark.parametrize(
     "params",
     [
-        KvTransferParams(),
-        KvTransferParams(remote_host="127.0.0.1", remote_port=1, generation="g"),
-        KvTransferParams(remote_host="127.0.0.1", remote_port=1, remote_request_id="r"),
-        KvTransferParams(
-            remote_host="bad host;", remote_port=1, generation="g", remote_request_id="r"
-        ),
-        KvTransferParams(
+        Ticket(),
+        Ticket(remote_host="127.0.0.1", remote_port=1, generation="g"),
+        Ticket(remote_host="127.0.0.1", remote_port=1, remote_request_id="r"),
+        Ticket(remote_host="bad host;", remote_port=1, generation="g", remote_request_id="r"),
+        Ticket(
             remote_host="127.0.0.1", remote_port=1, generation="g", remote_request_id="r" * 1000
         ),
     ],
 )
-def test_params_that_lead_nowhere_fail_the_fetch(reader: Node, params: KvTransferParams) -> None:
+def test_params_that_lead_nowhere_fail_the_fetch(reader: Node, params: Ticket) -> None:
     reader.desk.watch("r", params)
     reader.desk.fetch("r", [1], [1])
     failed, settled = reader.wait(2)

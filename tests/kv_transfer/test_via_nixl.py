@@ -25,7 +25,7 @@ from kvrelay.kv_transfer.ucx_devices import addresses_here
 from kvrelay.kv_transfer.via_nixl import COPIED_S, NixlPlane
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 
@@ -108,7 +108,7 @@ def connections() -> set[int]:
     return found
 
 
-def desk_connections(ticket: KvTransferParams) -> set[int]:
+def desk_connections(ticket: Ticket) -> set[int]:
     """Those of them that lead to the control channel of whoever made this ticket."""
     found = set()
     for number in connections():

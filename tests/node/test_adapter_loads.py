@@ -27,7 +27,7 @@ from kvrelay.wire.engine_messages import (
 from kvrelay.wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
 from kvrelay.wire.hashes import ROOT, root_of
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 FACTS = AdapterFacts("a", "d1" * 16, 8)
 
@@ -111,7 +111,7 @@ def test_bad_bodies_and_missing_files(raw, kind, words):
 
 
 def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
-    fetch = KvTransferParams(do_remote_prefill=True, adapter=name, adapter_digest=digest)
+    fetch = Ticket(adapter=name, adapter_digest=digest)
     submit = Submit("r", [1], SamplingParams(1, seed=0), fetch=fetch)
     return Request.of(submit, 0.0, None if adapter is None else Loaded(0, adapter))
 

@@ -16,11 +16,9 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.engine_messages import RequestUpdate, Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
-TICKET = KvTransferParams(
-    do_remote_prefill=True, remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p"
-)
+TICKET = Ticket(remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p")
 
 
 class FakeConnector:
@@ -30,7 +28,7 @@ class FakeConnector:
         self.refuses: set[str] = set()
         self.watched: list[str] = []
 
-    def watch(self, request_id: str, params: KvTransferParams) -> None:
+    def watch(self, request_id: str, params: Ticket) -> None:
         if request_id in self.refuses or request_id in self.watched:
             raise ValueError(f"request {request_id!r} is already abandoned")
         self.watched.append(request_id)
@@ -67,9 +65,7 @@ class Process(EngineProcess):
         self._adapters = SimpleNamespace(unlike=lambda request: None)  # type: ignore[assignment]
         self.engine = _Engine()
 
-    def submit(
-        self, request_id: str, fetch: KvTransferParams | None = TICKET
-    ) -> list[RequestUpdate]:
+    def submit(self, request_id: str, fetch: Ticket | None = TICKET) -> list[RequestUpdate]:
         self._submit(
             Submit(request_id, [7] * 20, SamplingParams(max_tokens=4, seed=1), fetch=fetch)
         )

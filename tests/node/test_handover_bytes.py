@@ -27,7 +27,7 @@ from kvrelay.wire.config import EngineConfig, TransferConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Fingerprint, KvTransferParams
+from kvrelay.wire.transfer import Fingerprint, Ticket
 from kvrelay.wire.versions import HANDOVER
 
 CONFIG = {
@@ -113,7 +113,7 @@ def new_request(name: str, prompt: list[int], **submit) -> Request:
     return Request.of(Submit(name, prompt, params, **submit), 0.0)
 
 
-def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransferParams]:
+def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, Ticket]:
     req = new_request(name, prompt, max_tokens=1, hold=True)
     side.engine.scheduler.add(req)
     while side.engine.has_work:
@@ -124,9 +124,7 @@ def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransf
     return req, side.connector.offer(name, held, len(prompt))
 
 
-def decode(
-    side: Side, name: str, prompt: list[int], first: list[int], params: KvTransferParams
-) -> Request:
+def decode(side: Side, name: str, prompt: list[int], first: list[int], params: Ticket) -> Request:
     req = new_request(name, prompt, max_tokens=20, generated=first, fetch=params)
     side.engine.scheduler.add(req)
     side.connector.watch(name, params)

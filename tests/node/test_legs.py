@@ -21,7 +21,7 @@ from kvrelay.wire.engine_messages import EngineReady, RequestUpdate, Submit
 from kvrelay.wire.errors import KvNotLoaded, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load, TokenLogprobs
-from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
+from kvrelay.wire.transfer import AnswerState, ChoiceSoFar, HandoverRequest, KvTransferParams
 
 EOS = 2
 INFO = EngineReady("e", "g", "m", 300, 1000, 16, 99, 1, [EOS], "h", 1, 0.0)
@@ -56,14 +56,14 @@ def parts(
         created=7,
         model="m",
         prompt_tokens=20,
-        so_far=transfer.so_far(choice_count(request)),
+        so_far=transfer.answer().so_far(choice_count(request)),
     )
     return Submit("call-1", PROMPT, sampling), writer
 
 
 def decode_leg(tokenizer: Tokenizer, transfer: KvTransferParams, **fields: Any) -> DecodeRequest:
     submit, writer = parts(tokenizer, transfer, **fields)
-    return DecodeRequest(submit, transfer, writer, INFO)
+    return DecodeRequest(submit, transfer.ticket(), transfer.answer(), writer, INFO)
 
 
 def said(frame: Frame) -> list[tuple[str, str | None]]:
@@ -77,7 +77,7 @@ def said(frame: Frame) -> list[tuple[str, str | None]]:
 
 def test_forks_share_a_prompt_and_nothing_else(tokenizer: Tokenizer) -> None:
     submit, _ = parts(tokenizer, KvTransferParams())
-    ticket = KvTransferParams(**TICKET)
+    ticket = KvTransferParams(**TICKET).ticket()
     first, second, third = fork_submits(
         msgspec.structs.replace(submit, fetch=ticket), {0: [5], 2: [], 3: [6]}
     )
@@ -121,12 +121,12 @@ def test_a_stop_string_ends_one_choice_and_the_leg_with_the_last(tokenizer: Toke
 def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(
     tokenizer: Tokenizer, n: int
 ) -> None:
-    asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9)
+    asked = HandoverRequest(do_remote_decode=True, client_max_tokens=9)
     submit, writer = parts(tokenizer, KvTransferParams(), n=n)
-    leg = PrefillRequest(submit, asked, writer)
+    leg = PrefillRequest(submit, asked, AnswerState(), writer)
     (sent,) = leg.submits
     assert (sent.hold, sent.hold_stopped, sent.params.max_tokens) == (True, n == 2, 1)
-    held = KvTransferParams(**TICKET) if n == 2 else None
+    held = KvTransferParams(**TICKET).ticket() if n == 2 else None
     frames = list(leg.frames(RequestUpdate("call-1", [EOS], finish=Finish.STOP, held=held), Load()))
     assert leg.done
     assert frames[0].finish is Finish.STOP
@@ -136,7 +136,7 @@ def test_a_first_token_that_ends_its_choice_ends_the_leg_of_one_choice_only(
     if n == 2:
         params = frames[1].params
         assert params is not None
-        assert params.so_far(2) == [
+        assert params.answer().so_far(2) == [
             ChoiceSoFar(generated=[EOS], sent_text=0, finish=Finish.STOP),
             ChoiceSoFar(),
         ]
@@ -182,7 +182,7 @@ def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(
     leg = decode_leg(tokenizer, transfer, n=2)
     assert list(leg.submits) == []
     assert leg.unneeded is not None
-    assert leg.unneeded.fetch == transfer
+    assert leg.unneeded.fetch == transfer.ticket()
     (frame,) = leg.opening_frames(Load())
     assert (frame.kind, frame.choice, frame.usage) == (FrameKind.END, 1, (20, 3, 0))
     assert frame.payload.endswith(b"data: [DONE]\n\n")
@@ -212,11 +212,11 @@ SCORES = [TokenLogprobs(7, -1.5, (7,), (-1.5,), rank=1)] * 19
 def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(
     tokenizer: Tokenizer,
 ) -> None:
-    asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9, pipelined=True)
+    asked = HandoverRequest(do_remote_decode=True, client_max_tokens=9, pipelined=True)
     wants = {"stream": False, "prompt_logprobs": 1}
     submit, writer = parts(tokenizer, KvTransferParams(), **wants)
-    leg = PrefillRequest(submit, asked, writer)
-    ticket = KvTransferParams(**TICKET)
+    leg = PrefillRequest(submit, asked, AnswerState(), writer)
+    ticket = KvTransferParams(**TICKET).ticket()
     assert list(leg.frames(RequestUpdate("call-1", [], held=ticket), Load())) == []
     update = RequestUpdate(
         "call-1", [65], finish=Finish.LENGTH, held=ticket, prompt_logprobs=SCORES

@@ -21,7 +21,7 @@ from kvrelay.wire.engine_messages import (
     ProbeOffered,
     ProbeRefused,
 )
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 BLOCKS, WORDS = 33, 256
 CPU = torch.device("cpu")
@@ -33,19 +33,17 @@ class FakeConnector:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    def offer(self, request_id: str, block_ids: list[int], num_tokens: int) -> KvTransferParams:
+    def offer(self, request_id: str, block_ids: list[int], num_tokens: int) -> Ticket:
         self.asked.append(("offer", request_id))
-        return KvTransferParams(
-            do_remote_prefill=True, remote_request_id=request_id, remote_block_ids=[block_ids]
-        )
+        return Ticket(remote_request_id=request_id, remote_block_ids=[block_ids])
 
-    def watch(self, request_id: str, params: KvTransferParams) -> None:
+    def watch(self, request_id: str, params: Ticket) -> None:
         self.asked.append(("watch", request_id))
 
     def fetch(self, request_id: str, remote_blocks: list[int], local_blocks: list[int]) -> None:
         self.asked.append(("fetch", request_id, remote_blocks, local_blocks))
 
-    def way(self, params: KvTransferParams) -> Way:
+    def way(self, params: Ticket) -> Way:
         return Way("nixl", {"direct": "no shared memory"})
 
 

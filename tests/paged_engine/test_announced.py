@@ -15,7 +15,7 @@ from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.means import MEMORY_MS
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 BLOCK, EOS = 16, 1
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
@@ -51,7 +51,7 @@ class Run:
             said, max_tokens = said | {"hold": True}, 1
         elif kind == "fetch":
             blocks = list(range(1, 2 + (tokens - 1) // BLOCK))
-            said["fetch"] = KvTransferParams(remote_block_ids=[blocks], num_tokens=tokens)
+            said["fetch"] = Ticket(remote_block_ids=[blocks], num_tokens=tokens)
         elif kind == "fork" and parent is not None:
             said["fork_of"], prompt = parent.request_id, parent.token_ids[: parent.prompt_tokens]
         made = request(f"r{self.names}", prompt, max_tokens, **said)
@@ -190,7 +190,7 @@ def test_what_decodes_elsewhere_has_no_weight_here():
 def test_a_prompt_that_is_fetched_is_no_backlog_until_the_fetch_fails():
     scheduler = make(max_num_seqs=1)
     scheduler.add(request("runs", [3] * 8))
-    fetch = KvTransferParams(remote_block_ids=[[1, 2, 3]], num_tokens=40)
+    fetch = Ticket(remote_block_ids=[[1, 2, 3]], num_tokens=40)
     scheduler.add(request("fetches", [2] * 40, fetch=fetch))
     before = scheduler.load(0.0)
     assert before.waiting_tokens == 8

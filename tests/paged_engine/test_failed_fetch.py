@@ -18,7 +18,7 @@ from kvrelay.paged_engine.step_plan import Chunk, Fetch
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 BLOCK, EOS = 16, 1
 
@@ -43,8 +43,7 @@ def answered(prompt: list[int], count: int) -> list[int]:
 
 def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = True) -> Request:
     blocks = -(-len(prompt) // BLOCK)
-    ticket = KvTransferParams(
-        do_remote_prefill=True,
+    ticket = Ticket(
         num_tokens=len(prompt),
         remote_block_ids=[list(range(500, 500 + blocks))],
     )

@@ -14,7 +14,7 @@ from kvrelay.paged_engine.step_plan import Chunk
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit, Timing
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 PROMPT = [5] * 20
 
@@ -74,7 +74,7 @@ def test_a_step_that_was_launched_behind_another_begins_when_that_ends() -> None
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_request_whose_kv_comes_from_elsewhere(early: bool) -> None:
-    req = request(fetch=KvTransferParams(), generated=[] if early else [7])
+    req = request(fetch=Ticket(), generated=[] if early else [7])
     req.first_scheduled_s = req.fetch_started_s = 10.2
     if early:  # token 1 comes with the KV
         req.token_ids.append(7)
@@ -87,7 +87,7 @@ def test_a_request_whose_kv_comes_from_elsewhere(early: bool) -> None:
 
 
 def test_a_prompt_that_is_computed_after_a_failed_fetch_is_prefill() -> None:
-    req = request(fetch=KvTransferParams())
+    req = request(fetch=Ticket())
     req.first_scheduled_s = req.fetch_started_s = 10.2
     req.fetched_s, req.fetch_error = 10.5, "PeerLost: gone"
     step(req, 16, 10.6, 10.8)

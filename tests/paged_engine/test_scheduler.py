@@ -13,7 +13,7 @@ from kvrelay.paged_engine.step_plan import Chunk, Fetch
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 BLOCK, EOS = 16, 1
 
@@ -205,8 +205,7 @@ def test_a_request_that_stops_by_itself_holds_nothing():
 
 def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = False) -> Request:
     blocks = -(-len(prompt) // BLOCK)
-    params = KvTransferParams(
-        do_remote_prefill=True,
+    params = Ticket(
         num_tokens=len(prompt),
         remote_block_ids=[list(range(500, 500 + blocks))],
     )

@@ -12,7 +12,7 @@ from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.waiting import OVERTAKEN, WaitingLine
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.transfer import Ticket
 
 BLOCK, BUDGET = 16, 64
 
@@ -93,7 +93,7 @@ def test_what_is_fetched_keeps_the_order_of_arrival():
     live: dict[str, Request] = {}
     line = WaitingLine(live, BLOCK)
     for name, tokens in (("first", 400), ("second", 20), ("third", 100)):
-        ticket = KvTransferParams(do_remote_prefill=True, remote_block_ids=[[]], num_tokens=tokens)
+        ticket = Ticket(remote_block_ids=[[]], num_tokens=tokens)
         line.join(request(name, tokens, fetch=ticket))
     assert [each.request_id for each in line.candidates()] == ["first", "second", "third"]
     assert line.tokens == 0

@@ -10,7 +10,7 @@ from router_doubles import SPEAKS
 
 @pytest.fixture(params=["stream", "http"])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Legs over leg streams, and over HTTP."""
+    """NodeClient over leg streams, and over HTTP."""
     SPEAKS["legs"] = request.param == "stream"
     yield
     SPEAKS["legs"] = True

@@ -137,7 +137,7 @@ def handover(call: Call, **fields: Any) -> KvTransferParams:
         "remote_port": 7,
         "generation": "g1",
         "num_tokens": 3,
-        "client_max_tokens": call.params["client_max_tokens"],
+        "client_max_tokens": call.params.get("client_max_tokens", 0),
         "prompt_token_ids": PROMPT_IDS,
         "generated": [11],
         "sent_text": 1,

@@ -22,7 +22,7 @@ from router_doubles import (
     until,
 )
 
-from kvrelay.router.walk.deaths import _FATE_S
+from kvrelay.router.request.deaths import _FATE_S
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import KvTransferParams
@@ -133,7 +133,7 @@ async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_com
 
     p, decodes = prefill(dies_behind_its_ticket), [decode(dies_later), decode(dies_later)]
     async with cluster(p, prefill(), *decodes) as c:
-        c.router.pool.note_unready(c.router.pool.nodes[1], "for this test", time.monotonic())
+        c.router.pool.unready(c.router.pool.nodes[1], "for this test", time.monotonic())
         assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
         assert calls(p, *decodes) == 2
 
@@ -253,7 +253,7 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
 async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_against_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.walk.deaths._FATE_S", 0.2)
+    monkeypatch.setattr("kvrelay.router.request.deaths._FATE_S", 0.2)
 
     async def hang(call: Call) -> None:
         next(each for each in silent if call in each.calls).health_hangs = True

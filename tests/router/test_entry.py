@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.openai_api.tracing import trace_headers
-from kvrelay.router.endings import shown_error
+from kvrelay.router.request_log import shown_error
 from kvrelay.router.router import targets_of
 from kvrelay.wire.errors import NotFound, RequestError
 

@@ -21,7 +21,7 @@ from router_doubles import (
     until,
 )
 
-import kvrelay.router.walk.handoff
+import kvrelay.router.request.run
 from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, State
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import EngineDead, ErrorBody
@@ -73,7 +73,7 @@ async def test_an_answer_that_has_begun_waits_for_a_node_longer_than_for_room(
             d.health_status = 503
         await (cut_after_token if len(d.calls) == 1 else rest)(call)
 
-    monkeypatch.setattr(kvrelay.router.walk.handoff, "ROOM_DEADLINE_S", 0.05)
+    monkeypatch.setattr(kvrelay.router.request.run, "ROOM_DEADLINE_S", 0.05)
     d = decode(by_turns)
     async with cluster(prefill(), d) as c:
         asked = asyncio.create_task(c.text({"stream": stream}))

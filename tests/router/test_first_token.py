@@ -9,7 +9,7 @@ import asyncio
 import pytest
 from router_doubles import DONE, Call, broken, cluster, decode, event, handover, prefill
 
-from kvrelay.router.walk.handoff import Walk
+from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish
 
@@ -52,9 +52,9 @@ async def test_an_end_behind_a_first_token_that_the_decode_leg_has_told_leaves_t
 async def test_a_prefill_leg_that_is_refused_behind_the_end_adds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoded = Walk._decode
+    decoded = RequestRun._decode
 
-    async def slowly(walk: Walk) -> None:
+    async def slowly(walk: RequestRun) -> None:
         await decoded(walk)
         told.set()
         await asyncio.sleep(0.2)
@@ -68,7 +68,7 @@ async def test_a_prefill_leg_that_is_refused_behind_the_end_adds_nothing(
         await call.tokens(11, "a", 1)
         await call.end()
 
-    monkeypatch.setattr(Walk, "_decode", slowly)
+    monkeypatch.setattr(RequestRun, "_decode", slowly)
     told = asyncio.Event()
     async with cluster(prefill(prefill_leg), decode(decode_leg)) as c:
         assert await c.text({"stream": True}) == STREAMED

@@ -24,8 +24,8 @@ from router_doubles import (
 from starlette.requests import Request
 
 from kvrelay.router.relay import Relay
-from kvrelay.router.walk.handoff import Walk
-from kvrelay.router.walk.job import Job
+from kvrelay.router.request.job import Job
+from kvrelay.router.request.run import RequestRun
 from kvrelay.wire.errors import KvrelayError
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("either_way")
 
 def kept() -> Counter[str]:
     """Objects of requests, by their types."""
-    kinds = (Request, Relay, Walk, Job, KvrelayError)
+    kinds = (Request, Relay, RequestRun, Job, KvrelayError)
     return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
 
 

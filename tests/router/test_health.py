@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.membership.health_checks import watching
+from kvrelay.router.nodes.health import watching
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -15,7 +15,7 @@ from tests.router.router_doubles import until
 
 
 class Asked:
-    """Legs and KV events at once: `failures` of the checks raise what nobody thought of."""
+    """NodeClient and KV events at once: `failures` of the checks raise what nobody thought of."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.checks = failures, 0

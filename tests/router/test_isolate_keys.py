@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, Cluster, cluster, decode, prefill, router_over, until
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.vllm import bodies as vllm
-from kvrelay.router.walk.job import (
+from kvrelay.router.request import vllm_bodies as vllm
+from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     Job,

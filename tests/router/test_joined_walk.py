@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from router_doubles import DONE, MODEL, Call, broken, cluster, decode, prefill, until
 
-from kvrelay.router.walk.job import COMPLETIONS_PATH, parse_job, parts_of
+from kvrelay.router.request.job import COMPLETIONS_PATH, parse_job, parts_of
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from kvrelay.router.chores import Chores
-from kvrelay.router.legs.legs import Legs
+from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.vllm.legs import VllmLegs
+from kvrelay.router.request.vllm_requests import VllmLegs
+from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.router_config import RouterConfig
@@ -47,7 +47,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
         return web.Response(status=status, headers={"location": f"{elsewhere}{request.path}"})
 
     async with serving(listens) as elsewhere, serving(moved) as url:
-        legs, chores = Legs(CONFIG, Chores()), Chores()
+        legs, background = NodeClient(CONFIG, BackgroundTasks()), BackgroundTasks()
         node = Node(url, role=Role.PREFILL)
         try:
             assert await legs.health(node) == f"its health check answers {status}"
@@ -63,7 +63,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
                 await VllmLegs(legs).whole(Lease(node, 1), "/whole", b"{}", {})
         finally:
             await legs.close()
-            await chores.finish(1.0)
+            await background.finish(1.0)
     paths = {
         "/health",
         "/empty/health",

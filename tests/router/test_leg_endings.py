@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.router.legs.leg_endings import LegFailed, Refused, ending
+from kvrelay.router.transport.node_errors import AttemptFailed, Refused, ending
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
@@ -11,7 +11,7 @@ from kvrelay.wire.outputs import Load
 @pytest.mark.parametrize(("backlog_ms", "seconds"), [(0.0, 1), (400.0, 1), (2_100.0, 3), (1e9, 60)])
 def test_a_client_is_told_when_what_waits_is_computed(backlog_ms: float, seconds: int) -> None:
     load, taken = Load(backlog_ms=backlog_ms), list[Frame]()
-    for status, kind in ((429, Refused), (503, LegFailed)):
+    for status, kind in ((429, Refused), (503, AttemptFailed)):
         frame = Frame(
             FrameKind.ERROR, error=ErrorBody("full", "overloaded_error"), status=status, load=load
         )

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS
 
-from kvrelay.router.nodes.health import NodeHealth
+from kvrelay.router.nodes.doors import Doors
 from kvrelay.router.nodes.members import Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import LINK_MS, Placement, Refuse, Wait
-from kvrelay.router.walk.job import CHAT_PATH, Job, Targets, parse_job, prefix_of
-from kvrelay.router.walk.placer import Found, Placer
+from kvrelay.router.request.job import CHAT_PATH, Job, Slo, parse_job, prefix_of
+from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
 from kvrelay.wire.outputs import Load
@@ -44,8 +44,8 @@ class Rig:
         self.pool = Pool(
             [f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)]
         )
-        self.node_health = NodeHealth(self.pool, random.Random(1))
-        self.placer = Placer(RouterConfig(**config), self.pool, self.node_health, random.Random(1))
+        self.doors = Doors(self.pool, random.Random(1))
+        self.placer = Placer(RouterConfig(**config), self.pool, self.doors, random.Random(1))
         for node in self.pool.nodes:
             self.says(node.url[7:])
 
@@ -55,16 +55,16 @@ class Rig:
         report = HealthReport(
             node.role, "m", load=load, generation=name, kv=kv, costs=COSTS, max_gap_ms=50.0
         )
-        self.pool.note_report(node, report, 1.0, 1.0)
+        self.pool.report(node, report, 1.0, 1.0)
         return node
 
     def found(self, job: Job, **how: Any) -> tuple[str, str]:
         found = self.placer.find(self.placer.wanted(job, None), **how)
-        assert isinstance(found, Found)
+        assert isinstance(found, ChosenNodes)
         return found.placement.prefill[7:], found.placement.decode[7:]
 
 
-def job(targets: Targets = Targets(), **fields: Any) -> Job:  # noqa: B008 - a value
+def job(targets: Slo = Slo(), **fields: Any) -> Job:  # noqa: B008 - a value
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 4_000}], **fields}
     return parse_job(json.dumps(body).encode(), CHAT_PATH, "id", 1, 7, targets=targets)
 
@@ -107,28 +107,28 @@ def test_targets_come_of_the_card_and_no_target_buys_priority() -> None:
     placer = Rig().placer
     usual = placer.wanted(job(), None).request
     assert (usual.ttft_ms, usual.tpot_ms) == (25 * 4 + 2.2 * 0.02 * usual.tokens, 16)
-    told = placer.wanted(job(Targets(0.125, 0.02)), None).request
+    told = placer.wanted(job(Slo(0.125, 0.02)), None).request
     assert (told.ttft_ms, told.tpot_ms) == (125, 20)
-    greedy = placer.wanted(job(Targets(0.001, 0.001)), None).request
+    greedy = placer.wanted(job(Slo(0.001, 0.001)), None).request
     assert (greedy.ttft_ms, greedy.tpot_ms) == (usual.ttft_ms / 2, 8)
     assert usual.ttft_limit_ms == math.inf
 
 
 def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None:
     rig = Rig()
-    late = job(Targets(0.010, None))
+    late = job(Slo(0.010, None))
     wanted = rig.placer.limited(rig.placer.wanted(late, None), late.targets)
     refused = rig.placer.find(wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
-    unknown = Placer(RouterConfig(), Pool([], []), rig.node_health, random.Random(1))
+    unknown = Placer(RouterConfig(), Pool([], []), rig.doors, random.Random(1))
     assert unknown.limited(wanted, late.targets) is wanted
 
 
 def test_what_is_taken_counts_until_it_is_given_back() -> None:
     rig = Rig()
     found = rig.placer.find(rig.placer.wanted(job(), None))
-    assert isinstance(found, Found)
+    assert isinstance(found, ChosenNodes)
     placed = rig.placer.take(found)
     assert placed.prefill is not None
     assert (placed.prefill.node.url, placed.decode.node.state.rows) == ("http://p0", 1)
@@ -162,7 +162,7 @@ def test_a_policy_chooses_the_node_of_its_role() -> None:
     ways = []
     for _ in range(4):
         found = rig.placer.find(rig.placer.wanted(job(), None))
-        assert isinstance(found, Found)
+        assert isinstance(found, ChosenNodes)
         ways.append((found.prefill.url[7:], found.decode.url[7:]))
         rig.placer.give_back(rig.placer.take(found))
     assert ways == [("p0", "d0"), ("p1", "d1")] * 2
@@ -186,7 +186,7 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("p0", kv=OTHER_KV)
     rig.says("d0", kv=OTHER_KV)
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
-    rig.node_health.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
     rig.says("d1")
     assert rig.found(job()) == ("d1", "d1")
@@ -202,10 +202,10 @@ def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
     report = HealthReport(
         P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0)
     )
-    rig.pool.note_report(node, report, 2.0, 2.0)
+    rig.pool.report(node, report, 2.0, 2.0)
     assert node.state.costs == COSTS
-    rig.node_health.links.observe("http://p0", "http://d0", wrong)
-    assert rig.node_health.links.ms("http://p0", "http://d0") == LINK_MS
+    rig.doors.links.saw("http://p0", "http://d0", wrong)
+    assert rig.doors.links.ms("http://p0", "http://d0") == LINK_MS
 
 
 def test_who_needs_more_than_half_of_all_room_waits_for_half_of_it() -> None:
@@ -232,14 +232,14 @@ def test_kv_that_lies_on_a_prefill_node_wants_a_decode_node_alone() -> None:
     peer = rig.pool.nodes[0]
     wanted = rig.placer.wanted(job(), None, 1_000, peer)
     found = rig.placer.find(wanted)
-    assert isinstance(found, Found)
+    assert isinstance(found, ChosenNodes)
     assert (found.prefill, found.decode.url, found.placement.spills) == (peer, "http://d1", False)
     placed = rig.placer.take(found)
     assert (placed.prefill, placed.decode.tokens, peer.state.is_idle) == (None, 0, True)
     for name in ("d0", "d1"):
         rig.says(name, msgspec.structs.replace(ROOMY, free_blocks=0, running=1))
     assert isinstance(rig.placer.find(wanted), Wait)
-    assert isinstance(rig.placer.find(wanted, anyway=True), Found)
+    assert isinstance(rig.placer.find(wanted, anyway=True), ChosenNodes)
     for name in ("d0", "d1"):
         rig.says(name, kv=msgspec.structs.replace(OTHER_KV, computes_prompts=False))
     with pytest.raises(KvNotLoaded, match="kv_dtype"):
@@ -251,7 +251,7 @@ def test_kv_on_a_prefill_node_that_was_removed_is_fetched_all_the_same() -> None
     peer = rig.pool.nodes[0]
     rig.pool.remove(peer.url, [Source.STATIC], 2.0)
     found = rig.placer.find(rig.placer.wanted(job(), None, 1_000, peer))
-    assert isinstance(found, Found)
+    assert isinstance(found, ChosenNodes)
     assert (found.prefill, found.decode.url) == (peer, "http://d0")
 
 
@@ -274,13 +274,13 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
 def test_a_pair_that_failed_lately_is_a_long_way() -> None:
     rig = Rig(1, 2)
     p, d0, _ = rig.pool.nodes
-    rig.node_health.kv_failed(p, d0, "PeerLost", time.monotonic())
+    rig.doors.kv_failed(p, d0, "PeerLost", time.monotonic())
     assert {rig.found(job(user=str(at)))[1] for at in range(20)} == {"d1"}
 
 
 def test_nodes_that_rest_are_waited_for() -> None:
     rig = Rig(1, 1)
-    rig.node_health.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
     with pytest.raises(Overloaded):
         rig.found(job())
 

@@ -16,7 +16,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.held_blocks import HeldBlocks
 from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
-from kvrelay.router.walk.job import CHAT_PATH, parse_job, prefix_of
+from kvrelay.router.request.job import CHAT_PATH, parse_job, prefix_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.hashes import extend
 from kvrelay.wire.outputs import PromptBlocks
@@ -363,7 +363,7 @@ def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
 def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
     pool = Pool(["http://p1", "http://p2"], [])
     for at, node in enumerate(pool.nodes):
-        pool.note_report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
+        pool.report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
     text, first = Prefix.of(1, SYSTEM.encode()), pool.nodes[0]
     lease = pool.hold(first, Share(), 100, text, cached(pool.prefixes, text))
     assert lease.cached_tokens == 0
@@ -374,5 +374,5 @@ def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
         assert lease.cached_tokens > 0.9 * len(SYSTEM) / 4
         assert set(has) == {first.url}
         pool.give_back(lease)
-    pool.note_report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
+    pool.report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
     assert not cached(pool.prefixes, text)

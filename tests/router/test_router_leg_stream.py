@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
-from kvrelay.router.legs.leg_endings import LegFailed, Refused
-from kvrelay.router.legs.leg_stream import LegStream, LegStreams
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
+from kvrelay.router.transport.node_errors import AttemptFailed, Refused
+from kvrelay.router.transport.node_stream import NodeStream, NodeStreams
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.frames import Frame, FrameKind
@@ -35,7 +35,7 @@ MEGABYTE = 1 << 20
 
 
 class Transport:
-    """What a LegStream says to its node."""
+    """What a NodeStream says to its node."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -67,10 +67,10 @@ class Transport:
 
 
 class Stream:
-    """A LegStream without a network."""
+    """A NodeStream without a network."""
 
     def __init__(self) -> None:
-        self.end = LegStream(b"POST /kv/legs HTTP/1.1\r\n\r\n")
+        self.end = NodeStream(b"POST /kv/legs HTTP/1.1\r\n\r\n")
         self.transport = Transport()
         self.end.connection_made(cast(asyncio.Transport, self.transport))
         self.node = Node("http://n", role=Role.DECODE)
@@ -139,7 +139,7 @@ async def test_a_leg_that_nobody_waits_for_is_cancelled_and_others_go_on(stream:
 
 
 async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> None:
-    for status, kind in ((400, Refused), (503, LegFailed)):
+    for status, kind in ((400, Refused), (503, AttemptFailed)):
         leg = stream.leg(lambda _: None)
         await asyncio.sleep(0)
         error = ErrorBody("no", "some_error", "top_p")
@@ -153,7 +153,7 @@ async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> Non
     leg = stream.leg(lambda _: None)
     await asyncio.sleep(0)
     stream.hear(message(Kind.OVER, stream.end._numbers))
-    with pytest.raises(LegFailed, match="cut before its end"):
+    with pytest.raises(AttemptFailed, match="cut before its end"):
         await leg
     assert not stream.transport.aborted
 
@@ -176,7 +176,7 @@ async def test_what_no_node_says_ends_the_stream_and_all_of_its_legs(
     await asyncio.sleep(0)
     stream.end.data_received(said)
     for leg in legs:
-        with pytest.raises(LegFailed):
+        with pytest.raises(AttemptFailed):
             await leg
     assert stream.end.broken
     assert stream.transport.aborted
@@ -206,7 +206,7 @@ async def test_a_silent_stream_is_given_up(stream: Stream) -> None:
     stream.end.ping(20.0, 6.0)
     assert not stream.end.broken
     stream.end.ping(22.5, 6.0)
-    with pytest.raises(LegFailed) as why:
+    with pytest.raises(AttemptFailed) as why:
         await leg
     assert "silent for 6.5 s" in why.value.detail
 
@@ -306,7 +306,7 @@ async def test_a_node_of_version_1_is_told_a_prompt_as_version_1_has_it() -> Non
     async def packs(call: Call) -> None:
         told = (
             {"packed_prompt": packed(ids), "prompt_token_ids": None}
-            if call.params["leg_version"] > 1
+            if call.params.get("leg_version", 1) > 1
             else {}
         )
         await call.tokens(11, "a", 1)
@@ -424,7 +424,7 @@ async def test_checks_that_overlap_open_one_stream_and_leave_none_behind() -> No
     report = HealthReport(Role.DECODE, "tiny", leg_stream=LEGS.oldest)
     async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
         node = Node(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", role=Role.DECODE)
-        streams = LegStreams({}, False, 5.0, 5.0)
+        streams = NodeStreams({}, False, 5.0, 5.0)
 
         def check() -> asyncio.Task[None]:
             return asyncio.ensure_future(streams.heard(node, report))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.walk.job import CHAT_PATH, parse_job
-from kvrelay.router.walk.progress import Diverged, Place, Progress
+from kvrelay.router.request.job import CHAT_PATH, parse_job
+from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
@@ -32,26 +32,26 @@ HANDOVER = KvTransferParams(
 )
 
 
-def progress(**fields: Any) -> Progress:
+def progress(**fields: Any) -> AnswerProgress:
     body = {"model": "m", "messages": [], "stream": True, "max_tokens": 8, **fields}
-    return Progress(parse_job(msgspec.json.encode(body), CHAT_PATH, "id", 99, 5))
+    return AnswerProgress(parse_job(msgspec.json.encode(body), CHAT_PATH, "id", 99, 5))
 
 
 def tokens(*ids: int, sent: int, payload: bytes = b"x", **more: Any) -> Frame:
     return Frame(FrameKind.TOKENS, payload, list(ids), sent, **more)
 
 
-def known(state: Progress) -> list[int]:
+def known(state: AnswerProgress) -> list[int]:
     return state.decode_params().generated or state._choices[0].generated
 
 
-def take(state: Progress, frame: Frame) -> bool:
+def take(state: AnswerProgress, frame: Frame) -> bool:
     """A frame of the leg that goes on where the answer stands."""
     at = {choice: len(each.generated) for choice, each in state._choices.items()}
-    return state.take(frame, Place(at, decoding=state.handover is not None))
+    return state.take(frame, FramePosition(at, decoding=state.handover is not None))
 
 
-def handed_over(payload: bytes = b"x", **fields: Any) -> Progress:
+def handed_over(payload: bytes = b"x", **fields: Any) -> AnswerProgress:
     state = progress(**fields)
     take(state, tokens(11, sent=1, payload=payload))
     take(state, Frame(FrameKind.HANDOVER, params=HANDOVER))
@@ -130,12 +130,12 @@ TICKET = msgspec.structs.replace(
 )
 
 
-def begun(**fields: Any) -> tuple[Progress, Place, Place]:
+def begun(**fields: Any) -> tuple[AnswerProgress, FramePosition, FramePosition]:
     """A ticket is there; a prefill leg and a decode leg go on side by side."""
-    state, prefill = progress(**fields), Place()
+    state, prefill = progress(**fields), FramePosition()
     assert not state.take(Frame(FrameKind.TICKET, params=TICKET), prefill)
     assert state.decode_params() is TICKET
-    return state, prefill, Place.behind(TICKET)
+    return state, prefill, FramePosition.behind(TICKET)
 
 
 @pytest.mark.parametrize("prefill_first", [True, False])
@@ -210,8 +210,12 @@ def test_every_choice_goes_on_where_the_client_has_it() -> None:
         None,
     )
     ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
-    assert params.so_far(3) == [ChoiceSoFar(generated=[11, 12], sent_text=2), ended, ChoiceSoFar()]
-    again = Place.behind(params)
+    assert params.answer().so_far(3) == [
+        ChoiceSoFar(generated=[11, 12], sent_text=2),
+        ended,
+        ChoiceSoFar(),
+    ]
+    again = FramePosition.behind(params)
     assert state.take(tokens(31, sent=1, choice=2), again)
     assert state.take(tokens(13, sent=3, finish=Finish.LENGTH), again)
     assert state.take(Frame(FrameKind.END, b"x", [32], 2, choice=2, finish=Finish.LENGTH), again)
@@ -228,7 +232,7 @@ def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:
     state.take(Frame(FrameKind.HANDOVER, params=over), prefill)
     assert state.decode_params() is over
     assert state.take(tokens(21, sent=1, choice=1), decode)
-    assert state.decode_params().so_far(2) == [
+    assert state.decode_params().answer().so_far(2) == [
         ChoiceSoFar(
             generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP
         ),
@@ -241,7 +245,7 @@ def test_of_an_answer_whose_choices_have_all_ended_only_the_end_is_missing() -> 
     take(state, tokens(12, sent=2, finish=Finish.LENGTH))
     params = state.decode_params()
     assert (params.generated, params.finish) == ([11, 12], Finish.LENGTH)
-    assert state.take(Frame(FrameKind.END, b"[DONE]"), Place.behind(params))
+    assert state.take(Frame(FrameKind.END, b"[DONE]"), FramePosition.behind(params))
     assert state.ended
 
 
@@ -263,10 +267,14 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
     answer = {
         choice: [choice * 10 + at for at in range(length)] for choice, length in enumerate(lengths)
     }
-    state, prefill, heard = progress(n=len(lengths)), Place(), {choice: [] for choice in answer}  # type: ignore[var-annotated]
+    state, prefill, heard = (
+        progress(n=len(lengths)),
+        FramePosition(),
+        {choice: [] for choice in answer},
+    )  # type: ignore[var-annotated]
     ends = dict.fromkeys(answer, 0)
 
-    def tell(frame: Frame, place: Place) -> None:
+    def tell(frame: Frame, place: FramePosition) -> None:
         if state.take(frame, place):
             heard[frame.choice] += frame.token_ids
             ends[frame.choice] += frame.finish is not None
@@ -284,14 +292,17 @@ def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
     state.take(Frame(FrameKind.TICKET, params=ticket), prefill)
     for pieces, *_ in [*legs, ([(choice, 3) for choice in range(4)] * 5, False)]:
         params = state.decode_params()
-        place = Place.behind(params)
+        place = FramePosition.behind(params)
         said = {
-            choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))
+            choice: len(each.generated)
+            for choice, each in enumerate(params.answer().so_far(len(lengths)))
         }
         over_already = {
-            choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish
+            choice
+            for choice, each in enumerate(params.answer().so_far(len(lengths)))
+            if each.finish
         }
-        for each in params.so_far(len(lengths)):
+        for each in params.answer().so_far(len(lengths)):
             assert len(each.logprobs) == len(each.generated)
         for choice, count in pieces:
             if late and data.draw(st.booleans()):
@@ -318,12 +329,12 @@ def test_a_claim_that_comes_again_behind_the_decode_leg_that_has_fetched_it_is_s
     state = handed_over()
     take(state, tokens(12, sent=2))
     state.compute_again()
-    again = Place(again=True)
+    again = FramePosition(again=True)
     claim = msgspec.structs.replace(HANDOVER, remote_request_id="again")
     state.take(Frame(FrameKind.TICKET, params=claim), again)
     params = state.decode_params()
     assert (params.remote_request_id, params.generated) == ("again", [11, 12])
-    state.take(tokens(13, sent=3), Place.behind(params))
+    state.take(tokens(13, sent=3), FramePosition.behind(params))
     state.take(Frame(FrameKind.HANDOVER, params=claim), again)
     assert state.decode_params().remote_request_id is None
     assert state.settled

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from router_doubles import Call, cluster, decode, event, handover, prefill, until
 
-from kvrelay.router.timeline import Timeline
+from kvrelay.router.request.timeline import Timeline
 from kvrelay.wire.frames import Frame, FrameKind
 
 PREFILL = {"queue": 2.0, "prefill": 30.0}

@@ -270,7 +270,7 @@ async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_
         == "".join(event(f"<{token}>").decode() for token in (11, 21, 12, 31, 13, 22))
         + DONE.decode()
     )
-    assert params_of(good.calls[0]).so_far(3) == [
+    assert params_of(good.calls[0]).answer().so_far(3) == [
         ChoiceSoFar(
             generated=[11, 12],
             logprobs=[TokenLogprobs(11, -1.1), TokenLogprobs(12, -1.2)],
@@ -407,7 +407,7 @@ async def test_the_connection_of_a_finished_leg_is_used_again() -> None:
     async with cluster(prefill(note_peer, legs=0), decode(legs=0), health_interval_s=5) as c:
         for _ in range(3):
             await c.text()
-            await until(lambda: not c.router.chores._tasks)
+            await until(lambda: not c.router.background._tasks)
         assert len(set(peers)) == 1
 
 
@@ -440,7 +440,7 @@ async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_
     caplog.set_level(logging.INFO, "kvrelay.router")
     d = decode()
     async with cluster(prefill(), d) as c:
-        c.node(d).state.set_costs(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
+        c.node(d).state.measured(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
         async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
             assert answer.status == 429
         (line,) = [message for message in caplog.messages if "status=429" in message]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.legs.leg_endings import told_error
 from kvrelay.router.nodes.node import HealthReport, NodeKind
-from kvrelay.router.vllm.bodies import (
+from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from kvrelay.router.request.vllm_bodies import (
     decode_body,
     error_in,
     forces_tools,
@@ -23,8 +23,8 @@ from kvrelay.router.vllm.bodies import (
     prefill_body,
     undivided_because,
 )
-from kvrelay.router.vllm.report import report_of
-from kvrelay.router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from kvrelay.router.transport.node_errors import told_error
+from kvrelay.router.transport.vllm_health import report_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.outputs import Load
@@ -145,7 +145,7 @@ def test_an_error_event_is_found_wherever_it_stands(
 
 
 def test_an_error_without_a_shape_keeps_its_status() -> None:
-    assert told_error(b'{"detail":"Not Found"}', 404)[1] == 404
+    assert told_error(b'{"detail":"Not ChosenNodes"}', 404)[1] == 404
     assert told_error(b"oops", 502)[1] == 502
     assert told_error(b'{"error":{"message":"m","type":"t","code":"x"}}', 409)[0].code == "x"
 

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.reply import Reply
-from kvrelay.router.vllm.measured import prefilled, streamed
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.vllm_measured import prefilled, streamed
 from kvrelay.wire.config import Role
 from tests.router.router_doubles import cluster
 from tests.router.vllm_doubles import DONE, Call, Store, VllmNode, ok, pair

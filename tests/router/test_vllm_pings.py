@@ -14,9 +14,9 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.router.membership.vllm_pings import EXPIRY_S, PingBook, hearing_pings
 from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.vllm.pings import EXPIRY_S, PingBook, hearing_pings
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.router_config import RouterConfig

@@ -42,8 +42,8 @@ from router_doubles import (
     until,
 )
 
-import kvrelay.router.legs.leg_watch
-import kvrelay.router.nodes.health
+import kvrelay.router.nodes.doors
+import kvrelay.router.transport.leg_watch
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded
 from kvrelay.wire.frames import Frame, FrameKind
@@ -180,7 +180,7 @@ async def priced(p: FakeNode, d: FakeNode, **config: object) -> tuple[int, int, 
     """
     async with cluster(p, d, **{"strict_roles": False} | config) as c:
         for node in (p, d):
-            c.node(node).state.set_costs(COSTS, 50.0)
+            c.node(node).state.measured(COSTS, 50.0)
         assert await c.text({"stream": True}) == STREAMED
         return (
             len(p.calls),
@@ -344,7 +344,7 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
         assert c.metric("kvrelay_failovers_total", leg="decode") == 0
         assert c.node(busy).up
         assert (
-            c.router.node_health.breaker(c.node(busy), Role.DECODE).shown(time.monotonic()).state
+            c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic()).state
             == "closed"
         )
         assert p.released == []
@@ -368,7 +368,7 @@ async def test_what_a_decode_node_does_not_take_goes_to_one_that_can_fetch_it_to
 async def test_full_prefill_nodes_that_are_slow_to_say_so_do_not_hold_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.walk.handoff.ROOM_DEADLINE_S", 2.0)
+    monkeypatch.setattr("kvrelay.router.request.run.ROOM_DEADLINE_S", 2.0)
 
     async def slowly(call: Call) -> object:
         await asyncio.sleep(1.1)  # longer than it rests
@@ -398,7 +398,7 @@ async def test_when_all_prefill_nodes_rest_the_client_is_told_for_how_long() -> 
 async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.walk.handoff._RENEW_S", 0.05)
+    monkeypatch.setattr("kvrelay.router.request.run._RENEW_S", 0.05)
 
     async def full_once(call: Call) -> object:
         if len(d.calls) == 1:
@@ -527,8 +527,8 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
 async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(kvrelay.router.legs.leg_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kvrelay.router.nodes.doors, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
     hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
         assert await c.text({"stream": True}) == STREAMED
@@ -542,8 +542,8 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(kvrelay.router.legs.leg_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kvrelay.router.nodes.doors, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
 
     async def slow_prompt(call: Call) -> None:
         early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)

@@ -238,7 +238,7 @@ class VllmEvents:
             self._router.close(0)
 
     def script(self) -> Script:
-        """Legs that go through the cache, and say of it what the version says."""
+        """NodeClient that go through the cache, and say of it what the version says."""
 
         async def leg(call: Call) -> web.StreamResponse | None:
             tokens, salt = prompt_of(call.body), call.body.get("cache_salt") or ""

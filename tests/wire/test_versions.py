@@ -144,10 +144,10 @@ def test_a_packed_prompt_is_unpacked_for_legs_of_version_1(ids: list[int]) -> No
     old, new = ticket.in_version(1), ticket.in_version(2)
     assert (old.prompt_token_ids, old.packed_prompt, old.leg_version) == (ids, None, 1)
     assert (new.prompt_token_ids, new.packed_prompt, new.leg_version) == (None, packed(ids), 2)
-    assert old.prompt() == new.prompt() == ids
-    assert (old.prompt_tokens, new.prompt_tokens) == (len(ids), len(ids))
+    assert old.answer().prompt() == new.answer().prompt() == ids
+    assert old.answer().prompt_tokens == new.answer().prompt_tokens == len(ids)
     assert (
-        KvTransferParams(prompt_token_ids=ids).in_version(2).prompt() == ids
+        KvTransferParams(prompt_token_ids=ids).in_version(2).answer().prompt() == ids
     )  # of a node of version 1, for one of 2
 
 

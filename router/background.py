@@ -1,0 +1,60 @@
+"""Tasks beside others: small work that outlives its request (releases, draining a connection), and
+work of a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvrelay.wire.errors import without_frames
+
+__all__ = ["BackgroundTasks", "cancel_and_wait", "running_task"]
+
+
+async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs of these, and wait for it. What they raise was raised before, or
+    nobody wants to know.
+    """
+    late = [task for task in tasks if not task.done()]
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late)
+    for task in tasks:
+        try:
+            task.result()  # seen: else the event loop complains, and the task keeps the traceback
+        except (Exception, asyncio.CancelledError) as why:  # noqa: BLE001 - whatever it was
+            without_frames(why)
+
+
+@asynccontextmanager
+async def running_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do `work` for the length of the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await cancel_and_wait([task])
+
+
+class BackgroundTasks:
+    """A set of background tasks. Each has a deadline of its own, and none raises."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run `work` beside the caller, who may be cancelled already."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self, deadline_s: float) -> None:
+        """Wait for what still runs; cancel what is late."""
+        if self._tasks:
+            _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
+            for task in late:
+                task.cancel()

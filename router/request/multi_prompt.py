@@ -1,0 +1,117 @@
+"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.router.admission.poison import DEATHS
+from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.request.job import Job
+from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.reply import Reply
+from kvrelay.router.request.run import RequestRun
+from kvrelay.router.request.timeline import Timeline
+
+__all__ = ["MultiPromptRun"]
+
+
+class MultiPromptRun:
+    """A walk for each prompt; `run` once. The first that fails ends the others, and each gives back
+    what it took.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        parts: Sequence[Job],
+        arrived: float,
+        walk: Callable[[Job, Timeline, Reply], RequestRun],
+        first_token: asyncio.Event,
+    ) -> None:
+        """`walk` makes the walk of one part. `first_token` is set when a node has told a token of
+        any.
+        """
+        self.job, self._first_token = job, first_token
+        self.reply = Reply()
+        # Events are joined as they come, bodies when they are there.
+        self.parts = [
+            walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts
+        ]
+        """The walks of the prompts."""
+        self.placed: PlacementLeases | None = None
+        """Where the first was placed, if its turn has come with a place."""
+
+    def wanted(self) -> PlacementQuery:
+        """Say what its first part wants; the others are placed when it begins."""
+        return self.parts[0].wanted()
+
+    @property
+    def timeline(self) -> Timeline:
+        """That of the walk which ended last, or is not over."""
+        return max(
+            (walk.timeline for walk in self.parts), key=lambda each: each.last_token or each.arrived
+        )
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of all prompts; None until all are known."""
+        counts = [walk.prompt_tokens for walk in self.parts]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all prompts."""
+        return sum(walk.output_tokens for walk in self.parts)
+
+    @property
+    def answers(self) -> int:
+        """How many come beside each other."""
+        return sum(walk.answers for walk in self.parts)
+
+    @property
+    def placement(self) -> str:
+        """Of all walks."""
+        return "; ".join(walk.placement for walk in self.parts)
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Of all walks."""
+        prefill, decode = ({walk.nodes[leg] for walk in self.parts} for leg in (0, 1))
+        return ",".join(sorted(prefill)), ",".join(sorted(decode))
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be
+        answered.
+
+        Until a node has told a token no more than DEATHS prompts are under way: a request that ends
+        its nodes ends no more of them by having many prompts.
+        """
+        self.parts[0].placed = self.placed
+        tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:DEATHS]]
+        told = asyncio.create_task(self._first_token.wait())
+        try:
+            await asyncio.wait([told, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not any(task.done() and task.exception() for task in tasks):
+                tasks += [asyncio.create_task(walk.run()) for walk in self.parts[DEATHS:]]
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel_and_wait([told, *tasks])
+        self.reply.put(self._end())
+
+    def _end(self) -> bytes:
+        if self.job.stream:
+            end = joined_end(
+                [walk.counts for walk in self.parts],
+                include_usage=self.job.include_usage,
+                response_id=self.job.response_id,
+                created=self.job.created,
+                model=self.job.model,
+            )
+        else:
+            end = joined_body([walk.reply.kept() for walk in self.parts])
+        return self.timeline.stamped(end, time.monotonic()) if self.job.wants_stages else end

@@ -1,0 +1,379 @@
+"""Places requests: which nodes may take one now, what is known of it, and the places that it gets.
+
+Owns no decision: router/placement.py chooses. An operator who names a policy for a role has it
+choose that role's node instead, and no prompt spills then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+from kvrelay.router.node_load import UNKNOWN, Share, default_targets
+from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.node import Lease, Node, NodeKind
+from kvrelay.router.nodes.pairing import unlike
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import (
+    Cluster,
+    Placement,
+    PlacementRequest,
+    Refuse,
+    Wait,
+    place,
+    place_decode,
+    place_prefill,
+    shares_of,
+)
+from kvrelay.router.policies import POLICIES, Ask
+from kvrelay.router.prefix.index import Prefix
+from kvrelay.router.request.job import Job, Slo
+from kvrelay.wire.announced import FIRST_OUTPUT
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
+from kvrelay.wire.means import RunningMean
+from kvrelay.wire.router_config import PRICE, RouterConfig
+from kvrelay.wire.transfer import KvFacts
+
+__all__ = ["ChosenNodes", "PlacementLeases", "Placer", "PlacementQuery"]
+
+_OUTPUTS_MEAN = 64
+_MOST_OUTPUT = 16_384.0
+_LEAST_TARGET, _MOST_TARGET = 0.5, 10.0
+"""A target counts for no less than this share of what users of such nodes expect, or it would buy
+priority; and for no more than so many times.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementQuery:
+    """What is asked for one prompt."""
+
+    model: str
+    request: PlacementRequest
+    session: str
+    prefix: Prefix | None
+    peer: Node | None
+    """A prefill node that has its KV: only a decode node is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenNodes:
+    """A placement, and the nodes of it, on which nothing is taken yet."""
+
+    wanted: PlacementQuery
+    placement: Placement
+    prefill: Node
+    decode: Node
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementLeases:
+    """The places that one prompt has. Without `prefill` it is computed on its decode node."""
+
+    wanted: PlacementQuery
+    placement: Placement
+    prefill: Lease | None
+    decode: Lease
+
+
+class Placer:
+    """One for all requests of a router."""
+
+    def __init__(self, config: RouterConfig, pool: Pool, doors: Doors, rng: random.Random) -> None:
+        self._pool, self._doors, self._rng = pool, doors, rng
+        self._outputs: dict[str, RunningMean] = {}
+        self.waiting: Counter[str] = Counter()
+        """By model, requests that have begun and wait for a place again."""
+        self.take_over(config)
+
+    def take_over(self, config: RouterConfig) -> None:
+        """FramePosition by this configuration from now on."""
+        self._policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        self._spills = not config.strict_roles and set(self._policies.values()) == {PRICE}
+
+    # --- what is known of a request
+    # -------------------------------------------------------------------------------
+
+    def wanted(
+        self, job: Job, prefix: Prefix | None, tokens: int = 0, peer: Node | None = None
+    ) -> PlacementQuery:
+        """Say what one prompt wants. `tokens`: of it and of what it has generated, if that is known
+        better.
+        """
+        length, cached = (
+            self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
+        )
+        tokens = max(1, tokens or length)
+        ttft_ms, tpot_ms = default_targets(self._pool.typical(job.model), tokens)
+        answers = max(job.choices, job.best_of)
+        told = job.targets
+        request = PlacementRequest(
+            tokens,
+            1.0 if job.prompt_only else self.expected_output(job.model) * answers,
+            _bounded(told.ttft_s, ttft_ms),
+            _bounded(told.tpot_s, tpot_ms),
+            job.max_tokens * answers or math.inf,
+            tie=crc32(job.id.encode()),
+            cached=cached,
+        )
+        return PlacementQuery(job.model, request, job.session, prefix, peer)
+
+    def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
+        """Have a request refused, or wait, that cannot be served within the targets that it was
+        told.
+
+        Nodes that have not said what they cost refuse nobody.
+        """
+        if self._pool.typical(wanted.model) is UNKNOWN:
+            return wanted
+        ttft_ms, tpot_ms = ((each or math.inf) * 1e3 for each in (targets.ttft_s, targets.tpot_s))
+        return replace(
+            wanted, request=replace(wanted.request, ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms)
+        )
+
+    def expected_output(self, model: str) -> float:
+        """Return how many tokens an answer of this model has: a mean over those that have ended."""
+        mean = self._outputs.get(self._pool.base_of(model))
+        return FIRST_OUTPUT if mean is None else mean.value
+
+    def answered(
+        self, model: str, tokens: int, prefix: Prefix | None = None, prompt_tokens: int = 0
+    ) -> None:
+        """Learn from an answer that has ended with so many tokens, and from its prompt's length."""
+        if prefix is not None:
+            self._pool.prefixes.counted(prefix, prompt_tokens)
+        if tokens and (base := self._pool.base_of(model)):
+            mean = self._outputs.setdefault(base, RunningMean(FIRST_OUTPUT, _OUTPUTS_MEAN))
+            mean.add(min(tokens, _MOST_OUTPUT))
+
+    # --- where to
+    # ------------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        wanted: PlacementQuery,
+        tried_prefill: Collection[Node] = (),
+        tried_decode: Collection[Node] = (),
+        *,
+        anyway: bool = False,
+        spills: bool = True,
+        alone: bool = False,
+    ) -> ChosenNodes | Wait | Refuse:
+        """Choose nodes that have not been tried. Raises NoNode, Overloaded, KvNotLoaded if there
+        are none.
+
+        `anyway`: also where there is no room for its KV. Without `spills` a decode node computes
+        its prompt only if no prefill node can; `alone`: none is asked.
+        """
+        now, request = time.monotonic(), wanted.request
+        if anyway:  # a part of its answer is there
+            request = replace(
+                request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
+            )
+        decode = self._takers(Role.DECODE, wanted, tried_decode, now)
+        able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
+        groups = (
+            []
+            if alone and wanted.peer is None
+            else self._groups(self._sources(wanted, tried_prefill, now), decode)
+        )
+        if not groups:
+            if not able:
+                return self._nowhere(wanted, tried_prefill, now)
+            groups = [([], able)]
+        link_ms = self._doors.link_ms(now)
+        if wanted.peer is not None:
+            states = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
+            placed = place_decode(request, states, wanted.peer.url, link_ms)
+            return placed if isinstance(placed, Wait) else self._found(wanted, placed)
+        computes = None if len(able) == len(decode) else {node.url for node in able}.__contains__
+        ways, others = list[Placement](), list[Wait | Refuse]()
+        for sources, targets in groups:
+            cluster = Cluster(
+                [node.state for node in self._by_policy(Role.PREFILL, wanted, sources)],
+                [node.state for node in self._by_policy(Role.DECODE, wanted, targets)],
+                link_ms,
+                self._spills and spills,
+                computes,
+            )
+            way = place(request, cluster)
+            if isinstance(way, Placement):
+                ways.append(way)
+            else:
+                others.append(way)
+        if ways:
+            return self._found(wanted, min(ways, key=lambda way: way.price))
+        return next((other for other in others if isinstance(other, Wait)), others[0])
+
+    def take(self, found: ChosenNodes) -> PlacementLeases:
+        """Take what a placement takes, until its leases are given back."""
+        wanted, request, source, target = (
+            found.wanted,
+            found.wanted.request,
+            found.prefill,
+            found.decode,
+        )
+        share, row = shares_of(request, found.placement, source.state, target.state)
+        prefill = None
+        if share is not None and wanted.peer is None:
+            prefill = self._pool.hold(source, share, request.tokens, wanted.prefix, request.cached)
+        computes = request.tokens if share is None else 0
+        decode = self._pool.hold(target, row, computes, wanted.prefix, request.cached)
+        return PlacementLeases(wanted, found.placement, prefill, decode)
+
+    def hold_alone(
+        self,
+        role: Role,
+        wanted: PlacementQuery,
+        tried: Collection[Node],
+        kind: NodeKind,
+        tokens: int,
+    ) -> Lease:
+        """Take a place for one leg of another project's nodes, which computes so many tokens.
+        Raises NoNode.
+        """
+        nodes = self._pool.up(role, tried, wanted.model, kind)
+        if not nodes:
+            raise self._pool.no_node(role, wanted.model)
+        states = [node.state for node in self._by_policy(role, wanted, nodes)]
+        request = replace(wanted.request, roomless=True)
+        if role is Role.PREFILL:
+            name = place_prefill(request, states).name
+        else:
+            placed = place_decode(request, states, "")
+            assert isinstance(placed, Placement)
+            name = placed.decode
+        node = self._named(name)
+        share = Share(
+            prompt_ms=node.state.prompt_ms(tokens, request.cached.get(name, 0)) if tokens else 0.0
+        )
+        if role is Role.DECODE:
+            share.context, share.output = request.tokens + request.output / 2, request.output
+        return self._pool.hold(node, share, tokens, wanted.prefix, request.cached)
+
+    def give_back(self, placed: PlacementLeases) -> None:
+        """Give back all places; twice is as once."""
+        for lease in (placed.prefill, placed.decode):
+            if lease is not None:
+                self._pool.give_back(lease)
+
+    def _named(self, name: str) -> Node:
+        node = self._pool.find(name)
+        assert node is not None
+        return node
+
+    def _found(self, wanted: PlacementQuery, placed: Placement) -> ChosenNodes:
+        # A node that nobody names any more may still have its KV.
+        return ChosenNodes(
+            wanted, placed, wanted.peer or self._named(placed.prefill), self._named(placed.decode)
+        )
+
+    def _takers(
+        self,
+        role: Role,
+        wanted: PlacementQuery,
+        tried: Collection[Node],
+        now: float,
+        *,
+        computes: bool = False,
+    ) -> list[Node]:
+        return self._doors.takers(self._ask(role, wanted), tried, now, computes=computes)
+
+    def _sources(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> list[Node]:
+        """Return the prefill nodes that have its KV, or may compute it."""
+        if wanted.peer is not None:
+            return [wanted.peer]
+        try:
+            return self._takers(Role.PREFILL, wanted, tried, now)
+        except NoNode:
+            return []
+
+    def _computing(
+        self,
+        wanted: PlacementQuery,
+        decode: Sequence[Node],
+        tried: Collection[Node],
+        now: float,
+        *,
+        anyway: bool,
+    ) -> Sequence[Node]:
+        """Return the decode nodes that may compute this prompt now; `anyway`: also if their
+        operator wants none.
+        """
+        try:
+            sound = self._takers(Role.DECODE, wanted, tried, now, computes=True)
+        except (NoNode, Overloaded):
+            return decode if anyway else []
+        return [node for node in sound if anyway or node.computes_prompts]
+
+    def _groups(
+        self, prefill: Sequence[Node], decode: Sequence[Node]
+    ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
+        """Divide the nodes so that in each part any two can hand over; who can talk with nobody is
+        in none.
+        """
+        if not self._pool.kinds.mixed:
+            return [(prefill, decode)] if prefill and decode else []
+        kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
+        return [
+            (
+                [node for node in prefill if node.kv in sources],
+                [node for node in decode if node.kv in targets],
+            )
+            for sources, targets in _divided(*kinds)
+        ]
+
+    def _nowhere(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> Wait:
+        """Return what is waited for if no node can be had. Raises NoNode, KvNotLoaded if there is
+        nothing.
+        """
+        peer = wanted.peer
+        prefill = [peer] if peer is not None else self._takers(Role.PREFILL, wanted, tried, now)
+        decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
+        if peer is None and self._groups(prefill, decode):
+            return Wait("no decode node that could take its KV takes legs now")
+        unlikes = (unlike(source.kv, target.kv) for source in prefill for target in decode)
+        raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
+
+    def _by_policy(
+        self, role: Role, wanted: PlacementQuery, nodes: Sequence[Node]
+    ) -> Sequence[Node]:
+        name = self._policies[role]
+        if name == PRICE or len(nodes) < 2:
+            return nodes
+        kv_tokens = wanted.request.kv_tokens if role is Role.DECODE else wanted.request.tokens
+        roomy = [node for node in nodes if kv_tokens <= node.state.room]
+        return [POLICIES[name](self._ask(role, wanted), roomy or nodes, self._rng)]
+
+    @staticmethod
+    def _ask(role: Role, wanted: PlacementQuery) -> Ask:
+        return Ask(role, wanted.model, wanted.session, wanted.request.cached)
+
+
+def _bounded(told_s: float | None, expected_ms: float) -> float:
+    if told_s is None:
+        return expected_ms
+    return min(max(told_s * 1e3, _LEAST_TARGET * expected_ms), _MOST_TARGET * expected_ms)
+
+
+@functools.lru_cache(64)
+def _divided(
+    sources: tuple[KvFacts | None, ...], targets: tuple[KvFacts | None, ...]
+) -> list[tuple[frozenset[KvFacts | None], frozenset[KvFacts | None]]]:
+    """Divide kinds of KV so that in each part any source can hand over to any target.
+
+    A large cluster has a kind for each of its hosts, and few parts.
+    """
+    parts: dict[frozenset[KvFacts | None], list[KvFacts | None]] = {}
+    for kv in sources:
+        able = frozenset(each for each in targets if unlike(kv, each) is None)
+        if able:
+            parts.setdefault(able, []).append(kv)
+    return [(frozenset(alike), able) for able, alike in parts.items()]

@@ -1,0 +1,222 @@
+"""How far an answer is, seen from its frames, and what the next leg must be told. Pure.
+
+The rule that it keeps, for each choice: no token is lost or doubled. What the client has seen is
+never computed again with another outcome; what it has not seen may be. Two legs may tell of the
+same token: the decode leg that has begun with the ticket tells of all, the prefill leg of the
+first. Whoever comes first is passed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.router.request.job import Job
+from kvrelay.wire.frames import Frame, FrameKind
+from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams, Ticket
+
+__all__ = ["Diverged", "FramePosition", "AnswerProgress"]
+
+
+class Diverged(Exception):
+    """A decode leg tells of other tokens than the client has seen."""
+
+
+@dataclass(slots=True)
+class FramePosition:
+    """A record of how far one leg is: tokens of each choice up to its next frame."""
+
+    at: dict[int, int] = field(default_factory=dict)
+    decoding: bool = False
+    again: bool = False
+    """A prefill leg of an answer of which the client has a part: its KV is wanted, not its token."""
+
+    @classmethod
+    def behind(cls, params: KvTransferParams) -> FramePosition:
+        """Return that of a decode leg that is told these."""
+        known = params.answer().choices
+        return cls(
+            {choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True
+        )
+
+
+class AnswerProgress:
+    """The state of one answer across all of its legs."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.ticket: KvTransferParams | None = None
+        self.handover: KvTransferParams | None = None
+        self.forwarded = False
+        """The client was given bytes."""
+        self.settled = False
+        """A decode leg has shown that it needs the prefill node's KV no more."""
+        self.claim: Ticket | None = None
+        """KV of the prompt that was computed again, while nobody has fetched it."""
+        self.ended = False
+        self.output_tokens = 0
+        """Of all choices."""
+        self._choices: dict[int, ChoiceSoFar] = {0: ChoiceSoFar()}
+        self._diverged = False
+
+    def take(self, frame: Frame, place: FramePosition) -> bool:
+        """Count a frame of the leg at `place`, and return whether its payload is news to the
+        client.
+
+        Raises Diverged if a decode leg tells of other tokens than those that are known.
+        """
+        ids, kind = frame.token_ids, frame.kind
+        begin = place.at.get(frame.choice, 0)
+        place.at[frame.choice] = begin + len(ids)
+        if place.again:
+            # Once settled, a decode leg has the KV already.
+            if not self.settled and frame.params is not None:
+                self.claim = frame.params.ticket() or Ticket()
+            return False
+        if kind is FrameKind.TICKET:
+            self.ticket = frame.params
+            return False
+        if kind is FrameKind.HANDOVER and frame.params is not None:
+            self._take_handover(frame.params)
+            self.forwarded |= bool(frame.payload)
+            return True
+        over = kind is FrameKind.END
+        if not (over or kind is FrameKind.TOKENS) or self.ended:
+            return False
+        if place.decoding and (over or ids):
+            self.settled, self.claim = True, None
+        choice = self._choices.get(frame.choice)
+        if choice is None:
+            choice = self._choices[frame.choice] = ChoiceSoFar()
+        says = bool(ids) or frame.finish is not None
+        if begin < len(choice.generated) or (says and choice.finish is not None):
+            # In 16 bits a prompt that is computed twice may have two first tokens. The client's
+            # counts.
+            if place.decoding and (over or not _is_known(frame, begin, choice)):
+                self._diverged = True
+                raise Diverged(
+                    f"token {begin} of choice {frame.choice} of the answer is another one than "
+                    f"the client has"
+                )
+            return False
+        choice.generated += ids
+        self.output_tokens += len(ids)
+        if frame.logprobs:
+            choice.logprobs += frame.logprobs
+        if frame.finish is not None and choice.finish is None:
+            choice.finish = frame.finish
+        if says or frame.payload:
+            choice.sent_text = frame.sent_text
+        self.ended = over
+        if frame.payload:
+            self.forwarded = True
+        return True
+
+    def _take_handover(self, params: KvTransferParams) -> None:
+        if params.answer().prompt_tokens is None and self.ticket is not None:
+            # Its ticket has told them.
+            told_there = self.ticket
+            params = msgspec.structs.replace(
+                params,
+                prompt_token_ids=told_there.prompt_token_ids,
+                packed_prompt=told_there.packed_prompt,
+            )
+        first, told = self._choices[0], params.answer().choices[0]
+        known = first.generated[: len(told.generated)]
+        if known != told.generated[: len(known)]:
+            self._diverged = (
+                True  # a decode leg has told of another first token, and the client may have it
+            )
+            return
+        self.handover = params
+        # A decode leg that has begun with the ticket may be further already.
+        if len(first.generated) <= len(told.generated):
+            self.output_tokens += len(told.generated) - len(first.generated)
+            self._choices[0] = _copied(told)
+
+    def start_over(self) -> bool:
+        """Forget a broken prefill leg; False if the client has already seen a part of it."""
+        if self.forwarded:
+            return False
+        self._choices, self.handover, self.ticket, self.output_tokens = (
+            {0: ChoiceSoFar()},
+            None,
+            None,
+            0,
+        )
+        return True
+
+    def compute_again(self) -> None:
+        """Have a prefill node compute the prompt once more, for a decode leg that goes on from all
+        tokens so far.
+        """
+        self.settled, self.claim = False, None
+
+    @property
+    def told(self) -> KvTransferParams | None:
+        """The newest that a prefill node has said of this answer."""
+        return self.handover or self.ticket
+
+    @property
+    def held(self) -> str | None:
+        """Under which id a prefill node holds KV for this answer, or has held it."""
+        if self.claim is not None:
+            return self.claim.remote_request_id or None
+        return None if self.told is None else self.told.remote_request_id
+
+    def decode_params(self) -> KvTransferParams:
+        """Return what the next decode leg starts from: the hand-over itself, or the ticket, or all
+        tokens so far.
+        """
+        first = self._choices[0]
+        if self.claim is not None and self.claim.remote_engine_id:
+            return self._from_all_tokens(self.claim)
+        if not any(choice.generated for at, choice in self._choices.items() if at):
+            if self.handover is not None and len(first.generated) == len(self.handover.generated):
+                return self.handover
+            if (
+                self.handover is None
+                and self.ticket is not None
+                and not self._diverged
+                and len(first.generated) <= 1
+            ):
+                return self.ticket  # it will tell of the first token again
+        return self.without_kv()
+
+    def without_kv(self) -> KvTransferParams:
+        """Return what a decode leg starts from that computes the prompt, and all tokens so far,
+        itself.
+        """
+        return self._from_all_tokens(None)
+
+    def _from_all_tokens(self, ticket: Ticket | None) -> KvTransferParams:
+        job = self._job
+        told = self.told or KvTransferParams(
+            do_remote_prefill=True,
+            client_max_tokens=job.max_tokens,
+            created=job.created,
+            seed=job.seed,
+            part=job.part,
+            first_index=job.first_index,
+        )
+        known = range(max(self._choices) + 1)
+        choices = [_copied(self._choices.get(at, ChoiceSoFar())) for at in known]
+        answer = msgspec.structs.replace(told.answer(), choices=choices)
+        return KvTransferParams.of(told.request(), answer, ticket)
+
+
+def _copied(choice: ChoiceSoFar) -> ChoiceSoFar:
+    return msgspec.structs.replace(
+        choice, generated=[*choice.generated], logprobs=[*choice.logprobs]
+    )
+
+
+def _is_known(frame: Frame, begin: int, choice: ChoiceSoFar) -> bool:
+    """Return whether a frame that begins at token `begin` tells what is known already."""
+    end = begin + len(frame.token_ids)
+    if frame.finish is not None and (
+        frame.finish is not choice.finish or end != len(choice.generated)
+    ):
+        return False
+    return choice.generated[begin:end] == frame.token_ids

@@ -1,0 +1,240 @@
+"""The bodies of both legs as vLLM nodes want them, and what is read in their answers. Pure.
+
+The contract is that of vLLM's NixlConnector. The prefill leg asks for one token with
+`do_remote_decode`; its answer has `kv_transfer_params`, whose fields differ from version to
+version, so the object goes to the decode node as it came. The token is thrown away: the decode node
+draws it again.
+
+P2pNcclConnector, the older one, has no such object. Both legs carry a request id that names both
+nodes' addresses.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+
+from kvrelay.router.request.job import CHAT_PATH, Job
+from kvrelay.router.transport.node_errors import AttemptFailed, told_error
+from kvrelay.wire.errors import ErrorBody, RequestError
+from kvrelay.wire.frames import MALFORMED
+
+__all__ = [
+    "Ending",
+    "Handover",
+    "check_fields",
+    "decode_body",
+    "error_in",
+    "forces_tools",
+    "handover_of",
+    "p2p_request_id",
+    "plain_answer",
+    "prefill_body",
+    "undivided_because",
+]
+
+_ASK_TO_HOLD = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Both forms in which versions begin an error event. Inside a string of another event its quotes are
+# escaped.
+_ERROR_EVENT = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\n]*)')
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    """If the node was started with --enable-prompt-tokens-details."""
+
+
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+
+
+class _Choice(msgspec.Struct):
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer as far as the router reads it. Decoding it proves that the rest is JSON."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    """If they were asked for: a chat's answer tells them once and a text's with its choice."""
+
+
+class _Held(msgspec.Struct):
+    do_remote_prefill: bool
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What a prefill node gives away. `params` None: it holds nothing, and the decode node computes
+    the prompt.
+    """
+
+    params: msgspec.Raw | None
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt, in the node's prefix cache; None: it does not say."""
+    token_ids: list[int] | None = None
+    """Of the prompt, if they were asked for; None: it does not say."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """A whole answer for the client, and how many tokens it says that it has."""
+
+    body: bytes
+    prompt_tokens: int
+    output_tokens: int
+
+
+def check_fields(job: Job) -> None:
+    """Raise RequestError for what would reach a node's KV transfer past the router's own check."""
+    # vLLM merges this object with kv_transfer_params; a client could point a node at an address
+    # with it.
+    if b"kv_transfer_params" in bytes(job.fields.get("vllm_xargs", b"")):
+        raise RequestError(
+            "kv_transfer_params is set by the router; leave it out of vllm_xargs",
+            param="vllm_xargs",
+        )
+
+
+def undivided_because(job: Job) -> str | None:
+    """Why the decode node is to do this request alone, in one word for the metric; None if the two
+    legs can share it.
+
+    One hand-over is for one sequence: the prefill node frees its blocks after the first read, and
+    names those of one prompt. And KV that is fetched has no logits, which log-probabilities of a
+    prompt are made of.
+    """
+
+    def given(name: str) -> bool:
+        return bytes(job.fields.get(name, b"null")).strip() not in (b"null", b"false")
+
+    if job.choices > 1 or job.best_of > 1:
+        return "choices"
+    if given("use_beam_search"):
+        return "beam_search"
+    prompt = bytes(job.fields.get("prompt", b"")).strip()
+    if job.path != CHAT_PATH and prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"["):
+        return "prompts"
+    if given("prompt_embeds"):
+        return "prompt_embeds"
+    if given("prompt_logprobs") or job.prompt_only or (given("echo") and given("logprobs")):
+        return "prompt_logprobs"
+    return None
+
+
+def forces_tools(job: Job) -> bool:
+    """Say whether the answer must be a call. Some versions fail on one of a single token
+    (vllm#38911).
+    """
+    choice = bytes(job.fields.get("tool_choice", b"")).strip()
+    return choice[:1] == b"{" or choice == b'"required"'
+
+
+def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
+    """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the
+    request's id alone. `with_ids`: the answer is to tell the prompt's token ids, as it does from
+    0.10.2 on.
+
+    The client's fields are all there, so that a request which the decode node would refuse is
+    refused while nothing is held; but for those that do not go with one token (min_tokens), and
+    those that make older versions hold nothing: KV of a request that was stopped by a token is
+    freed at once.
+    """
+    fields: dict[str, Any] = dict(job.fields)
+    fields["max_tokens"] = 1
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = 1
+    fields["stream"] = False
+    for name in ("stream_options", "min_tokens", "stop_token_ids"):
+        fields.pop(name, None)
+    fields["ignore_eos"] = True
+    fields.pop("return_token_ids", None)
+    if with_ids:
+        fields["return_token_ids"] = True
+    if not named_by_id:
+        fields["kv_transfer_params"] = _ASK_TO_HOLD
+    return msgspec.json.encode(fields)
+
+
+def decode_body(job: Job, params: msgspec.Raw | None) -> bytes:
+    """The body of the decode leg: the client's own, and the hand-over."""
+    fields: dict[str, Any] = dict(job.fields)
+    fields.pop("kv_transfer_params", None)
+    if params is not None:
+        fields["kv_transfer_params"] = params
+    return msgspec.json.encode(fields)
+
+
+def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> str:
+    """The id that P2pNcclConnector reads both ends' addresses from. `unique` must have no colon."""
+    return f"___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}"
+
+
+def handover_of(body: bytes) -> Handover:
+    """Return what the answer of a prefill leg gives away. Raises AttemptFailed for one that is no
+    answer.
+    """
+    answer = _decoded(body)
+    try:
+        held = msgspec.json.decode(answer.kv_transfer_params, type=_Held).do_remote_prefill
+    except MALFORMED:
+        held = False
+    usage = answer.usage or _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    ids = _ids_in(answer.prompt_token_ids) or _ids_in(answer.choices[0].prompt_token_ids)
+    return Handover(
+        answer.kv_transfer_params if held else None, usage.prompt_tokens, details.cached_tokens, ids
+    )
+
+
+def _ids_in(told: msgspec.Raw) -> list[int] | None:
+    try:
+        return msgspec.json.decode(told, type=_Ids | None)
+    except MALFORMED:
+        return None
+
+
+def plain_answer(body: bytes) -> Ending:
+    """Return a decode node's whole answer, without what it says of KV. Raises AttemptFailed for one
+    that is no answer.
+    """
+    answer = _decoded(body)
+    if bytes(answer.kv_transfer_params).strip() != b"null":
+        # Of a node that offers its KV back to prefill nodes: addresses, which are no business of a
+        # client.
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        del fields["kv_transfer_params"]
+        body = msgspec.json.encode(fields)
+    usage = answer.usage or _Usage()
+    return Ending(body, usage.prompt_tokens, usage.completion_tokens or 0)
+
+
+def _decoded(body: bytes) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=_Answer)
+    except MALFORMED as why:
+        raise AttemptFailed(f"the node's answer is malformed: {why}") from why
+
+
+def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:
+    """Return the place of an error in whole events, what it says, and its status; None if there is
+    none.
+    """
+    found = _ERROR_EVENT.search(events)
+    return None if found is None else (found.start(), *told_error(found[1]))

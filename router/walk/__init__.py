@@ -1,6 +1,0 @@
-"""One request from its first leg to its last byte: places taken, legs opened, tried again,
-continued elsewhere.
-
-Refuses to own: the socket of the client (router/relay.py), the way to a node (router/legs/), and
-the choice (router/placement.py).
-"""

@@ -1,0 +1,101 @@
+"""Which nodes can exchange KV by what they say, and which pairs are avoided for a while."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
+from kvrelay.wire.errors import KV_CAUSES
+from kvrelay.wire.transfer import Fingerprint, KvFacts
+
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
+FACTS = KvFacts(FINGERPRINT, ("direct", "nixl"), "host-1", "10.0.0.1")
+
+
+def facts(**changes: object) -> KvFacts:
+    return msgspec.structs.replace(FACTS, **changes)
+
+
+def shaped(**changes: object) -> KvFacts:
+    return facts(fingerprint=msgspec.structs.replace(FINGERPRINT, **changes))
+
+
+def test_equal_nodes_can_talk_and_so_can_those_that_say_nothing() -> None:
+    assert unlike(FACTS, FACTS) is None
+    assert unlike(None, FACTS) is None
+    assert unlike(FACTS, None) is None
+
+
+def test_any_tensor_parallel_sizes_can_talk() -> None:
+    assert unlike(shaped(tp_size=4), shaped(tp_size=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "mine", "theirs"),
+    [
+        ("model", "m", "n"),
+        ("kv_dtype", "bfloat16", "float32"),
+        ("block_size", 64, 16),
+        ("rope", "", "yarn"),
+    ],
+)
+def test_what_differs_is_named_with_both_values(field: str, mine: object, theirs: object) -> None:
+    why = unlike(shaped(**{field: mine}), shaped(**{field: theirs}))
+    assert why == f"{field} is {mine!r} on the prefill node and {theirs!r} on the decode node"
+
+
+def test_a_common_data_plane_is_needed_and_direct_needs_one_host() -> None:
+    why = unlike(facts(planes=("nccl",)), facts(planes=("direct", "nixl")))
+    assert why == "data planes are nccl on the prefill node and direct, nixl on the decode node"
+    direct = facts(planes=("direct",))
+    assert unlike(direct, direct) is None
+    assert "host-1 and the decode node on host-2" in (unlike(direct, facts(host="host-2")) or "")
+    assert unlike(facts(planes=("direct", "nixl")), facts(host="host-2")) is None
+    assert unlike(direct, facts(planes=("direct",), host="")) is None  # nobody knows
+
+
+def test_a_control_channel_on_the_loopback_is_for_one_host() -> None:
+    local = facts(address="127.0.0.1")
+    assert unlike(local, local) is None
+    assert "127.0.0.1" in (unlike(local, facts(host="host-2")) or "")
+
+
+def test_no_choice_needs_to_look_until_two_of_one_model_cannot_talk() -> None:
+    kinds = Kinds()
+    kinds.meet("a", FACTS)
+    kinds.meet("a", None)
+    kinds.meet("a", shaped(tp_size=2))
+    kinds.meet("b", shaped(model="n"))
+    assert not kinds.mixed
+    kinds.meet("a", shaped(kv_dtype="float32"))
+    assert kinds.mixed
+
+
+def test_a_pair_is_avoided_for_a_time_that_doubles_until_kv_comes() -> None:
+    pairs = FailedPairs()
+    pairs.failed("p", "d", "PeerLost", 0.0)
+    assert pairs.avoided("p", "d", AVOID_S - 0.1)
+    assert not pairs.avoided("p", "d", AVOID_S)
+    assert not pairs.avoided("p", "e", 0.0)
+    pairs.failed("p", "d", "TransferTimeout", 10.0)
+    assert pairs.avoided("p", "d", 10.0 + 2 * AVOID_S - 0.1)
+    pairs.worked("p", "d")
+    assert not pairs.avoided("p", "d", 10.1)
+
+
+@pytest.mark.parametrize("cause", KV_CAUSES)
+def test_whatever_went_wrong_between_them_is_the_pairs_fault_but_not_a_lease_that_ran_out(
+    cause: str,
+) -> None:
+    pairs = FailedPairs()
+    pairs.failed("p", "d", cause, 0.0)
+    assert pairs.avoided("p", "d", 1.0) == (cause != "LeaseLost")
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=40))
+def test_no_pair_is_avoided_for_ever(times: list[float]) -> None:
+    pairs = FailedPairs()
+    for at in sorted(times):
+        pairs.failed("p", "d", "PeerLost", at)
+    assert not pairs.avoided("p", "d", max(times) + 120.0)
