@@ -28,7 +28,7 @@ from kvrelay.node.process_log import log_to_stderr
 from kvrelay.openai_api.tls import server_context
 from kvrelay.router.reload import Reread, reload_on_hangup
 from kvrelay.router.server import settle
-from kvrelay.router.tls import trusted
+from kvrelay.router.transport.node_client import node_tls
 from kvrelay.router.workers.listening import shared_port
 from kvrelay.router.workers.parent import Parent
 from kvrelay.router.workers.worker import serve_worker
@@ -52,7 +52,7 @@ def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
     Raises ConfigError, RequestError, ChildFailed.
     """
     server_context(config)  # else each worker would say what is wrong
-    trusted(config)
+    node_tls(config)
     with (
         shared_port(config.host, config.port) as held,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -127,7 +127,7 @@ class Metrics:
         )
         self.full = self._counter(
             "kvrelay_router_full_nodes",
-            "NodeClient that a node had no room for, and that another got.",
+            "Requests that a node had no room for, and that another got.",
             "leg",
             *_LEGS,
         )

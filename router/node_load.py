@@ -68,7 +68,7 @@ class NodeLoad:
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
         self.name, self.costs, self.gap_ms = name, costs, gap_ms
         self.own = 0
-        """NodeClient that were placed here and have not ended."""
+        """Requests that were placed here and have not ended."""
         self._pending: dict[Share, None] = {}
         self.announced(Load())
 

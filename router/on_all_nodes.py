@@ -27,7 +27,7 @@ from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.router import Router
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_errors import message_of
+from kvrelay.router.transport.node_errors import parse_message
 from kvrelay.wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 from kvrelay.wire.frames import MALFORMED
 
@@ -114,7 +114,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
             if isinstance(said, bytes) and status == 200:
                 with contextlib.suppress(*MALFORMED):
                     return row | msgspec.json.decode(said, type=dict[str, Any])
-            return row | {"message": said if isinstance(said, str) else message_of(said)}
+            return row | {"message": said if isinstance(said, str) else parse_message(said)}
 
         return await asyncio.gather(*map(one, pool.nodes))
 
@@ -146,7 +146,7 @@ async def _tell(
         status, said = await legs.call("POST", node, path, body, deadline_s)
         if status != 200 or isinstance(said, str):
             return NodeAnswer(
-                node.url, node.role, status, said if isinstance(said, str) else message_of(said)
+                node.url, node.role, status, said if isinstance(said, str) else parse_message(said)
             )
         answer = _Done()
         with contextlib.suppress(*MALFORMED):

@@ -24,7 +24,7 @@ from kvrelay.router.client_connection import ClientConnection
 from kvrelay.router.reload import Reread, reload_on_hangup
 from kvrelay.router.router import Router
 from kvrelay.router.shared import Shared
-from kvrelay.router.tls import trusted
+from kvrelay.router.transport.node_client import node_tls
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
@@ -87,7 +87,7 @@ def make_server(
     On a Unix socket it speaks plain HTTP and leaves signals to others.
     """
     context = server_context(config) if unix_socket is None else None
-    trusted(config)  # raises
+    node_tls(config)  # raises
     served = uvicorn.Config(
         create_app(config, shared=shared, reread=reread),
         uds=None if unix_socket is None else str(unix_socket),

@@ -1,6 +1,6 @@
 """One leg's way through the breakers of its node. Pure: `now` is an argument.
 
-NodeClient of prefill and of decoding count apart, also where one node does both: a decode leg that
+Prefill and decode requests count apart, also where one node does both: a decode leg that
 computes its prompt itself counts as the first kind until its first token, and as the second from
 then on, which its second one speaks for.
 """

@@ -4,7 +4,7 @@ Of a node that tells KV events it is what the events say: the text leads to the 
 (router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to
 the nodes that hold them (router/prefix/held_blocks.py). vLLM's nodes call the same block otherwise
 each, so theirs are called by their content (router/prefix/contents.py), and texts lead to these
-apart from those of our nodes. NodeClient that are under way count too: what they compute is there for
+apart from those of our nodes. Requests that are under way count too: what they compute is there for
 whoever comes next. Of a node whose events are not to be had, or not in order, or begin too late, it
 is what this router has sent there.
 

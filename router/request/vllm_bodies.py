@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvrelay.router.request.job import CHAT_PATH, Job
-from kvrelay.router.transport.node_errors import AttemptFailed, told_error
+from kvrelay.router.transport.node_errors import AttemptFailed, parse_error
 from kvrelay.wire.errors import ErrorBody, RequestError
 from kvrelay.wire.frames import MALFORMED
 
@@ -237,4 +237,4 @@ def error_in(events: bytes) -> tuple[int, ErrorBody, int] | None:
     none.
     """
     found = _ERROR_EVENT.search(events)
-    return None if found is None else (found.start(), *told_error(found[1]))
+    return None if found is None else (found.start(), *parse_error(found[1]))

@@ -10,7 +10,7 @@ from kvrelay.openai_api.sse import DONE
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.vllm_bodies import error_in
 from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.router.transport.node_errors import AttemptFailed, refusal
+from kvrelay.router.transport.node_errors import AttemptFailed, error_of_status
 
 __all__ = ["PutEvents", "VllmLegs"]
 
@@ -71,7 +71,7 @@ class VllmLegs:
                     at, error, status = broke
                     if at:
                         await put(events[:at])
-                    raise refusal(status, error, None)
+                    raise error_of_status(status, error, None)
                 await put(events)
                 if events.endswith(DONE):
                     return

@@ -1,5 +1,4 @@
-"""How one leg reaches one node and its answer comes back: HTTP or a leg stream, watched for
-silence, cut without loss.
+"""Requests to nodes: HTTP or one multiplexed stream per node, and how they fail.
 
-Refuses to own: which node it goes to and what follows when it breaks (router/request/).
+Chooses no node and retries nothing (router/request/).
 """

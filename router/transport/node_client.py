@@ -1,14 +1,15 @@
-"""One leg: post a body to a node, hand on its frames, say how it ended. Decides nothing about
-retries.
+"""The router's client of its nodes: prefill and decode requests, health checks, small calls.
 
-Over the node's leg stream (router/transport/node_stream.py) if there is one, else as an HTTP request of
-its own; and what else is asked of nodes over HTTP.
+A request goes over the node's stream (router/transport/node_stream.py) if there is one, else over
+HTTP. Nothing is retried here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Literal
@@ -16,18 +17,18 @@ from typing import Literal
 import aiohttp
 import msgspec
 
+from kvrelay.openai_api.tls import load_chain, renewed
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
-from kvrelay.router.tls import trusted
 from kvrelay.router.transport.node_errors import (
     LOST,
     AttemptFailed,
+    OnFrame,
     Refused,
-    TakeFrame,
-    ending,
-    message_of,
-    refusal,
-    told_error,
+    deliver_last,
+    error_of_status,
+    parse_error,
+    parse_message,
 )
 from kvrelay.router.transport.node_stream import NodeStreams
 from kvrelay.router.transport.vllm_health import vllm_report
@@ -36,25 +37,38 @@ from kvrelay.wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, Frame
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["AttemptFailed", "NodeClient", "Refused"]
+__all__ = ["AttemptFailed", "NodeClient", "Refused", "node_tls"]
 
 _DRAIN_DEADLINE_S = 1.0
 _KV_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
-_MAX_ERROR_BYTES = 1 << 20
-# Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which
-# would look like a failure of the node.
+_MAX_SHORT_BYTES = 1 << 20
+# Below uvicorn's 5 s: a node that closed a kept connection just as a request is sent on it would
+# look broken.
 _KEEP_CONNECTION_S = 2.0
-# Others of the node would wait for it while it is on its way: it gets a connection of its own.
+# A larger body gets a connection of its own, because other requests of the node would wait for it.
 _LARGE_BODY_BYTES = 256 << 10
 
 _log = logging.getLogger("kvrelay.router")
 
 
+def node_tls(config: RouterConfig) -> ssl.SSLContext | bool:
+    """Return the TLS context for nodes; True for the system's authorities. Raises ConfigError."""
+    if not (config.ssl_ca_certs or config.node_ssl_certfile):
+        return True
+
+    def make() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=config.ssl_ca_certs or None)
+        if config.node_ssl_certfile:
+            load_chain(context, config.node_ssl_certfile, config.node_ssl_keyfile)
+        return context
+
+    names = ("ssl_ca_certs", "node_ssl_certfile", "node_ssl_keyfile")
+    return renewed(make, {name: getattr(config, name) for name in names})
+
+
 class NodeClient:
-    """The client side of the router: one pool of HTTP connections for all nodes, and a leg stream
-    for each.
-    """
+    """A client of all nodes: one pool of HTTP connections, and a stream for each node."""
 
     def __init__(self, config: RouterConfig, background: BackgroundTasks) -> None:
         self._config = config
@@ -63,15 +77,14 @@ class NodeClient:
             {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         )
         self._json = {"content-type": "application/json", **self._auth}
+        tls = node_tls(config)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)
-            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
         self._streams = NodeStreams(
-            self._auth, trusted(config), config.connect_deadline_s, config.health_deadline_s
+            self._auth, tls, config.connect_deadline_s, config.health_deadline_s
         )
 
     async def close(self) -> None:
@@ -80,35 +93,34 @@ class NodeClient:
         await self._session.close()
 
     def forget(self, node: Node) -> None:
-        """No legs go there any more."""
+        """Close the stream of a node that gets no more requests."""
         self._streams.forget(node)
 
     async def run(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], on_frame: OnFrame
     ) -> FrameKind:
-        """Run one leg on the leased node to its HANDOVER or END frame. Raises AttemptFailed, Refused.
+        """Run a request to its HANDOVER or END frame. Raises AttemptFailed, Refused.
 
         Cancelling aborts the request on the node.
         """
         stream = self._streams.ready(lease.node)
         if stream is not None and len(body) <= _LARGE_BODY_BYTES:
-            return await stream.run(lease, path, body, headers, take)
-        async with self.posted(
-            lease, path, body, {"accept": FRAMES_MEDIA_TYPE, **headers}
-        ) as answer:
+            return await stream.run(lease, path, body, headers, on_frame)
+        accept = {"accept": FRAMES_MEDIA_TYPE, **headers}
+        async with self.posted(lease, path, body, accept) as answer:
             if answer.content_type != FRAMES_MEDIA_TYPE:
                 raise AttemptFailed(
                     f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}"
                 )
-            return await _read_frames(lease, answer.content, take)
+            return await _read_frames(lease, answer.content, on_frame)
 
     @asynccontextmanager
     async def posted(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Run one leg as an HTTP request of its own: a 200 answer. Raises AttemptFailed, Refused.
+        """Post a request over HTTP; yield the answer of 200. Raises AttemptFailed, Refused.
 
-        The connection is kept if the block ends well. If it does not, the node aborts the request.
+        The connection is kept if the block ends well; otherwise the node aborts the request.
         """
         try:
             async with asyncio.timeout(None) as scope:
@@ -122,7 +134,9 @@ class NodeClient:
                 try:
                     _note_load_header(lease, answer.headers.get(LOAD_HEADER))
                     if answer.status != 200:
-                        raise _refusal(answer, await _read_short(answer.content))
+                        body = await _read(answer.content, _MAX_SHORT_BYTES)
+                        after = answer.headers.get("retry-after", "")
+                        raise _error_of(answer.status, body, after)
                     yield answer
                 except BaseException:
                     answer.close()
@@ -130,9 +144,11 @@ class NodeClient:
                 self._background.spawn(_read_rest(answer))
         except aiohttp.ClientError as why:
             name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
-            detail = f"{name}: {why}"
             raise AttemptFailed(
-                f"the connection failed ({name})", detail=detail, lost=True, reached=reached
+                f"the connection failed ({name})",
+                detail=f"{name}: {why}",
+                lost=True,
+                reached=reached,
             ) from why
         except TimeoutError as why:
             raise AttemptFailed(LOST, lost=True) from why
@@ -144,54 +160,64 @@ class NodeClient:
             lease.cut = None
 
     async def health(self, node: Node) -> HealthReport | str:
-        """Return the node's report, or why it answers that it takes no work.
+        """Return the node's report, or the reason why it takes no requests.
 
         Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError.
         """
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
-        async with self._session.get(
-            f"{node.url}/health", timeout=timeout, allow_redirects=False
-        ) as answer:
-            body = await _read_short(answer.content)
-        if answer.status == 200 and not body.strip():
-            return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
+        status, body, _ = await self._request("GET", node, "/health", timeout)
+        if status == 200 and not body.strip():
+
+            async def fetch(path: str) -> tuple[int, bytes]:
+                return (await self._request("GET", node, path, timeout, headers=self._auth))[:2]
+
+            return await vllm_report(node, fetch)
         try:
             report = msgspec.json.decode(body, type=HealthReport)
         except MALFORMED as why:
-            if answer.status == 200:
+            if status == 200:
                 return f"its health report is malformed: {why}"
         else:
-            if answer.status == 200 or report.draining:
+            if status == 200 or report.draining:
                 await self._streams.heard(node, report)
                 return report
-        error, _ = told_error(body)
+        error, _ = parse_error(body)
         if error.code == EngineDead.code:
             raise EngineDead(error.message)
-        return f"its health check answers {answer.status}"
+        return f"its health check answers {status}"
 
-    async def _fetch(
-        self, node: Node, path: str, timeout: aiohttp.ClientTimeout
-    ) -> tuple[int, bytes]:
-        async with self._session.get(
-            node.url + path, headers=self._auth, timeout=timeout, allow_redirects=False
+    async def _request(
+        self,
+        method: str,
+        node: Node,
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit_bytes: float = _MAX_SHORT_BYTES,
+    ) -> tuple[int, bytes, str]:
+        # Returns status, body and Retry-After.
+        async with self._session.request(
+            method,
+            node.url + path,
+            data=body,
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,
         ) as answer:
-            return answer.status, await _read_short(answer.content)
+            content = await _read(answer.content, limit_bytes)
+            return answer.status, content, answer.headers.get("retry-after", "")
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
-        """Return the answer to a short question that runs no leg. Raises AttemptFailed, Refused,
-        DeadlineExceeded.
+        """Post a short question, and return the answer.
+
+        Raises AttemptFailed, Refused, DeadlineExceeded.
         """
+        timeout = aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S)
         try:
-            async with self._session.post(
-                node.url + path,
-                data=body,
-                headers=self._json,
-                timeout=aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S),
-                allow_redirects=False,
-            ) as answer:
-                if answer.status != 200:
-                    raise _refusal(answer, await _read_short(answer.content))
-                return await answer.read()
+            status, answer, retry_after = await self._request(
+                "POST", node, path, timeout, body, self._json, math.inf
+            )
         except TimeoutError as why:
             raise DeadlineExceeded(
                 f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less"
@@ -200,58 +226,47 @@ class NodeClient:
             raise AttemptFailed(
                 f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}"
             ) from why
+        if status != 200:
+            raise _error_of(status, answer, retry_after)
+        return answer
 
     async def tell_of_kv(
         self, node: Node, what: Literal["release", "renew"], request_id: str
     ) -> bool:
-        """Tell a prefill node that nobody will fetch this KV, or that somebody will once there is
-        room.
+        """Have a prefill node release or renew the lease of held KV; return whether it could.
 
-        Returns False if it could not be told: then the lease ends by itself.
+        Without an answer the lease ends by itself.
         """
         body = msgspec.json.encode({"request_ids": [request_id]})
-        status, said = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
+        status, message = await self.tell(node, f"/kv/{what}", body, _KV_DEADLINE_S)
         if status >= 300:
             _log.warning(
-                "prefill node %s was not told to %s %s: %d, %s",
+                "prefill node %s did not %s the KV of %s: %d, %s",
                 node.url,
                 what,
                 request_id,
                 status,
-                said,
+                message,
             )
         return status < 300
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
-        """Post a small request to a node, and return its status and message. 503 if it cannot be
-        reached.
-        """
-        status, said = await self.call("POST", node, path, body, deadline_s)
-        return status, said if isinstance(said, str) else message_of(said)
+        """Post a small request; return status and message, 503 if the node is not reached."""
+        status, answer = await self.call("POST", node, path, body, deadline_s)
+        return status, answer if isinstance(answer, str) else parse_message(answer)
 
     async def call(
         self, method: str, node: Node, path: str, body: bytes, deadline_s: float
     ) -> tuple[int, bytes | str]:
-        """Send a node a small request. Returns its status and body, or 503 and why it could not be
-        reached.
-        """
+        """Send a small request; return status and body, or 503 and why the node is not reached."""
+        timeout = aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s)
         try:
-            async with self._session.request(
-                method,
-                node.url + path,
-                data=body,
-                headers=self._json,
-                timeout=aiohttp.ClientTimeout(
-                    total=deadline_s, connect=self._config.connect_deadline_s
-                ),
-                allow_redirects=False,
-            ) as answer:
-                return answer.status, await _read_short(answer.content)
+            return (await self._request(method, node, path, timeout, body, self._json))[:2]
         except (aiohttp.ClientError, OSError) as why:
             return 503, f"it could not be reached: {type(why).__name__}"
 
 
-async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFrame) -> FrameKind:
+async def _read_frames(lease: Lease, content: aiohttp.StreamReader, on_frame: OnFrame) -> FrameKind:
     reader = FrameReader()
     while chunk := await content.readany():
         try:
@@ -262,25 +277,21 @@ async def _read_frames(lease: Lease, content: aiohttp.StreamReader, take: TakeFr
             if frame.load is not None:
                 lease.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                return ending(frame, take)
-            if (room := take(frame)) is not None:
+                return deliver_last(frame, on_frame)
+            if (room := on_frame(frame)) is not None:
                 await room
     raise AttemptFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 
-def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
-    """Return what an answer other than 200 means."""
-    after = answer.headers.get("retry-after", "")
-    error, _ = told_error(body, answer.status)
-    return refusal(
-        answer.status, error, int(after) if after.isascii() and after.isdigit() else None
-    )
+def _error_of(status: int, body: bytes, retry_after: str) -> KvrelayError:
+    error, _ = parse_error(body, status)
+    plain = retry_after.isascii() and retry_after.isdigit()
+    return error_of_status(status, error, int(retry_after) if plain else None)
 
 
-async def _read_short(content: aiohttp.StreamReader) -> bytes:
-    """Read a body that ought to be short; cut at _MAX_ERROR_BYTES."""
+async def _read(content: aiohttp.StreamReader, limit_bytes: float) -> bytes:
     body = bytearray()
-    while len(body) < _MAX_ERROR_BYTES and (chunk := await content.readany()):
+    while len(body) < limit_bytes and (chunk := await content.readany()):
         body += chunk
     return bytes(body)
 
@@ -295,7 +306,7 @@ def _note_load_header(lease: Lease, value: str | None) -> None:
 
 
 async def _read_rest(answer: aiohttp.ClientResponse) -> None:
-    """Read the few bytes behind the last frame, so that the connection can be used again."""
+    # The few bytes behind the last frame, so that the connection can be used again.
     try:
         with suppress(aiohttp.ClientError, OSError):
             async with asyncio.timeout(_DRAIN_DEADLINE_S):

@@ -1,10 +1,7 @@
-"""The router's end of leg streams (wire/leg_stream.py): one connection for each node, and all legs
-there.
+"""One connection to each node that carries all of its requests (wire/leg_stream.py).
 
-A frame goes from the connection to whoever takes it without a task in between. A leg whose client
-does not read keeps its own frames, at most a window of them, and nobody else's. What a stream
-cannot do (the node speaks none, it is broken and not mended yet, its node does not read) is left to
-HTTP, so a stream that is missing costs time and nothing else.
+Frames reach their request without a task in between. A request whose client does not read keeps at
+most a window of its own frames, and holds up no other. Where there is no stream, HTTP is used.
 """
 
 from __future__ import annotations
@@ -24,7 +21,13 @@ import msgspec
 
 from kvrelay.router.client_connection import send_written
 from kvrelay.router.nodes.node import HealthReport, Lease, Node
-from kvrelay.router.transport.node_errors import LOST, AttemptFailed, TakeFrame, ending, refusal
+from kvrelay.router.transport.node_errors import (
+    LOST,
+    AttemptFailed,
+    OnFrame,
+    deliver_last,
+    error_of_status,
+)
 from kvrelay.wire.errors import NodeFailed
 from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
 from kvrelay.wire.leg_stream import (
@@ -45,102 +48,94 @@ from kvrelay.wire.leg_stream import (
 __all__ = ["NodeStream", "NodeStreams"]
 
 _WRITE_BUFFER_BYTES = 1 << 20
-_MUCH_BYTES = 32 << 10
+_LARGE_READ_BYTES = 32 << 10
 _LONGEST_BACKOFF_S = 30.0
-_SILENT_CHECKS = 3  # as many as a node may miss before its legs are cut
-_CREDIT_BYTES = WINDOW_BYTES // 2  # is given back at once: a short answer needs none
-_GOES_ON = (FrameKind.TOKENS, FrameKind.TICKET)
+_SILENT_CHECKS = 3  # as many as a node may miss before its requests are cut
+_CREDIT_BYTES = WINDOW_BYTES // 2  # a short answer never returns credit
+_NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
 _FRAME = int(Kind.FRAME)  # an enum's member is looked up in its class each time
 
 _log = logging.getLogger("kvrelay.router")
 
 
-class _Leg:
-    """One leg on a stream. `ended` is its last frame's kind, or what went wrong."""
-
+class _StreamedRequest:
     def __init__(
-        self, number: int, lease: Lease, take: TakeFrame, say: Callable[[bytes], None]
+        self, number: int, lease: Lease, on_frame: OnFrame, send: Callable[[bytes], None]
     ) -> None:
-        """`say` tells the node."""
         self.number = number
-        self.ended: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
-        self.over = False
-        """The node will say nothing more."""
+        self.result: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
+        self.over = False  # the node will send nothing more
         self.lease = lease
-        self._take = take
-        self._say = say
-        self._taken = 0
-        self._behind: deque[tuple[Frame, int]] | None = None
-        """Frames that wait for the client to read; None while it does."""
+        self._on_frame = on_frame
+        self._send = send
+        self._uncredited_bytes = 0
+        self._backlog: deque[tuple[Frame, int]] | None = None  # None while the client reads
         self._catching_up: asyncio.Task[None] | None = None
 
-    def hear(self, frame: Frame, size: int) -> None:
-        """A frame came, in a message of so many bytes."""
-        if self._behind is not None:
-            self._behind.append((frame, size))
+    def receive(self, frame: Frame, size: int) -> None:
+        if self._backlog is not None:
+            self._backlog.append((frame, size))
             return
         room = self._deliver(frame)
         if room is not None:
-            self._behind = deque()
+            self._backlog = deque()
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))
             return
-        self._count(size)
+        self._credit(size)
 
     def fail(self, why: Exception) -> None:
-        """It broke."""
-        if not self.ended.done():
-            self.ended.set_exception(why)
+        if not self.result.done():
+            self.result.set_exception(why)
 
-    def leave(self) -> None:
-        """Nobody waits for it any more."""
+    def close(self) -> None:
         if self._catching_up is not None:
             self._catching_up.cancel()
 
     def _deliver(self, frame: Frame) -> Awaitable[None] | None:
-        if self.ended.done():
+        if self.result.done():
             return None
         try:
             if frame.load is not None:
                 self.lease.note_load(frame.load)
-            if frame.kind in _GOES_ON:
-                return self._take(frame)
+            if frame.kind in _NOT_LAST:
+                return self._on_frame(frame)
             self.over = True
-            self.ended.set_result(ending(frame, self._take))
-        except Exception as why:  # noqa: BLE001 - whoever waits for the leg gets it
+            self.result.set_result(deliver_last(frame, self._on_frame))
+        except Exception as why:  # noqa: BLE001 - raised in the task that runs the request
             self.fail(why)
         return None
 
     async def _catch_up(self, room: Awaitable[None], size: int) -> None:
-        assert self._behind is not None
+        assert self._backlog is not None
         await room
-        self._count(size)
-        while self._behind:
-            frame, size = self._behind.popleft()
+        self._credit(size)
+        while self._backlog:
+            frame, size = self._backlog.popleft()
             more = self._deliver(frame)
             if more is not None:
                 await more
-            self._count(size)
-        self._behind = None
+            self._credit(size)
+        self._backlog = None
 
-    def _count(self, size: int) -> None:
-        self._taken += size
-        if self._taken >= _CREDIT_BYTES and not self.over:
-            self._say(credit(self.number, self._taken))
-            self._taken = 0
+    def _credit(self, size: int) -> None:
+        self._uncredited_bytes += size
+        if self._uncredited_bytes >= _CREDIT_BYTES and not self.over:
+            self._send(credit(self.number, self._uncredited_bytes))
+            self._uncredited_bytes = 0
 
 
 class NodeStream(asyncio.Protocol):
-    """One connection. `ready` once the node has said something; `broken` for good."""
+    """A connection to one node, usable once `ready` is set."""
 
     def __init__(self, head: bytes) -> None:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        self._unsent: list[bytes] = []
         self.broken = False
         self.paused = False
-        """The node does not read."""
+        """The node does not read, so new requests go over HTTP."""
+        self._unsent: list[bytes] = []
         self._head = head
-        self._legs: dict[int, _Leg] = {}
+        self._requests: dict[int, _StreamedRequest] = {}
         self._numbers = 0
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -148,83 +143,83 @@ class NodeStream(asyncio.Protocol):
         self._pinged: float | None = None
 
     async def run(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], on_frame: OnFrame
     ) -> FrameKind:
-        """As NodeClient.run."""
+        """Run a request to its last frame. Raises AttemptFailed, Refused, what `on_frame` raises.
+
+        Cancelling aborts the request on the node.
+        """
         self._numbers += 1
-        leg = self._legs[self._numbers] = _Leg(self._numbers, lease, take, self._say)
-        self._say(
-            message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body)))
-        )
-        lease.cut = lambda: leg.fail(AttemptFailed(LOST, lost=True))
+        number = self._numbers
+        request = self._requests[number] = _StreamedRequest(number, lease, on_frame, self._send)
+        opening = msgspec.msgpack.encode(Open(path, dict(headers), body))
+        self._send(message(Kind.OPEN, number, opening))
+        lease.cut = lambda: request.fail(AttemptFailed(LOST, lost=True))
         try:
-            return await leg.ended
+            return await request.result
         finally:
             lease.cut = None
-            leg.leave()
-            del self._legs[leg.number]
-            if not leg.over:
-                self._say(message(Kind.CANCEL, leg.number))
+            request.close()
+            del self._requests[number]
+            if not request.over:
+                self._send(message(Kind.CANCEL, number))
 
     def ping(self, now: float, deadline_s: float) -> None:
-        """Ask whether the node is still there, or give the stream up if it was asked too long ago."""
+        """Ping the node, or give the stream up if the last ping went unanswered for too long."""
         if self._pinged is None:
             self._pinged = now
-            self._say(message(Kind.PING))
+            self._send(message(Kind.PING))
         elif now - self._pinged > deadline_s:
             self.give_up(
                 "the connection failed", f"the leg stream was silent for {now - self._pinged:.1f} s"
             )
 
     def give_up(self, why: str, detail: str = "") -> None:
-        """End it; all of its legs fail."""
+        """Close the connection, and fail all of its requests."""
         if self.broken:
             return
         self.broken = True
         self._transport.abort()
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(detail or why))
-        for leg in self._legs.values():
-            leg.fail(AttemptFailed(why, detail=detail, lost=True))
+        for request in self._requests.values():
+            request.fail(AttemptFailed(why, detail=detail, lost=True))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask for the stream."""
+        """Send the request for a stream; asyncio calls this."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self._transport.write(self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """By the node, or the network."""
-        self.give_up(
-            "the connection failed",
-            f"the leg stream was cut, {self._reader.pending} bytes into a message",
-        )
+        """Give the stream up; asyncio calls this."""
+        cut = f"the leg stream was cut, {self._reader.pending} bytes into a message"
+        self.give_up("the connection failed", cut)
 
     def pause_writing(self) -> None:
-        """New legs go another way."""
+        """Send new requests over HTTP; asyncio calls this."""
         self.paused = True
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Take new requests again; asyncio calls this."""
         self.paused = False
 
     def data_received(self, data: bytes) -> None:
-        """Hand on all frames that are complete, and send what came of them."""
-        if len(data) >= _MUCH_BYTES:
-            # The event loop would go on reading as long as there is anything, and all else, health
-            # checks too, wait.
+        """Deliver all complete frames, and send what clients get of them."""
+        if len(data) >= _LARGE_READ_BYTES:
+            # Otherwise the event loop reads on while there is data, and health checks wait.
             self._transport.pause_reading()
             self._loop.call_soon(self._read_on)
-        legs = self._legs
+        requests = self._requests
         try:
             self._parser.feed_data(data)
             for number, kind, body in self._reader.feed(b"".join(self._parts)):
                 if kind == _FRAME:
-                    leg = legs.get(number)
-                    if leg is not None:  # else it was cancelled
-                        leg.hear(frame_of(body), HEAD_BYTES + len(body))
+                    request = requests.get(number)
+                    if request is not None:  # else it was cancelled
+                        request.receive(frame_of(body), HEAD_BYTES + len(body))
                 else:
-                    self._hear(number, kind, body)
+                    self._receive_other(number, kind, body)
         except (httptools.HttpParserError, NodeFailed, *MALFORMED) as why:
             self.give_up("the node's answer is malformed", f"the leg stream is malformed: {why}")
         self._parts.clear()
@@ -235,55 +230,52 @@ class NodeStream(asyncio.Protocol):
             self._transport.resume_reading()
 
     def on_headers_complete(self) -> None:
-        """Of the HTTP parser."""
+        """Check the status; the HTTP parser calls this."""
         status = self._parser.get_status_code()
         if status != 200:
             self.give_up("the connection failed", f"the node answers {status} to {LEGS_PATH}")
 
     def on_body(self, part: bytes) -> None:
-        """Of the HTTP parser."""
+        """Keep a piece of the body; the HTTP parser calls this."""
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """Of the HTTP parser: the node ends the stream."""
+        """Give the stream up, as the node ended it; the HTTP parser calls this."""
         self.give_up("the connection failed", "the node ended the leg stream")
 
-    def _hear(self, number: int, kind: int, body: memoryview) -> None:
-        leg = self._legs.get(number)
-        if leg is None:
+    def _receive_other(self, number: int, kind: int, body: memoryview) -> None:
+        request = self._requests.get(number)
+        if request is None:
             if kind == Kind.PONG:
                 self._pinged = None
                 if not self.ready.done():
                     self.ready.set_result(None)
-            # Else it was cancelled.
         elif kind == Kind.ANSWER:
             answer = msgspec.msgpack.decode(body, type=Answer)
             if answer.load is not None:
-                leg.lease.note_load(answer.load)
+                request.lease.note_load(answer.load)
             if answer.status != 200:
-                leg.over = True
-                leg.fail(refusal(answer.status, answer.error, answer.retry_after_s))
+                request.over = True
+                request.fail(error_of_status(answer.status, answer.error, answer.retry_after_s))
         elif kind == Kind.OVER:
-            leg.over = True
-            leg.fail(AttemptFailed("the answer was cut before its end"))
+            request.over = True
+            request.fail(AttemptFailed("the answer was cut before its end"))
 
-    def _say(self, said: bytes) -> None:
-        """Send what is said in one turn of the event loop at once, if the stream still stands."""
+    def _send(self, data: bytes) -> None:
+        # One write for all messages of one turn of the event loop.
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(said)
+        self._unsent.append(data)
 
     def _flush(self) -> None:
-        said = b"".join(self._unsent)
+        data = b"".join(self._unsent)
         self._unsent.clear()
         if not self.broken:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 @dataclass(slots=True)
 class _Link:
-    """A node's stream, if there is one, and when the next one is tried."""
-
     stream: NodeStream | None = None
     generation: str = ""
     connecting: bool = False
@@ -292,34 +284,29 @@ class _Link:
 
 
 class NodeStreams:
-    """The leg streams of all nodes that speak it. They are opened and mended when a node reports
-    its health.
-    """
+    """The streams of all nodes; health checks open and mend them."""
 
     def __init__(
         self,
         headers: Mapping[str, str],
-        trusted: ssl.SSLContext | bool,
+        tls: ssl.SSLContext | bool,
         connect_deadline_s: float,
         health_deadline_s: float,
     ) -> None:
-        """`trusted`: for nodes at https addresses."""
         self._headers = headers
-        self._trusted = trusted
+        self._tls = tls
         self._connect_deadline_s = connect_deadline_s
         self._silence_s = _SILENT_CHECKS * health_deadline_s
         self._links: dict[Node, _Link] = {}
 
     def ready(self, node: Node) -> NodeStream | None:
-        """The node's stream, if a leg can begin there now."""
+        """Return the node's stream if it takes a request now."""
         link = self._links.get(node)
         stream = None if link is None else link.stream
         return None if stream is None or stream.broken or stream.paused else stream
 
     async def heard(self, node: Node, report: HealthReport) -> None:
-        """A node has reported its health: see that its stream stands, and that it is this
-        process's.
-        """
+        """Check after a health report that the stream stands and leads to the same process."""
         version = report.leg_version
         if version is None:
             self.forget(node)
@@ -329,12 +316,9 @@ class NodeStreams:
             link.stream.give_up(LOST)
         if link.stream is not None and not link.stream.broken:
             link.stream.ping(now, self._silence_s)
-        # Checks of a node that is down overlap: the one that connects has not ended yet.
-        if (
-            (link.stream is None or link.stream.broken)
-            and now >= link.next_try
-            and not link.connecting
-        ):
+            return
+        # Checks of a node that is down overlap: an earlier one may still be connecting.
+        if now >= link.next_try and not link.connecting:
             link.stream, link.generation, link.connecting = None, report.generation, True
             try:
                 await self._connect(node, link, version)
@@ -342,50 +326,53 @@ class NodeStreams:
                 link.connecting = False
 
     def forget(self, node: Node) -> None:
-        """No legs go there any more."""
+        """Close the node's stream."""
         link = self._links.pop(node, None)
         if link is not None and link.stream is not None:
             link.stream.give_up("the connection failed", "the node is gone")
 
     def close(self) -> None:
-        """End them all."""
+        """Close all streams."""
         for node in list(self._links):
             self.forget(node)
 
     async def _connect(self, node: Node, link: _Link, version: int) -> None:
         at = urlsplit(node.url)
-        lines = [
-            f"POST {at.path}{LEGS_PATH} HTTP/1.1",
-            f"host: {at.netloc}",
-            f"content-type: {LEGS_MEDIA_TYPE}",
-        ]
-        lines += ["transfer-encoding: chunked", f"{LEGS_VERSION_HEADER}: {version}"]
-        lines += [f"{name}: {value}" for name, value in self._headers.items()]
-        head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
-        stream: NodeStream | None = None
         secure = at.scheme == "https"
+        head = self._head(at.netloc, at.path, version)
+        stream: NodeStream | None = None
         try:
             async with asyncio.timeout(self._connect_deadline_s):
                 _, stream = await asyncio.get_running_loop().create_connection(
                     lambda: NodeStream(head),
                     at.hostname or "",
                     at.port or (443 if secure else 80),
-                    ssl=self._trusted if secure else None,
+                    ssl=self._tls if secure else None,
                 )
                 await stream.ready
             if self._links.get(node) is link:
                 link.stream, link.failures = stream, 0
         except OSError as why:
             link.failures += 1
-            link.next_try = time.monotonic() + min(
-                _LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10)
-            )
+            backoff_s = min(_LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10))
+            link.next_try = time.monotonic() + backoff_s
             _log.warning(
                 "node %s has no leg stream, its legs go over HTTP: %s",
                 node.url,
                 why or type(why).__name__,
             )
         finally:
-            # Whoever waited for it was cancelled, or the node was forgotten meanwhile.
+            # The check was cancelled, or the node was forgotten in the meantime.
             if stream is not None and link.stream is not stream:
                 stream.give_up("the connection failed")
+
+    def _head(self, host: str, path: str, version: int) -> bytes:
+        headers = {
+            "host": host,
+            "content-type": LEGS_MEDIA_TYPE,
+            "transfer-encoding": "chunked",
+            LEGS_VERSION_HEADER: str(version),
+            **self._headers,
+        }
+        lines = [f"POST {path}{LEGS_PATH} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode()

@@ -1,8 +1,6 @@
-"""What a vLLM node says of itself, as a health report: its models and its load. Its GET /health is
-an empty 200.
+"""A vLLM node's health as a report of ours: its models and its load.
 
-Reads three of its routes: /version (is it one at all), /v1/models, and /metrics in Prometheus' text
-form, in which a line per engine tells what is running there.
+Its GET /health is an empty 200, so /version, /v1/models and /metrics are read.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from kvrelay.wire.outputs import Load
 __all__ = ["Fetch", "report_of", "vllm_report"]
 
 Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
-"""Status and body of a GET of this path on the node."""
+"""Returns status and body of a GET of this path on the node."""
 
-# Of thousands of lines.
+# The lines of interest among thousands.
 _READ = (
     b"vllm:num_requests_",
     b"vllm:kv_cache_",
@@ -47,9 +45,7 @@ class _Cards(msgspec.Struct):
 
 
 async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
-    """Return what a node is found to be whose /health is empty, or why it takes no work. Raises
-    what `fetch` raises.
-    """
+    """Return the report of a node whose /health is empty, or why it takes no requests."""
     if node.kind is NodeKind.KVRELAY:  # not known yet
         status, body = await fetch("/version")
         if status != 200 or b'"version"' not in body:
@@ -57,19 +53,20 @@ async def vllm_report(node: Node, fetch: Fetch) -> HealthReport | str:
                 "its /health is empty and it has no /version: it is neither a node of ours nor "
                 "of vLLM"
             )
-    (status, models), (told, metrics) = await asyncio.gather(fetch("/v1/models"), fetch("/metrics"))
+    (status, models), (metrics_status, metrics) = await asyncio.gather(
+        fetch("/v1/models"), fetch("/metrics")
+    )
     if status != 200:
         return f"its /v1/models answers {status}" + (
             "; give the router its key" if status in (401, 403) else ""
         )
-    return report_of(node.role, node.p2p_address, models, metrics if told == 200 else b"")
+    return report_of(node.role, node.p2p_address, models, metrics if metrics_status == 200 else b"")
 
 
 def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> HealthReport | str:
-    """Return the report that these two answers amount to, or what is wrong with them. Pure.
+    """Return the report that two answers amount to, or what is wrong with them. Pure.
 
-    `role` is what the node is listed as: a vLLM node does not say. Without metrics its load is not
-    known, and only the router's own requests count.
+    `role` is as listed, because a vLLM node does not tell. Without metrics its load is unknown.
     """
     try:
         cards = msgspec.json.decode(models, type=_Cards).data
@@ -79,16 +76,15 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     if base is None:
         return "its /v1/models names no model"
     metrics = b"\n".join(line for line in metrics.splitlines() if line.startswith(_READ))
-    running = _told(metrics, b"vllm:num_requests_running")
+    running = _values(metrics, b"vllm:num_requests_running")
     load = _load_of(role, int(sum(running)), metrics)
     return HealthReport(
         role=role,
         model=base.id,
         max_model_len=base.max_model_len or 0,
-        # When its process began tells restarts.
-        generation=next(map(str, _told(metrics, b"process_start_time_seconds")), ""),
+        # A restart changes the time at which the process began.
+        generation=next(map(str, _values(metrics, b"process_start_time_seconds")), ""),
         load=load,
-        # Other names of the model, and its LoRA adapters.
         adapters=[card.id for card in cards if card.id != base.id],
         kind=NodeKind.VLLM_P2P_NCCL if p2p_address else NodeKind.VLLM,
         aliases=[card.id for card in cards if card.id != base.id and card.parent is None],
@@ -97,21 +93,17 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
 
 
 def _load_of(role: Role, running: int, metrics: bytes) -> Load:
-    """Return the load of all engines of a node."""
-    waiting = int(sum(_told(metrics, b"vllm:num_requests_waiting")))
+    waiting = int(sum(_values(metrics, b"vllm:num_requests_waiting")))
     if role is Role.PREFILL:
-        running, waiting = 0, running + waiting  # each is a prompt that is not computed yet
+        running, waiting = 0, running + waiting  # each is a prompt still to be computed
     total = sum(map(int, _BLOCKS.findall(metrics)))
-    # Room of no known size is not no room.
+    # Without a known size, the room is unknown rather than 0.
     block_size = max(map(int, _BLOCK_TOKENS.findall(metrics)), default=0) if total else 0
-    used = _told(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [
-        0.0
-    ]  # the second is its older name
+    used = _values(metrics, rb"vllm:(?:kv|gpu)_cache_usage_perc") or [0.0]
     free = round(total * (1 - min(1.0, sum(used) / len(used))))
     return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size)
 
 
-def _told(metrics: bytes, name: bytes) -> list[float]:
-    """Return the numbers of a metric, of each engine one."""
+def _values(metrics: bytes, name: bytes) -> list[float]:
     line = rb"^" + name + rb"(?:\{[^\n]*\})? (\d+(?:\.\d+)?(?:e[-+]?\d\d?)?)$"
     return [float(number) for number in re.findall(line, metrics, re.MULTILINE)]

@@ -10,7 +10,7 @@ from router_doubles import SPEAKS
 
 @pytest.fixture(params=["stream", "http"])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """NodeClient over leg streams, and over HTTP."""
+    """Requests over node streams, and over HTTP."""
     SPEAKS["legs"] = request.param == "stream"
     yield
     SPEAKS["legs"] = True

@@ -15,7 +15,7 @@ from tests.router.router_doubles import until
 
 
 class Asked:
-    """NodeClient and KV events at once: `failures` of the checks raise what nobody thought of."""
+    """Requests and KV events at once: `failures` of the checks raise what nobody thought of."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.checks = failures, 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.router.transport.node_errors import AttemptFailed, Refused, ending
+from kvrelay.router.transport.node_errors import AttemptFailed, Refused, deliver_last
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
@@ -16,10 +16,10 @@ def test_a_client_is_told_when_what_waits_is_computed(backlog_ms: float, seconds
             FrameKind.ERROR, error=ErrorBody("full", "overloaded_error"), status=status, load=load
         )
         with pytest.raises(kind) as told:
-            ending(frame, taken.append)
+            deliver_last(frame, taken.append)
         assert told.value.retry_after_s == seconds
     with pytest.raises(Refused) as told:
-        ending(
+        deliver_last(
             Frame(
                 FrameKind.ERROR,
                 error=ErrorBody("wrong", "invalid_request_error"),

@@ -23,7 +23,7 @@ from kvrelay.router.request.vllm_bodies import (
     prefill_body,
     undivided_because,
 )
-from kvrelay.router.transport.node_errors import told_error
+from kvrelay.router.transport.node_errors import parse_error
 from kvrelay.router.transport.vllm_health import report_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NodeFailed
@@ -145,9 +145,9 @@ def test_an_error_event_is_found_wherever_it_stands(
 
 
 def test_an_error_without_a_shape_keeps_its_status() -> None:
-    assert told_error(b'{"detail":"Not ChosenNodes"}', 404)[1] == 404
-    assert told_error(b"oops", 502)[1] == 502
-    assert told_error(b'{"error":{"message":"m","type":"t","code":"x"}}', 409)[0].code == "x"
+    assert parse_error(b'{"detail":"Not Found"}', 404)[1] == 404
+    assert parse_error(b"oops", 502)[1] == 502
+    assert parse_error(b'{"error":{"message":"m","type":"t","code":"x"}}', 409)[0].code == "x"
 
 
 def test_an_id_for_p2p_nccl_is_read_as_the_connector_reads_it() -> None:
