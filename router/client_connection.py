@@ -1,44 +1,99 @@
-"""A client while its request is answered: a way beside ASGI to write to it without waiting.
+"""A client's connection while its request is answered, beside ASGI.
 
-ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us
-for each. A `Client` writes straight to the connection instead, and tells who has to wait (`flow`).
-What the connection may do is openai_api/connections.py's and uvicorn's.
+ASGI's `send` is a coroutine, so the pieces of an answer would need a task, about 5 us for each. A
+`Client` writes straight to the connection, and `Flow` tells who has to wait for the client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from kvrelay.openai_api.connections import HttpConnection
 from kvrelay.openai_api.front import CORS_HEADERS
-from kvrelay.router.request.reply import Flow
 
-__all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
+__all__ = [
+    "Client",
+    "ClientConnection",
+    "Flow",
+    "Reply",
+    "arrived_body",
+    "headers_of",
+    "send_written",
+    "take_client",
+]
 
 _KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 
 
-class _Outbox:
-    """Clients that something was written to and not sent yet."""
+class Flow(Protocol):
+    """A connection's flow control."""
 
+    write_paused: bool
+
+    def drain(self) -> Awaitable[None]:
+        """Wait until the client has read enough, or is gone."""
+        ...
+
+
+class Reply:
+    """The bytes of one answer: kept, or passed on as they come.
+
+    `put` never waits, so a payload is either counted and put, or neither, whenever the request is
+    cut off. `room` waits, so a slow client slows its nodes instead of filling memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[bytes] = []
+        self.put: Callable[[bytes], None] = self._kept.append
+        self.put_last = self.put
+        self.flow: Flow | None = None
+
+    def pass_on(
+        self,
+        put: Callable[[bytes], None],
+        flow: Flow,
+        put_last: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Give each payload to `put` from now on, the last one to `put_last`."""
+        self.put, self.put_last, self.flow = put, put_last or put, flow
+
+    def detach(self) -> None:
+        """Keep what still comes: the client has all that it gets."""
+        self.put = self.put_last = self._kept.append
+        self.flow = None
+
+    def kept(self) -> bytes:
+        """Return all that was put and not passed on."""
+        return b"".join(self._kept)
+
+    @property
+    def full(self) -> bool:
+        """Whether the client has to read before more is put."""
+        return self.flow is not None and self.flow.write_paused
+
+    def room(self) -> Awaitable[None] | None:
+        """Return what to wait for before more is put, if anything."""
+        return self.flow.drain() if self.flow is not None and self.flow.write_paused else None
+
+
+class _Outbox:
     def __init__(self) -> None:
         self._clients: list[Client] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
-        """Has something to send, and had nothing before."""
-        if self._loop is not loop:  # a process has one after the other, if several
+        if self._loop is not loop:  # tests have one loop after another
             self._clients, self._loop = [], loop
         if not self._clients:
             loop.call_soon(self.send)
         self._clients.append(client)
 
     def send(self) -> None:
-        """Send it."""
         clients, self._clients = self._clients, []
         for client in clients:
             if not client.ending:
@@ -54,42 +109,41 @@ def send_written() -> None:
 
 
 class ClientConnection(HttpConnection):
-    """One connection. Each request's scope has its `Client`."""
+    """A connection that puts a `Client` into the scope of each request."""
 
     on_gone: Callable[[], None] | None = None
-    """Of the request that is being answered."""
+    """Called when the client of the current request goes away."""
     streaming = False
-    """What a client does not read holds an answer up that is not over, for as long as its walk may
-    take.
-    """
+    """A stream may wait for its client for as long as its request may take."""
 
     def on_headers_complete(self) -> None:
-        """The request's task has been made and has not begun."""
+        """Add the `Client`; the request's task exists and has not begun."""
         super().on_headers_complete()
         self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
 
     def pause_writing(self) -> None:
-        """Answers behind this one wait for as long as uvicorn's `send` does."""
+        """Give an answer that is no stream a deadline to be read."""
         super().pause_writing()
         if not self.streaming:
             self.flush_in_time()
 
     def resume_writing(self) -> None:
-        """The client reads."""
+        """Lift the deadline, as the client reads."""
         super().resume_writing()
         if not self.transport.is_closing():
             self.flush_at_leisure()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the answer that nobody will read it."""
+        """Tell the request that its client is gone."""
         super().connection_lost(exc)
         if self.on_gone is not None:
             self.on_gone()
 
 
 class Client:
-    """The connection while one request is answered: `begin`, any number of `write`, `end`. Nothing
-    is written to a client that is gone.
+    """The client of one request: `begin`, any number of `write`, then `end`.
+
+    Nothing is written to a client that is gone.
     """
 
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
@@ -97,26 +151,26 @@ class Client:
         self.cycle = cycle
         self._unsent: list[bytes] = []
         self.ending = False
-        """`end` is about to be called: what waits is sent with it."""
+        """`end` follows at once, and sends what is unsent."""
         self.headers: Iterable[tuple[bytes, bytes]] = ()
-        """Of the answer, whoever gives it."""
+        """Headers of every answer to this client."""
         self.pieces = 0
-        """Of the body that were written."""
+        """Number of pieces of the body that were written."""
 
     @property
     def gone(self) -> bool:
-        """It went away before the end."""
+        """Whether the client went away before the end."""
         return self.cycle.disconnected
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Whom to tell if it goes away; None: nobody any more."""
+        """Call `on_gone` if the client goes away; None ends that."""
         self._connection.on_gone = on_gone
         if on_gone is not None:
-            # a further request behind this one has paused it; else nobody would see
+            # A pipelined request behind this one has paused reading, which would hide a close.
             self.cycle.flow.resume_reading()
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Status and headers of an answer in chunks."""
+        """Write status and headers of a chunked answer."""
         cycle = self.cycle
         if cycle.disconnected:
             return
@@ -132,9 +186,7 @@ class Client:
         self._unsent.append(head)
 
     def write(self, payload: bytes) -> None:
-        """A piece of the body. Pieces wait for each other until `send_written`, or the next turn of
-        the event loop.
-        """
+        """Write a piece of the body, sent at `send_written` or the next turn of the event loop."""
         if payload and not self.cycle.disconnected:
             self.pieces += 1
             if not self._unsent:
@@ -142,17 +194,17 @@ class Client:
             self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def write_last(self, payload: bytes) -> None:
-        """The last piece: it goes out together with the `end`, which must follow."""
+        """Write the last piece, sent together with the `end` that must follow."""
         self.ending = True
         self.write(payload)
 
     @property
     def flow(self) -> Flow:
-        """Whether it reads what was written."""
+        """Flow control of the connection."""
         return self.cycle.flow
 
     def end(self) -> None:
-        """The body is over."""
+        """End the body."""
         cycle = self.cycle
         if cycle.disconnected:
             return
@@ -175,9 +227,7 @@ class Client:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """A request's headers by their names in lower case; of several of one name the first. Read once
-    per request.
-    """
+    """Return a request's headers by lower-case name, the first of several; cached in the scope."""
     known: dict[str, str] | None = scope.get(_HEADERS)
     if known is None:
         pairs = reversed(scope["headers"])
@@ -187,8 +237,8 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return known
 
 
-def arrived(scope: Scope) -> bytes | None:
-    """The body of a request, if it has come as a whole and nobody has asked for it; else None."""
+def arrived_body(scope: Scope) -> bytes | None:
+    """Take the body of a request if it has come as a whole; else return None."""
     client = scope.get(_KEY)
     cycle = client.cycle if isinstance(client, Client) else None
     if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
@@ -198,8 +248,8 @@ def arrived(scope: Scope) -> bytes | None:
     return body
 
 
-def client_of(scope: Scope) -> Client:
-    """Take the client of a request out of its scope, which it has itself. Once."""
+def take_client(scope: Scope) -> Client:
+    """Take a request's client out of its scope, once: the two would hold each other."""
     client = scope.pop(_KEY)
     assert isinstance(client, Client)
     client.headers = scope.get(CORS_HEADERS, ())

@@ -30,7 +30,7 @@ from kvrelay.openai_api.routes import (
     key_of_headers,
 )
 from kvrelay.router.admission.keys import Caller, Keyring
-from kvrelay.router.client_connection import arrived, headers_of
+from kvrelay.router.client_connection import arrived_body, headers_of
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.relay import error_response, id_headers
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
@@ -131,7 +131,7 @@ async def read_body(request: Request, limit_bytes: int, deadline_s: float) -> by
     announced = headers_of(request.scope).get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large()
-    whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then
+    whole = arrived_body(request.scope)  # mostly it has, with the headers: no need to wait then
     if whole is not None:
         if len(whole) > limit_bytes:
             raise too_large()

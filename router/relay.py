@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
 from kvrelay.openai_api.sse import error_event
 from kvrelay.router.admission.gate import Turn
-from kvrelay.router.client_connection import client_of
+from kvrelay.router.client_connection import take_client
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.vllm_run import VllmRun
@@ -85,7 +85,7 @@ class Relay(Response):
         """
         task = asyncio.current_task()
         assert task is not None
-        self._task, self._client = task, client_of(scope)
+        self._task, self._client = task, take_client(scope)
         self._client.watch(self._leave)
         self._left = self._client.gone
         failure: KvrelayError | None = None
@@ -105,7 +105,7 @@ class Relay(Response):
             )
             self._finished(status, failure)
             # A long body is given back now, and not when the collector comes to it.
-            self._walk.reply.pass_on_no_more()
+            self._walk.reply.detach()
             if failure is not None:
                 without_frames(failure)
 

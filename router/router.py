@@ -32,7 +32,7 @@ from kvrelay.router.admission.gate import Gate
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.admission.poison import DEATHS, fingerprint_of
 from kvrelay.router.background import BackgroundTasks, running_task
-from kvrelay.router.client_connection import headers_of
+from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.console.lookout import Lookout
 from kvrelay.router.guard import caller_of, read_body
 from kvrelay.router.membership.heartbeats import hearing
@@ -64,7 +64,6 @@ from kvrelay.router.request.job import (
 from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.placer import Placer
-from kvrelay.router.request.reply import Reply
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_requests import VllmLegs

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Mapping
 import msgspec
 
 from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pairing import unlike
 from kvrelay.router.request.deaths import CrashRecord
@@ -33,7 +34,6 @@ from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
-from kvrelay.router.request.reply import Reply
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
 from kvrelay.router.request.tries import Attempts
 from kvrelay.router.transport.leg_watch import LegWatch

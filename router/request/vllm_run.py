@@ -28,13 +28,13 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
+from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
 from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
 from kvrelay.router.request.deaths import CrashRecord
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
 from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
-from kvrelay.router.request.reply import Reply
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
 from kvrelay.router.request.tries import Attempts
 from kvrelay.router.request.vllm_bodies import (

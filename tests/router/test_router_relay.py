@@ -16,7 +16,7 @@ from router_doubles import (
 )
 
 import kvrelay.router.relay
-from kvrelay.router.request.reply import Reply
+from kvrelay.router.client_connection import Reply
 from kvrelay.wire.frames import Frame, FrameKind
 
 pytestmark = pytest.mark.usefixtures("either_way")

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.request.reply import Reply
 from kvrelay.router.request.vllm_measured import prefilled, streamed
 from kvrelay.wire.config import Role
 from tests.router.router_doubles import cluster
