@@ -169,7 +169,7 @@ def _check_gpus(
     places: Sequence[NodeGpus],
     gpus: Sequence[Gpu],
 ) -> None:
-    from kvrelay.paged_engine.memory_sizes import RESERVE_BYTES
+    from kvrelay.paged_engine.before_loading import RESERVE_BYTES
 
     known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()
     for engine, (weights, pool), own in zip(engines, least, places, strict=True):

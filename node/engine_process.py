@@ -39,10 +39,10 @@ from kvrelay.node.probes import Probes, host_id
 from kvrelay.node.process_log import log_is_written, log_to_stderr
 from kvrelay.node.ranks import join_as_rank_0, meet_ranks, region_of
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
-from kvrelay.paged_engine.measured_costs import measure_steps
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.engine_messages import (
     Abort,

@@ -32,7 +32,7 @@ from kvrelay.node.parent import PARENT_PID, die_with_parent
 from kvrelay.node.probe_pattern import ProbePattern
 from kvrelay.node.process_log import log_to_stderr
 from kvrelay.node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
-from kvrelay.paged_engine.devices import check_engine, choose_device
+from kvrelay.paged_engine.before_loading import check_engine, choose_device
 from kvrelay.paged_engine.engine import aside, follow
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host

@@ -15,9 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvrelay.node.transfer_pair import Pair, Part, open_pair
-from kvrelay.paged_engine.before_loading import checked_model, kv_dtype_of
-from kvrelay.paged_engine.devices import choose_device
-from kvrelay.paged_engine.memory_sizes import block_bytes, default_block_tokens
+from kvrelay.paged_engine.before_loading import (
+    block_bytes,
+    checked_model,
+    choose_device,
+    default_block_tokens,
+    kv_dtype_of,
+)
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import TransferError

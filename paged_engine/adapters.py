@@ -10,19 +10,19 @@ say.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from kvrelay.paged_engine.adapter_layout import shard_adapter
-from kvrelay.paged_engine.adapter_slots import AdapterSlots, Loaded
-from kvrelay.paged_engine.lora_files import Adapter, read_adapter
+from kvrelay.paged_engine.lora_files import Adapter, Matrices, read_adapter
 from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.model_tensors import weight_shapes
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.sharding import shard_weights
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import AdapterFacts
 from kvrelay.wire.errors import ConfigError
@@ -30,13 +30,185 @@ from kvrelay.wire.errors import ConfigError
 __all__ = [
     "ABOUT_ADAPTERS",
     "AdapterReader",
+    "AdapterSlots",
     "AdapterStore",
     "Adapters",
     "FollowedAdapters",
+    "Loaded",
     "Reading",
+    "Site",
+    "shard_adapter",
+    "sites_of",
     "slots_in_use",
     "slots_of",
+    "stacked",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An adapter in its slot."""
+
+    slot: int
+    facts: AdapterFacts
+
+    @property
+    def identity(self) -> str:
+        """Of its KV: name and content."""
+        return f"{self.facts.name}@{self.facts.digest}"
+
+
+class AdapterSlots:
+    """`limit` adapters have names at a time; there are `slots` slots for them and for those that
+    are ending.
+    """
+
+    def __init__(self, limit: int, slots: int) -> None:
+        self.limit = limit
+        self._free = list(reversed(range(slots)))
+        self._loading: dict[int, str] = {}
+        self._named: dict[str, Loaded] = {}
+        self._ending: set[int] = set()
+
+    @property
+    def loaded(self) -> list[AdapterFacts]:
+        """The adapters that requests may name, in the order of their loading."""
+        return [loaded.facts for loaded in self._named.values()]
+
+    def named(self, name: str) -> Loaded | None:
+        """The adapter of this name."""
+        return self._named.get(name)
+
+    def reserve(self, name: str, *, in_place: bool) -> int:
+        """A slot for an adapter that is about to be read. Raises ValueError, with a sentence, if
+        there is none.
+        """
+        if name in self._loading.values():
+            raise ValueError(f"adapter {name!r} is being loaded already; wait for that")
+        if name in self._named and not in_place:
+            raise ValueError(
+                f"adapter {name!r} is loaded already; unload it first, or set load_inplace"
+            )
+        if len({*self._named, *self._loading.values(), name}) > self.limit:
+            raise ValueError(
+                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is "
+                f"{self.limit}; unload "
+                "one or start the node with more"
+            )
+        if not self._free:
+            raise ValueError(
+                "requests of an adapter that was unloaded still run in the last slot; try again"
+            )
+        slot = self._free.pop()
+        self._loading[slot] = name
+        return slot
+
+    def fill(self, slot: int, facts: AdapterFacts) -> None:
+        """A reserved slot has its adapter; one of the same name takes no more requests."""
+        del self._loading[slot]
+        self.retire(facts.name)
+        self._named[facts.name] = Loaded(slot, facts)
+
+    def give_up(self, slot: int) -> None:
+        """Nothing comes into a reserved slot."""
+        del self._loading[slot]
+        self._free.append(slot)
+
+    def retire(self, name: str) -> None:
+        """No request begins with this adapter any more. Unknown names are ignored."""
+        loaded = self._named.pop(name, None)
+        if loaded is not None:
+            self._ending.add(loaded.slot)
+
+    @property
+    def ending(self) -> bool:
+        """Whether a slot waits for its last requests."""
+        return bool(self._ending)
+
+    def free_unused(self, used: Collection[int]) -> list[int]:
+        """The slots that were waiting and that no live request uses: they are free from now on."""
+        freed = sorted(self._ending.difference(used))
+        self._ending.difference_update(freed)
+        self._free += freed
+        return freed
+
+
+_SITES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+# Of which a rank has a share of the inputs: A is cut, of all others B.
+_CUT_INPUTS = (".o_proj", ".down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One linear layer of the decoder. `modules` are the projections in it, `rows` how many outputs
+    each has.
+    """
+
+    modules: tuple[str, ...]
+    in_features: int
+    rows: tuple[int, ...]
+
+
+def sites_of(model: ModelConfig) -> list[dict[str, Site]]:
+    """Of each layer: its linear layers by the names of `Decoder.sites`. A mixture's experts have
+    none.
+    """
+    shapes = weight_shapes(replace(model, quantization=None))
+    layers = []
+    for index in range(model.num_layers):
+        sites = {}
+        for name, projections in _SITES.items():
+            modules = [f"model.layers.{index}.{projection}" for projection in projections]
+            modules = [module for module in modules if f"{module}.weight" in shapes]
+            if modules:
+                sizes = [shapes[f"{module}.weight"] for module in modules]
+                sites[name] = Site(tuple(modules), sizes[0][1], tuple(size[0] for size in sizes))
+        layers.append(sites)
+    return layers
+
+
+def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapter:
+    """What rank `rank` of `size` holds of an adapter of the whole model."""
+
+    def cut(module: str, matrix: torch.Tensor) -> torch.Tensor:
+        ((_, part),) = shard_weights([(f"{module}.weight", matrix)], model, rank, size)
+        return part
+
+    def matrices(module: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
+        return (cut(module, a), b) if module.endswith(_CUT_INPUTS) else (a, cut(module, b))
+
+    return replace(
+        adapter,
+        modules={module: matrices(module, *both) for module, both in adapter.modules.items()},
+    )
+
+
+def stacked(
+    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
+) -> Matrices | None:
+    """A [projections * rank, in] and B [all outputs, rank] of a site, padded with zeros; None if it
+    is not adapted.
+
+    The rows of B that belong to projection i are for the outputs of the i-th `rank` rows of A.
+    """
+    if not any(module in modules for module in site.modules):
+        return None
+    a = torch.zeros(len(site.modules) * rank, site.in_features, dtype=dtype)
+    b = torch.zeros(sum(site.rows), rank, dtype=dtype)
+    for index, (module, ours) in enumerate(
+        zip(site.modules, torch.split(b, list(site.rows)), strict=True)
+    ):
+        if module in modules:
+            down, up = modules[module]
+            a[index * rank : index * rank + len(down)] = down
+            ours[:, : len(down)] = up
+    return a, b
+
 
 # Before rank 0's messages about adapters; see `_ASIDE` in paged_engine/engine.py.
 ABOUT_ADAPTERS = b"\xc1\xc1"
@@ -58,17 +230,11 @@ class AdapterStore(Protocol):
 
 
 class _Read(msgspec.Struct, tag="read", frozen=True):
-    """Begin to read an adapter for a slot."""
-
     slot: int
     path: str
 
 
 class _Install(msgspec.Struct, tag="install", frozen=True):
-    """Put what was read into the slot, if all ranks have read the same; an empty digest: rank 0 has
-    not.
-    """
-
     slot: int
     digest: str
 

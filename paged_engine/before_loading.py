@@ -8,24 +8,117 @@ caller's to say.
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from kvrelay.paged_engine.memory_sizes import (
-    CPU_POOL_BYTES,
-    FP8,
-    block_bytes,
-    blocks_in,
-    default_block_tokens,
-    least_weight_bytes,
-    longest_context,
-)
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_files import read_model_config
+from kvrelay.paged_engine.model_tensors import weight_shapes
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["checked_model", "dtype_of", "kv_dtype_of", "least_memory"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CPU_POOL_BYTES",
+    "FP8",
+    "RESERVE_BYTES",
+    "block_bytes",
+    "blocks_in",
+    "bytes_per_head",
+    "check_engine",
+    "checked_model",
+    "choose_device",
+    "default_block_tokens",
+    "dtype_of",
+    "kv_dtype_of",
+    "least_memory",
+    "least_weight_bytes",
+    "longest_context",
+]
+
+FP8 = "float8_e4m3fn"
+CPU_POOL_BYTES = 1 << 30  # unless another size is asked for
+# On a GPU: CUDA graphs, their memory pool, allocator rounding and what libraries allocate late.
+RESERVE_BYTES = 1 << 30
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+_SCALE_BYTES = 4
+
+
+def default_block_tokens(device: str) -> int:
+    """Tokens in a block on `cpu` or `cuda` unless another size is asked for (the reasons are in
+    ARCHITECTURE.md).
+    """
+    return 16 if device == "cpu" else 64
+
+
+def bytes_per_head(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one KV head in a block, over all layers."""
+    vector = config.head_dim * _ITEM_BYTES[dtype] + (_SCALE_BYTES if dtype == FP8 else 0)
+    return config.num_layers * 2 * block_size * vector
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block, over all layers."""
+    return config.num_kv_heads * bytes_per_head(config, block_size, dtype)
+
+
+def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: str) -> int:
+    """Count the blocks that fit. Raises ConfigError if that is not enough for one block beside the
+    null block.
+    """
+    block = block_bytes(config, block_size, dtype)
+    blocks = pool_bytes // block
+    if blocks < 2:
+        raise ConfigError(
+            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at "
+            f"least {2 * block}: "
+            "raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
+        )
+    return blocks
+
+
+def longest_context(
+    wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
+) -> int:
+    """Find the longest prompt plus answer that the model and a pool allow, or check the one
+    `wanted` (0: none).
+
+    Raises ConfigError naming the largest context that would fit if `wanted` does not.
+    """
+    room = (num_blocks - 1) * block_size
+    if wanted > room:
+        needed = (-(-wanted // block_size) + 1) * block_bytes(config, block_size, dtype)
+        have = num_blocks * block_bytes(config, block_size, dtype)
+        raise ConfigError(
+            f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} "
+            f"tokens. Lower "
+            f"max_model_len to at most {room}, or make room for {needed} bytes: with "
+            f"kv_cache_memory_bytes, or on a "
+            "GPU with a higher gpu_memory_utilization or kv_cache_dtype fp8"
+        )
+    return wanted or min(config.max_position, room)
+
+
+def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize: bool) -> int:
+    """Count the bytes that the weights of one of `ranks` ranks take at least; `config` has the
+    sizes of that rank.
+
+    `quantize`: linear layers become fp8 while loading; the small ones and experts do not, but all
+    are counted so.
+    """
+    total, shapes = 0, weight_shapes(config)
+    for name, shape in shapes.items():
+        in_fp8 = f"{name}_scale" in shapes or (
+            quantize and len(shape) == 2 and name.startswith("model.layers.")
+        )
+        share = ranks if name == "lm_head.weight" else 1  # cut by rows
+        total += math.prod(shape) * (1 if in_fp8 else _ITEM_BYTES[dtype]) // share
+    return total
 
 
 def checked_model(config: EngineConfig, device: str) -> ModelConfig:
@@ -94,3 +187,36 @@ def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple
     blocks = 1 + max(1, -(-config.max_model_len // tokens))
     needed = blocks * block_bytes(shard, tokens, kv_dtype_of(config, model, device))
     return weights, config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else needed)
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raise ConfigError if this host's ranks of the engine cannot work as configured."""
+    ranks = config.tensor_parallel_size_local or config.tensor_parallel_size
+    checked_model(config, choose_device(config.device, ranks - 1).type)
+
+
+def choose_device(wanted: str, index: int | None = None) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises
+    ConfigError.
+    """
+    import torch
+
+    # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's
+    # steps. CUDA reads this when it begins.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA "
+            "build of torch"
+        )
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if index is None else index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{index + 1} ranks here need {index + 1} GPUs, and this host shows "
+            f"{torch.cuda.device_count()}; lower "
+            "tensor_parallel_size, or tensor_parallel_size_local and start other ranks elsewhere "
+            "with `kvrelay rank`"
+        )
+    return torch.device("cuda", index)

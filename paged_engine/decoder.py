@@ -135,7 +135,6 @@ class Decoder:
     def _load(
         self, weights: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]
     ) -> dict[str, torch.Tensor]:
-        """Pack each layer as soon as its weights are there; returns those that belong to no layer."""
         parts: dict[str, torch.Tensor] = {}
         layers: list[dict[str, torch.Tensor]] = [{} for _ in self._layers]
         sizes = [0] * len(layers)
@@ -168,7 +167,6 @@ class Decoder:
         return parts
 
     def _pack(self, index: int, have: dict[str, torch.Tensor]) -> _Layer:
-        """The layer of these weights, one per projection, by their names within the layer."""
         config = self.config
         input_norm, o_norm, mlp_norm, down_norm = (
             None if name is None else self._norm_of(have, name)
@@ -225,7 +223,6 @@ class Decoder:
         return linear(weight, bias) if scale is None else linear(weight, bias, scale)
 
     def _norm_of(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
-        """The norm of this name; None where the architecture has none."""
         if f"{name}.weight" not in have:
             return None
         plus_one = self.config.norm == "rms_plus_one"
@@ -236,7 +233,6 @@ class Decoder:
     def _fold(
         self, norm: Norm | None, *weights: torch.Tensor
     ) -> tuple[Norm | None, list[torch.Tensor]]:
-        """The norm and the weights of the products behind it, made one where the device wants that."""
         if (
             norm is None
             or norm.weight is None
@@ -289,9 +285,6 @@ class Decoder:
     def _add(
         self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None
     ) -> torch.Tensor:
-        """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if
-        there is one.
-        """
         ops = self._operations
         if norm is None:
             return ops.add_linear(hidden, x, linear)
@@ -343,8 +336,6 @@ class Decoder:
 def _fused(
     have: dict[str, torch.Tensor], *names: str
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Weight, bias and scale of these projections of one input, made one."""
-
     def joined(kind: str) -> torch.Tensor | None:
         return (
             torch.cat([have[f"{name}.{kind}"] for name in names])
@@ -358,9 +349,6 @@ def _fused(
 
 
 def _rotary_tables(config: ModelConfig, max_positions: int) -> list[torch.Tensor] | list[None]:
-    """Cosines, then sines of each position's angles, fp32 [max_positions, rotary_dim]; then those
-    of local layers.
-    """
     if config.learned_positions:
         return [None]
     kinds = [(config.rope_scaling, config.rope_theta)]

@@ -40,9 +40,6 @@ def dummy_tensors(
 
 
 def _pool() -> torch.Tensor:
-    """float32 [_POOL], near normal: sums of four uniform integers, as float draws differ in the
-    last bit by CPU.
-    """
     generator = torch.Generator().manual_seed(0)
     limit = 1 << 16
     total = torch.zeros(_POOL, dtype=torch.int32)
@@ -58,7 +55,6 @@ def _start(name: str) -> int:
 
 
 def _fill(flat: torch.Tensor, pool: torch.Tensor, start: int) -> None:
-    """Copy the pool into `flat` from `start` on, round and round."""
     done = 0
     while done < flat.numel():
         piece = pool[start : start + flat.numel() - done]

@@ -17,10 +17,9 @@ from typing import Protocol
 import torch
 
 from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
-from kvrelay.paged_engine.before_loading import checked_model, dtype_of
+from kvrelay.paged_engine.before_loading import checked_model, choose_device, dtype_of
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.decoder import by_projection
-from kvrelay.paged_engine.devices import choose_device
 from kvrelay.paged_engine.guide import Guide, Matcher
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.lora_files import Adapter
@@ -116,8 +115,6 @@ class Handover(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that the device is running."""
-
     launched: Launched
     chunks: list[Chunk]
     at: float
@@ -163,7 +160,7 @@ class Engine:
         )
         self._config = config
         self.costs: StepCosts | None = None
-        """What steps cost, once they were measured (paged_engine/measured_costs.py)."""
+        """What steps cost, once they were measured (paged_engine/timed_steps.py)."""
         self._pace = Pace()
         self.begin_anew()
         self._in_flight: _InFlight | None = None
@@ -334,7 +331,6 @@ class Engine:
             handover.fetch(fetch)
 
     def _take_tokens(self, step: _InFlight, handover: Handover | None) -> list[Request]:
-        """Give each request of a launched step its token; those that take it."""
         tokens, logprobs = step.launched.wait()
         since, now = max(step.at, self._tokens_at), self._clock()
         self._tokens_at = now
@@ -360,13 +356,11 @@ class Engine:
         return updated
 
     def _keep_pace(self, step: _InFlight, took_ms: float, costs: StepCosts) -> None:
-        """Have the scheduler reckon with the costs that steps have now."""
         self._pace.saw(took_ms, costs.step_ms((chunk.count, chunk.start) for chunk in step.chunks))
         pace = self._pace.factor
         self.scheduler.budget = replace(self.scheduler.budget, costs=costs.scaled(pace), pace=pace)
 
     def _count(self, chunk: Chunk) -> None:
-        """Prompt tokens computed here, each once, however often it is computed after preemptions."""
         request = chunk.request
         if not request.num_counted:
             request.num_counted = request.cached_tokens or 0
@@ -410,9 +404,6 @@ def follow(
 def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> tuple[Runner, AdapterReader, list[Adapter]]:
-    """The rank's runner, and the adapters that were named at start: read first, because that fails
-    soonest.
-    """
     alike = {name: str(getattr(config, name)) for name in _ALIKE}
     ranks.agree({"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike})
     dtype = getattr(torch, dtype_of(config, model, device.type))

@@ -7,19 +7,110 @@ Owns the mapping alone; the bytes are gguf_file.py's.
 from __future__ import annotations
 
 import math
+import mmap
 import re
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrelay.paged_engine.gguf_file import GgufFile
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
 from kvrelay.paged_engine.model_config import Fields, ModelConfig, RopeScaling
 from kvrelay.paged_engine.model_tensors import check_names, tensor_shapes
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gguf_model_config", "gguf_tensors"]
+__all__ = ["GgufFile", "GgufTensor", "gguf_model_config", "gguf_tensors"]
+
+# The gguf package takes 16 rows at a time, too few to be fast where they are short. A block knows
+# nothing of the row that it is in, so rows can have so many of them: a third of the time for
+# SmolLM2.
+_ROW_BLOCKS = 128
+
+_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies. `shape` is in torch's order (rows first), `kind` its quantization, for
+    example Q4_1.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte offset in the file."""
+    num_bytes: int
+
+
+class GgufFile:
+    """An open, memory-mapped GGUF file (version 2 or 3, little-endian).
+
+    Raises ConfigError, naming the file, if it is not one, is cut short, or is one part of a split
+    model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            header = read_gguf_header(self._bytes, string_lists=False)
+            self.metadata = header.metadata
+            self.tensors = {
+                name: self._tensor(name, place) for name, place in header.tensors.items()
+            }
+        except (OSError, ValueError) as why:
+            raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor: F32, F16 and BF16 as stored, every quantization as float32."""
+        import torch  # who only asks for the header need not wait for it
+
+        tensor = self.tensors[name]
+        if dtype := _DENSE.get(tensor.kind):
+            with warnings.catch_warnings():
+                # torch warns that the mapped file is read-only; clone() is what makes the tensor
+                # writable.
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                count = math.prod(tensor.shape)
+                return (
+                    torch.frombuffer(
+                        self._bytes, dtype=getattr(torch, dtype), count=count, offset=tensor.start
+                    )
+                    .clone()
+                    .view(tensor.shape)
+                )
+        packed = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start)
+        quantization = GGMLQuantizationType[tensor.kind]
+        _, block_bytes = GGML_QUANT_SIZES[quantization]
+        row_bytes = math.gcd(tensor.num_bytes // block_bytes, _ROW_BLOCKS) * block_bytes
+        try:
+            values = dequantize(packed.reshape(-1, row_bytes), quantization)
+        except NotImplementedError as why:
+            raise ConfigError(
+                f"{self.path}: tensor {name} has type {tensor.kind}, which cannot be read: {why}"
+            ) from why
+        return torch.from_numpy(values).view(tensor.shape)
+
+    def _tensor(self, name: str, place: TensorPlace) -> GgufTensor:
+        quantization = GGMLQuantizationType(place.kind)
+        block_values, block_bytes = GGML_QUANT_SIZES[quantization]
+        num_bytes = math.prod(place.shape) // block_values * block_bytes
+        if place.start + num_bytes > len(self._bytes):
+            raise ValueError(
+                f"it is cut short: tensor {name} ends at byte {place.start + num_bytes} of "
+                f"{len(self._bytes)}"
+            )
+        return GgufTensor(quantization.name, place.shape, place.start, num_bytes)
+
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -133,9 +224,6 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from llama.cpp's rotary order (0, h, 1, h+1, ...) to Hugging Face's (0, 1,
-    ..., h, ...).
-    """
     pairs = tensor.view(
         heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:]
     )  # [heads, half, 2, in]
@@ -143,7 +231,6 @@ def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _main_kind(file: GgufFile) -> str:
-    """How the bulk of the weights is stored."""
     return (
         file.tensors["blk.0.ffn_up.weight"].kind
         if "blk.0.ffn_up.weight" in file.tensors
@@ -173,12 +260,6 @@ def _rope_scaling(
 
 
 def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:
-    """llama.cpp stores what each frequency is divided by instead of llama3's parameters.
-
-    All published llama3 models have low 1, high 4 and 8,192 tokens, and a factor of 8 or 32 that
-    the lowest frequency shows. Whether that is so here is not assumed: the factors these parameters
-    give must equal the stored ones.
-    """
     stored = file.load(_ROPE_FACTORS).tolist()
     scaling = RopeScaling("llama3", max(stored), 1.0, 4.0, 8192)
     expected = _llama3_factors(scaling, head_dim, theta)
@@ -195,9 +276,6 @@ def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeSca
 
 
 def _llama3_factors(scaling: RopeScaling, head_dim: int, theta: float) -> list[float]:
-    """What llama3 scaling divides each of the head_dim / 2 frequencies by: 1 for high ones,
-    `factor` for low ones.
-    """
     factors = []
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)

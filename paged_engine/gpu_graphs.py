@@ -3,7 +3,7 @@ the sampler.
 
 Without them such a step takes what the host needs to launch its kernels, several times what the GPU
 has to do. All are captured before the first request, over buffers at fixed addresses
-(paged_engine/gpu_uploads.py), in one memory: they run one after the other. The sampler is a graph
+(paged_engine/gpu_graphs.py), in one memory: they run one after the other. The sampler is a graph
 of its own, so that something can be done to the logits before it.
 """
 
@@ -11,19 +11,246 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvrelay.kernels.block_tables import append_blocks, step_tables
+from kvrelay.kernels.prefill_tiles import prefill_tiles, tile_tokens
 from kvrelay.paged_engine.gpu_operations import GpuStep
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
-from kvrelay.paged_engine.gpu_uploads import StepUploads
-from kvrelay.paged_engine.step_shapes import StepShape, shape_of
-from kvrelay.paged_engine.step_values import StepValues, null_step
+from kvrelay.paged_engine.model_config import ModelConfig
+from kvrelay.paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded, shape_of
+from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues, null_step
 
-__all__ = ["GpuGraphs"]
+__all__ = ["GpuGraphs", "StepUploads"]
+
+# Two uploads may be under way at once: that of the running step's successor and, not yet read, its
+# own.
+_UPLOADS = 2
+_ROW_FIELDS, _SEQUENCE_FIELDS = len(PADDING_ROW), len(PADDING_SEQUENCE)
+# Of a decode: its row, its sequence, the slot that samples.
+_PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
+
+
+class StepUploads:
+    """Everything is queued on the current stream; nothing waits for the device."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        chunks_only: bool,
+        shapes: Sequence[StepShape],
+        device: torch.device,
+    ) -> None:
+        """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped()
+        takes.
+        """
+        self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
+        self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
+        self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
+        rows = _to_16_bytes(max_num_seqs)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._null_slot = rows  # behind all others: its blocks stay null
+        self._slot_tables = zeros(rows + 1, self.max_blocks)
+        # One for each sequence. The scheduler's chunks and proposals together are `max_num_seqs` at
+        # most.
+        self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
+        # What decode graphs read: at fixed addresses, one upload for all.
+        self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
+        self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
+        self._pinned_decodes = [
+            torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)
+        ]
+        self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._one_tile_each = torch.stack(
+            (self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1
+        )
+        self._turn = 0
+        self.shapes = shapes
+        # What the graphs of shapes read: each from the beginning.
+        self._shaped = zeros(max((self._numbers_of(shape) for shape in shapes), default=0))
+
+    @property
+    def decode_slots(self) -> torch.Tensor:
+        """int32: the slot in which each row of the newest decode step samples; at a fixed address."""
+        return self._decodes[-1]
+
+    def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
+        """The persistent buffers of the graph for `rows` decodes, of which some have adapters or
+        none has.
+        """
+        return GpuStep(
+            decodes=0 if self._chunks_only else rows,
+            token_ids=self._rows[0, :rows],
+            source=self._rows[1, :rows],
+            positions=self._rows[2, :rows],
+            blocks=self._rows[3, :rows],
+            offsets=self._rows[4, :rows],
+            context_lens=self._sequences[1, :rows],
+            tables=self._tables[:rows],
+            chunk_context_lens=self._sequences[1, :rows],
+            query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
+            tiles=self._one_tile_each[:rows] if self._chunks_only else None,
+            sampled_rows=None,
+            adapters=self._rows[5, :rows] if adapted else None,
+        )
+
+    def decode_tables(self, rows: int) -> None:
+        """Launch what makes the block tables of a decode step of its slots'."""
+        slots, contexts, newest = self._sequences[:, :rows]
+        step_tables(
+            slots,
+            contexts,
+            newest,
+            self._slot_tables,
+            self._tables[:rows],
+            block_size=self._block_size,
+        )
+
+    def decodes(self, values: StepValues) -> None:
+        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but
+        the null block.
+        """
+        count = values.rows.shape[1]
+        self._turn = (self._turn + 1) % _UPLOADS
+        pinned = self._pinned_decodes[self._turn]
+        host = pinned.numpy()
+        host[:_ROW_FIELDS, :count] = values.rows
+        host[_ROW_FIELDS:-1, :count] = values.sequences
+        host[-1, :count] = values.sampled_slots
+        host[:, count:] = _PADDING[:, None]
+        self._decodes.copy_(pinned, non_blocking=True)
+        if values.new_blocks.size:
+            self.append(self._send(values.new_blocks)[0])
+
+    def chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
+        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows.
+
+        The rows whose logits are wanted are the sampled ones, then the scored ones."""
+        decodes = 0 if self._chunks_only else values.decodes
+        wanted = np.concatenate((values.sampled_rows, values.scored_rows))
+        return self._chunk_step(
+            values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None
+        )
+
+    def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
+        """Bring the step into one of the shapes and upload it; its tensors are at the same
+        addresses in all steps of a shape. What samples is told to `decode_slots` too.
+        """
+        padding = shape.samples - len(values.sampled_slots)
+        step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
+        tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
+        tiles[:, 0] = shape.prompts - 1  # which has no rows
+        needed = self._tiles(step, shape.decodes)
+        tiles[: len(needed)] = needed
+        wanted = np.pad(step.sampled_rows, (0, padding))
+        slots = np.pad(step.sampled_slots, (0, padding), constant_values=-1)
+        on_device, slots_ = self._chunk_step(
+            step, shape.decodes, tiles, wanted, slots, self._shaped
+        )
+        self._decodes[-1, : shape.samples].copy_(slots_)
+        return on_device
+
+    def _numbers_of(self, shape: StepShape) -> int:
+        rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.prompts
+        of_prompts = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
+        to_16_bytes = 64  # for all rows of the arrays
+        return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_prompts + to_16_bytes
+
+    def _most_tiles(self, shape: StepShape) -> int:
+        return shape.prompt_rows // tile_tokens(self._group) + shape.prompts
+
+    def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
+        counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]
+        return prefill_tiles(
+            counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim
+        )
+
+    def _chunk_step(
+        self,
+        values: StepValues,
+        decodes: int,
+        tiles: np.ndarray,
+        wanted_rows: np.ndarray,
+        wanted_slots: np.ndarray,
+        into: torch.Tensor | None,
+    ) -> tuple[GpuStep, torch.Tensor]:
+        if values.new_blocks.size:
+            self.append(self._send(values.new_blocks)[0])
+        counts = values.counts[decodes:]
+        rows, sequences, contexts, starts, tiles_, wanted, slots = self._send(
+            values.rows,
+            values.sequences,
+            values.sequences[1, decodes:],
+            np.concatenate(([0], counts.cumsum())).astype(np.int32),
+            tiles.reshape(-1),
+            wanted_rows,
+            wanted_slots,
+            into=into,
+        )
+        tables = self._tables[: sequences.shape[1]]
+        all_slots, all_contexts, newest_blocks = sequences
+        step_tables(
+            all_slots,
+            all_contexts,
+            newest_blocks,
+            self._slot_tables,
+            tables,
+            block_size=self._block_size,
+        )
+        step = GpuStep(
+            decodes=decodes,
+            token_ids=rows[0],
+            source=rows[1],
+            positions=rows[2],
+            blocks=rows[3],
+            offsets=rows[4],
+            context_lens=sequences[1],
+            tables=tables,
+            chunk_context_lens=contexts,
+            query_starts=starts if len(counts) else None,
+            tiles=tiles_.view(-1, 2) if len(counts) else None,
+            sampled_rows=wanted,
+            adapters=rows[5] if values.adapted else None,
+        )
+        return step, slots
+
+    def append(self, new_blocks: torch.Tensor) -> None:
+        """Into the slots' block tables."""
+        append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
+
+    def _send(self, *arrays: np.ndarray, into: torch.Tensor | None = None) -> list[torch.Tensor]:
+        widened = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
+        sizes = [math.prod(outer) * width for outer, width in widened]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        host, end = flat.numpy(), 0
+        for array, (outer, width), size in zip(arrays, widened, sizes, strict=True):
+            host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
+            end += size
+        if into is None:
+            into = torch.empty(len(flat), dtype=torch.int32, device=self._device)
+        device = torch.split(into[: len(flat)].copy_(flat, non_blocking=True), sizes)
+        return [
+            piece.view(*outer, width)[..., : array.shape[-1]]
+            for piece, array, (outer, width) in zip(device, arrays, widened, strict=True)
+        ]
+
+
+def _to_16_bytes(numbers: int) -> int:
+    return -(-numbers // 4) * 4
+
 
 # NCCL's watchdog thread may ask for events while we capture.
 _CAPTURE = "thread_local"
@@ -31,8 +258,6 @@ _CAPTURE = "thread_local"
 
 @dataclass(frozen=True, slots=True)
 class _OfBatch:
-    """The graphs of one number of sampled rows."""
-
     decodes: torch.cuda.CUDAGraph
     adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
     logits: torch.Tensor  # [rows, vocab]
@@ -152,9 +377,6 @@ class GpuGraphs:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """A capture fails if the collector frees memory of the GPU in it, of an engine before this one
-    for example.
-    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -17,37 +17,138 @@ import msgspec
 import torch
 
 from kvrelay.paged_engine.adapters import AdapterStore, slots_of
-from kvrelay.paged_engine.before_loading import dtype_of, kv_dtype_of
-from kvrelay.paged_engine.decoder import Decoder
-from kvrelay.paged_engine.devices import refuse_fp8
-from kvrelay.paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
-from kvrelay.paged_engine.gpu_graphs import GpuGraphs
-from kvrelay.paged_engine.gpu_memory import GpuBudget
-from kvrelay.paged_engine.gpu_operations import GpuOperations, GpuStep
-from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
-from kvrelay.paged_engine.gpu_uploads import StepUploads
-from kvrelay.paged_engine.grammar import masks_of
-from kvrelay.paged_engine.guide import RowMasks
-from kvrelay.paged_engine.kv_pool import KVPool
-from kvrelay.paged_engine.memory_sizes import (
+from kvrelay.paged_engine.before_loading import (
+    RESERVE_BYTES,
     block_bytes,
     blocks_in,
     default_block_tokens,
+    dtype_of,
+    kv_dtype_of,
     least_weight_bytes,
     longest_context,
 )
+from kvrelay.paged_engine.decoder import Decoder
+from kvrelay.paged_engine.gpu_graphs import GpuGraphs, StepUploads
+from kvrelay.paged_engine.gpu_operations import (
+    GpuAdapterOperations,
+    GpuAdapters,
+    GpuOperations,
+    GpuStep,
+)
+from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
+from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.guide import RowMasks
+from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.prompt_scores import PromptScores
-from kvrelay.paged_engine.rank_steps import RankMasks, RankStep
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
+from kvrelay.paged_engine.sampler import PromptScores
 from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
 from kvrelay.paged_engine.step_shapes import step_shapes
-from kvrelay.paged_engine.step_values import Slots, SlotState, StepValues, null_step
+from kvrelay.paged_engine.step_values import (
+    RankMasks,
+    RankStep,
+    Slots,
+    SlotState,
+    StepValues,
+    null_step,
+)
 from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.config_checks import gib
+from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import TokenLogprobs
 
-__all__ = ["GpuRunner"]
+__all__ = ["GpuBudget", "GpuRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBudget:
+    """Made before anything is allocated."""
+
+    device: torch.device
+    total_bytes: int
+    free_bytes: int  # when the process began
+    allowed_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device, utilization: float) -> GpuBudget:
+        """Raises ConfigError if less than the allowed share of the card is free."""
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * utilization)
+        if allowed > free:
+            raise ConfigError(
+                f"gpu_memory_utilization {utilization:g} asks for {gib(allowed)} of {gib(total)}, "
+                f"but only "
+                f"{gib(free)} are free on {device}; lower it to at most {free / total:.2f} or end "
+                f"what else runs there"
+            )
+        return cls(device, total, free, allowed)
+
+    def check_weights(self, least_bytes: int) -> None:
+        """Raise ConfigError if weights of that size leave nothing, before minutes are spent on
+        loading them.
+        """
+        if least_bytes >= self.allowed_bytes:
+            raise ConfigError(
+                f"the weights need at least {gib(least_bytes)} on each GPU, and "
+                f"gpu_memory_utilization allows "
+                f"{gib(self.allowed_bytes)} of {gib(self.total_bytes)}; raise it, use "
+                f"quantization fp8, or spread "
+                "the model over more GPUs with tensor_parallel_size"
+            )
+
+    def _needed(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        outside_torch = self.free_bytes - free - torch.cuda.memory_reserved(self.device)
+        return torch.cuda.max_memory_allocated(self.device) + max(0, outside_torch) + RESERVE_BYTES
+
+    def left_for_kv(self) -> int:
+        """Bytes for the KV pool, after the largest step has run. Raises ConfigError if nothing is
+        left.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        left = self.allowed_bytes - self._needed()
+        if left <= 0:
+            raise ConfigError(
+                f"nothing is left for the KV cache: the weights and a step need "
+                f"{gib(self._needed())}, and "
+                f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of "
+                f"{gib(self.total_bytes)}. Raise it, "
+                "lower max_num_batched_tokens or max_num_seqs, or spread the model over more GPUs"
+            )
+        return left
+
+    def check(self, pool_bytes: int) -> None:
+        """Raise ConfigError if a KV pool of a size that the operator named does not fit on the
+        card.
+        """
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        spare = (
+            free
+            - RESERVE_BYTES
+            - (
+                torch.cuda.max_memory_allocated(self.device)
+                - torch.cuda.memory_reserved(self.device)
+            )
+        )
+        if pool_bytes > spare:
+            raise ConfigError(
+                f"a KV pool of {gib(pool_bytes)} does not fit: beside the weights and a step "
+                f"{gib(max(0, spare))} "
+                "are free; lower kv_cache_memory_bytes"
+            )
+
+    def report(self, tokens: int) -> str:
+        """One line for the log."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return (
+            f"GPU memory: {gib(self.free_bytes - free)} of {gib(self.total_bytes)} in use, the KV "
+            f"pool holds "
+            f"{tokens} tokens"
+        )
+
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -62,8 +163,6 @@ _RANKS_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward pass on the device, of whose logits no tokens have been chosen yet."""
-
     logits: torch.Tensor  # [rows, vocab]
     slots: torch.Tensor
     plan: SamplePlan
@@ -73,8 +172,6 @@ class _Forward:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that the device is running."""
-
     requests: Sequence[Request]
     deadline_s: float | None
     sampled: Sampled | None = None
@@ -120,7 +217,7 @@ class GpuRunner:
         torch.cuda.set_device(device)
         # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-        refuse_fp8(config, device)
+        _refuse_fp8(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         dtype, quantize = dtype_of(config, model, device.type), config.quantization == "fp8"
         budget.check_weights(least_weight_bytes(model, ranks.size, dtype=dtype, quantize=quantize))
@@ -231,7 +328,6 @@ class GpuRunner:
         )
 
     # --- a step
-    # --------------------------------------------------------------------------------------------------
 
     def draws_ahead(self, request: Request) -> bool:
         """Not with what changes logits: how does not depend on the row alone."""
@@ -322,7 +418,6 @@ class GpuRunner:
     def _sample(
         self, forward: _Forward, masks: RowMasks | None, scored: ScoredRows | None = None
     ) -> tuple[Sampled, PromptScores | None]:
-        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         logits, plan = forward.logits, forward.plan
         if masks is not None:
             sampled = self._sampler.launch(
@@ -352,13 +447,9 @@ class GpuRunner:
         return self._decoder.forward(step, self.pool)
 
     # --- before the first request
-    # --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:
-        """As many tokens of prompts as a step may have, and decodes on all other seats, over the
-        null block.
-        """
         whole, rest = divmod(min(self.max_num_batched_tokens, longest * self.max_num_seqs), longest)
         prompts = [longest] * whole + [rest] * (rest > 0)
         for adapter in self._kinds:
@@ -367,9 +458,6 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Every kernel variant is compiled and every library handle made before the node says that
-        it is ready.
-        """
         largest = min(self.max_num_batched_tokens, self.max_model_len)
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
             if max(counts) <= largest and len(counts) <= self.max_num_seqs:
@@ -381,13 +469,22 @@ class GpuRunner:
 
     @property
     def _kinds(self) -> tuple[int, ...]:
-        """An adapter for each kind of step: none, and where there are slots the first one, of zeros
-        as yet.
-        """
         return (-1,) if self.adapters is None else (-1, 0)
 
     def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
         step, slots = self._uploads.chunks(null_step(counts, self._block_size, adapter))
         self._sampler.launch(
             self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True)
+        )
+
+
+def _refuse_fp8(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if fp8 is asked of a GPU that has none."""
+    in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
+    capability = torch.cuda.get_device_capability(device)
+    if in_fp8 and capability < (8, 9):
+        raise ConfigError(
+            f"fp8 needs a GPU of compute capability 8.9 or more, "
+            f"{torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
         )

@@ -49,8 +49,6 @@ class SamplePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """What one slot is told: its record, the tokens that have a note, the tokens that have a bias."""
-
     record: bytes
     newest: int
     notes: _Ints | None  # [2, tokens]: token ids, notes; None: the slot's notes are not read
@@ -219,7 +217,6 @@ class GpuSampler:
                     self.launch(logits, padding, plan, mask)
 
     # --- from the host to the device
-    # -----------------------------------------------------------------------------
 
     def _record(self, params: SamplingParams, token_index: int) -> bytes:
         return record_of(
@@ -254,7 +251,6 @@ class GpuSampler:
 
     @torch.inference_mode()
     def _upload(self) -> None:
-        """One copy for all admissions, then one scatter per table."""
         if not self._staged:
             return
         slots = np.array(list(self._staged), np.int32)
@@ -288,7 +284,6 @@ class GpuSampler:
             )
 
     def _send(self, array: _Ints) -> torch.Tensor:
-        """The array on the device. torch takes the pinned memory back when the copy is done."""
         host = torch.from_numpy(array)
         if self._device.type != "cuda":
             return host.to(self._device)
@@ -356,7 +351,6 @@ class Sampled:
 
 
 def _features_of(params: SamplingParams, outputs: int) -> int:
-    """Of a request with these parameters and so many tokens."""
     cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return (
         cut * _CUT
@@ -375,9 +369,6 @@ def _is_penalized(params: SamplingParams) -> bool:
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of some rows: log-probability of the chosen token [n], ids and log-probabilities of the
-    likeliest [n, most].
-    """
     raw = logits.index_select(0, rows).float().log_softmax(-1)
     chosen = raw.gather(1, tokens.index_select(0, rows)[:, None])[:, 0]
     if not most:
@@ -408,9 +399,6 @@ def _pairs(tokens: _Ints, values: npt.NDArray[np.float32]) -> _Ints:
 
 
 def _by_slot(columns: Sequence[tuple[int, _Ints]]) -> _Ints:
-    """Columns [2, n] of several slots as one [4, all]: slot, place in the slot's own list, and the
-    two.
-    """
     if not columns:
         return np.zeros((4, 0), np.int32)
     of_each = [

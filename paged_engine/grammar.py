@@ -25,13 +25,57 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from kvrelay.paged_engine.closed_schema import closed
 from kvrelay.paged_engine.guide import Guide, RowMasks, Words, words_for
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import GBNF_RULE, Constraint
 
-__all__ = ["TOKEN_LIMIT_S", "Grammars", "TimedMatcher", "masks_of"]
+__all__ = ["Grammars", "TOKEN_LIMIT_S", "TimedMatcher", "closed", "masks_of"]
+
+_ONE_SCHEMA = (
+    "items",
+    "additionalItems",
+    "contains",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# With one of them a property may be known from elsewhere.
+_OPEN = (
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "allOf",
+    "$ref",
+    "anyOf",
+    "oneOf",
+)
+
+
+def closed(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` wherever properties are listed and nothing says
+    what else may be.
+
+    What stands in an `allOf` stays open: another part of it may list the rest.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in _ONE_SCHEMA:
+            found[name] = closed(value)
+        elif name in _SCHEMAS and isinstance(value, list):
+            found[name] = [closed(each) for each in value]
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            found[name] = {key: closed(each) for key, each in value.items()}
+    if "properties" in schema and not any(name in schema for name in _OPEN):
+        found["additionalProperties"] = False
+    return found
+
 
 # Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
@@ -198,9 +242,6 @@ class Grammars:
                 return self._tags(json.loads(text))
 
     def _behind(self, lark: str, text: str, opener: str) -> str:
-        """The same behind free text that ends with `text`, and that need not be there if there is
-        an opener.
-        """
         end = self._terms(text)
         head = (
             f"head[lazy]: TEXT {end[0]}"
@@ -219,13 +260,11 @@ class Grammars:
         return "\n".join(rules)
 
     def _terms(self, text: str) -> list[str]:
-        """Special tokens by name, and what stands between them as literals."""
         specials = [special for special in self._specials if special and special in text]
         pieces = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
         return [piece if piece in self._specials else _literal(piece) for piece in pieces if piece]
 
     def _tags(self, tags: dict[str, Any]) -> str:
-        """Free text in which each trigger begins one of the structures that begin with it."""
         rules, names = [], []
         for number, trigger in enumerate(tags["triggers"]):
             bodies = [
@@ -333,7 +372,6 @@ def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
 
 
 def _fill(guides: Sequence[Guide], words: Words) -> None:
-    """What the matchers allow; the GIL is not held."""
     bytes_each = words.shape[1] * words.itemsize
     alone: list[tuple[Any, int]]
     alone = [
@@ -356,7 +394,6 @@ def _fill(guides: Sequence[Guide], words: Words) -> None:
 
 
 def _timed_step(matcher: LLMatcher, tokens: list[int]) -> tuple[float, bytes]:
-    """Consume tokens and compute the next mask; the CPU time of that, and the mask."""
     began = time.thread_time()
     matcher.consume_tokens(tokens)
     mask: bytes = matcher.compute_bitmask()
@@ -373,8 +410,6 @@ def _executor() -> LLExecutor:
 
 
 class _Vocabulary:
-    """As LLTokenizer reads it."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -400,7 +435,6 @@ def _json_rule(schema: Any, whitespace: str | None) -> str:
 
 
 def _regex_rule(regex: str) -> str:
-    r"""`\d`, `\w` and `\s` mean ASCII: what they are beyond that differs between libraries."""
     if "\n" in regex or "\r" in regex:  # would end the rule; what they stand for is the same
         regex = regex.replace("\r", "\\r").replace("\n", "\\n")
     return f"/{regex_to_lark(regex, use_ascii='dws')}/" if regex else '""'
@@ -411,7 +445,6 @@ def _literal(text: str) -> str:
 
 
 def _user_grammar(text: str) -> str:
-    """Lark as it is; GBNF, which begins its rules with `name ::=`, is rewritten."""
     if _OPTION_LINE.search(text):
         raise ValueError("its options are the server's; leave out the line %llguidance")
     if GBNF_RULE.search(text):

@@ -8,6 +8,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvrelay.paged_engine.model_config import (
@@ -15,12 +16,12 @@ from kvrelay.paged_engine.model_config import (
     Fields,
     MixtureOfExperts,
     ModelConfig,
+    Quantization,
     RopeScaling,
 )
-from kvrelay.paged_engine.quantization_config import quantization_of
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["model_config_of"]
+__all__ = ["model_config_of", "quantization_of"]
 
 _FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text", "gemma3", "phi3", "opt",
@@ -134,9 +135,6 @@ def model_config_of(
 
 
 def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[str, Fields]:
-    """The text model's family, and its fields under Llama's names with the family's defaults filled
-    in.
-    """
     if family == "gemma3":
         text = raw.get("text_config")
         if not isinstance(text, dict):
@@ -160,7 +158,6 @@ def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[st
 
 
 def _differences(fields: Fields, family: str) -> dict[str, Any]:
-    """What sets the family apart from the others, as fields of ModelConfig."""
     biased = family in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and fields.flag(
         "attention_bias", False
     )
@@ -270,9 +267,6 @@ def _activation(fields: Fields, family: str) -> str:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """One flat set of rope values: transformers 5 writes rope_parameters, older files rope_theta
-    and rope_scaling.
-    """
     merged: dict[str, Any] = {
         key: fields.values.get(key) for key in ("rope_theta", "partial_rotary_factor")
     }
@@ -287,9 +281,6 @@ def _rope_fields(fields: Fields) -> Fields:
 
 
 def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling | None:
-    """`original` is what the config says outside of the rope values (0: nothing), which wins, as in
-    transformers.
-    """
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 files
     if kind == "default":
@@ -318,16 +309,12 @@ def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling
 
 
 def _extended(scaling: RopeScaling | None, max_position: int) -> int:
-    """The model's limit. Files that name these two kinds leave max_position_embeddings as it was
-    before them.
-    """
     if scaling is None or scaling.kind not in ("dynamic", "yarn"):
         return max_position
     return max(max_position, round(scaling.original_max_position * scaling.factor))
 
 
 def _windows(fields: Fields, family: str) -> tuple[int, tuple[int, ...]]:
-    """The sliding window in tokens, 0 if there is none, and the layers that do not have it."""
     if family in ("llama", "opt"):
         return 0, ()
     if family in ("qwen2", "qwen3", "qwen3_moe") and not fields.flag("use_sliding_window", False):
@@ -353,7 +340,6 @@ def _windows(fields: Fields, family: str) -> tuple[int, tuple[int, ...]]:
 
 
 def _slides(fields: Fields, family: str, layer: int) -> bool:
-    """Whether a layer has the window where layer_types does not say it."""
     if family in ("qwen2", "qwen3"):
         return layer >= fields.integer("max_window_layers", 28)
     if family == "gemma2":
@@ -361,3 +347,97 @@ def _slides(fields: Fields, family: str, layer: int) -> bool:
     if family == "gemma3_text":
         return (layer + 1) % fields.integer("sliding_window_pattern") != 0
     return True
+
+
+_FORMATS = ("float-quantized", "naive-quantized")
+
+
+def quantization_of(fields: Fields) -> Quantization | None:
+    """What a config.json says of fp8 weights; None if it says nothing.
+
+    Raises ConfigError, naming it, for every quantization that is not fp8 in one of the two layouts.
+    """
+    key = "compression_config" if fields.has("compression_config") else "quantization_config"
+    said = fields.section(key)
+    if not said.values:
+        return None
+    method = said.text("quant_method", "unknown")
+    if method == "compressed-tensors":
+        return _compressed_tensors(said)
+    if method == "fp8":
+        return _fp8(said)
+    raise ConfigError(
+        f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights "
+        f"and fp8 are. "
+        "Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
+    )
+
+
+def _fp8(said: Fields) -> Quantization:
+    blocks = said.integers("weight_block_size")
+    if len(blocks) not in (0, 2) or any(size < 1 for size in blocks):
+        raise ConfigError(f"{said.where}: weight_block_size must be two sizes, got {list(blocks)}")
+    activations = said.text("activation_scheme", "dynamic")
+    if activations not in ("dynamic", "static"):
+        raise ConfigError(
+            f"{said.where}: activation_scheme {activations!r} is not supported; dynamic and "
+            f"static are"
+        )
+    return Quantization(
+        scales="block" if blocks else "tensor",
+        activations=activations,
+        targets=("Linear",),
+        # The output layer is never quantized in this layout, whether or not it is named.
+        ignored=(*said.texts("ignored_layers"), *said.texts("modules_to_not_convert"), "lm_head"),
+        block=(blocks[0], blocks[1]) if blocks else (0, 0),
+    )
+
+
+def _compressed_tensors(said: Fields) -> Quantization:
+    if (
+        said.section("sparsity_config").text("format", "dense") != "dense"
+        or said.section("transform_config").values
+    ):
+        raise ConfigError(f"{said.where}: sparsity_config and transform_config are not supported")
+    groups = said.section("config_groups")
+    found = [_group(groups.section(name), said.text("format", "unknown")) for name in groups.values]
+    if not found:
+        raise ConfigError(f"{said.where} has no config_groups")
+    targets = tuple(target for group in found for target in group.targets)
+    if len({replace(group, targets=()) for group in found}) > 1:
+        raise ConfigError(
+            f"{said.where}: config_groups that differ are not supported; one kind of fp8 weights is"
+        )
+    return replace(found[0], targets=targets, ignored=said.texts("ignore"))
+
+
+def _group(group: Fields, form: str) -> Quantization:
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    form = group.text("format", form)
+    kind = f"{form} {weights.text('type', 'int')}{weights.integer('num_bits', 8)}"
+    if kind not in [f"{known} float8" for known in _FORMATS]:
+        raise ConfigError(
+            f"{group.where}: {kind} weights are not supported; {_FORMATS[0]} float8 is"
+        )
+    strategy = weights.text("strategy", "tensor")
+    if strategy not in ("tensor", "channel", "block"):
+        raise ConfigError(
+            f"{weights.where}: strategy {strategy!r} is not supported; tensor, channel and block "
+            f"are"
+        )
+    if not weights.flag("symmetric", True) or weights.flag("dynamic", False):
+        raise ConfigError(
+            f"{weights.where}: only symmetric, static scales of weights are supported"
+        )
+    blocks = weights.integers("block_structure") if strategy == "block" else (0, 0)
+    if len(blocks) != 2 or (strategy == "block" and min(blocks) < 1):
+        raise ConfigError(f"{weights.where}: block_structure must be two sizes, got {list(blocks)}")
+    return Quantization(
+        scales=strategy,
+        activations=("dynamic" if inputs.flag("dynamic", False) else "static")
+        if inputs.values
+        else "none",
+        targets=group.texts("targets"),
+        ignored=(),
+        block=(blocks[0], blocks[1]),
+    )

@@ -59,8 +59,6 @@ class DownloadFailed(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One repository of the Hub, at a branch, a tag or a commit."""
-
     repo: str
     revision: str
     token: str | None
@@ -115,9 +113,6 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
 
 
 def _quieten() -> None:
-    """Progress bars are for terminals; and each request would be a line in the log of a node.
-    Raises ConfigError.
-    """
     try:
         from huggingface_hub.utils import disable_progress_bars
     except ModuleNotFoundError as why:
@@ -133,9 +128,6 @@ def _quieten() -> None:
 
 
 def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
-    """The snapshot with all that is needed. Small files come first: they tell whether the large
-    ones are of use.
-    """
     from huggingface_hub import snapshot_download
 
     if config.load_format == "gguf":
@@ -184,7 +176,6 @@ def weight_files(folder: Path) -> list[str]:
 def _check_before_download(
     wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]
 ) -> None:
-    """Refuse before the first gigabyte what would be refused after the last."""
     check(config)
     if not Path(config.model, "tokenizer.json").exists():
         raise ConfigError(
@@ -194,7 +185,6 @@ def _check_before_download(
 
 
 def _file(wanted: _Wanted, name: str) -> Path:
-    """One GGUF file; its tokenizer is in it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(wanted.repo, name, revision=wanted.revision), str):
@@ -204,10 +194,6 @@ def _file(wanted: _Wanted, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _LargeFile:
-    """A file of a repository, and where the cache keeps its content: under its ETag, for
-    safetensors its SHA-256.
-    """
-
     name: str
     url: str
     etag: str
@@ -216,12 +202,10 @@ class _LargeFile:
 
     @property
     def part(self) -> Path:
-        """What is there of it so far."""
         return self.blob.with_name(f"{self.etag}.part")
 
     @property
     def bytes_left(self) -> int:
-        """What is still to come. The part is asked for first: it becomes the blob in one moment."""
         try:
             return self.size - self.part.stat().st_size
         except FileNotFoundError:
@@ -246,7 +230,6 @@ def _large_file(wanted: _Wanted, name: str, revision: str) -> _LargeFile:
 
 
 def _bring(wanted: _Wanted, files: Sequence[_LargeFile]) -> None:
-    """Files into the cache, several at a time, each from where it is."""
     total, cache = sum(file.bytes_left for file in files), _cache()
     free = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
     if total > free:
@@ -321,7 +304,6 @@ def _fetch(wanted: _Wanted, file: _LargeFile) -> None:
 
 
 def _listed(wanted: _Wanted, revision: str) -> tuple[list[str], str]:
-    """The files of a repository, and how to name one of its GGUF files; "" if it holds none."""
     from huggingface_hub import HfApi
 
     files = HfApi(token=wanted.token).list_repo_files(wanted.repo, revision=revision)
@@ -330,7 +312,6 @@ def _listed(wanted: _Wanted, revision: str) -> tuple[list[str], str]:
 
 
 def _not_one_file(wanted: _Wanted) -> ConfigError:
-    """Why load_format gguf does not go with a whole repository."""
     _, example = _listed(wanted, wanted.revision)
     if not example:
         return ConfigError(
@@ -344,7 +325,6 @@ def _not_one_file(wanted: _Wanted) -> ConfigError:
 
 
 def _absent(wanted: _Wanted, name: str, revision: str) -> ConfigError:
-    """What a repository lacks, and what it holds instead."""
     files, example = _listed(wanted, revision)
     hint = ""
     if example:
@@ -359,7 +339,6 @@ def _absent(wanted: _Wanted, name: str, revision: str) -> ConfigError:
 
 @contextmanager
 def _told(wanted: _Wanted) -> Iterator[None]:
-    """Every error of the Hub as one sentence with its remedy."""
     from huggingface_hub import errors
 
     # The bases are the root of what the Hub's HTTP library raises, whichever of several that is.

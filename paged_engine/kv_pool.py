@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kvrelay.kernels.pool_memory import zeros
-from kvrelay.paged_engine.memory_sizes import bytes_per_head
+from kvrelay.paged_engine.before_loading import bytes_per_head
 from kvrelay.paged_engine.model_config import ModelConfig
 
 __all__ = ["FP8", "KVPool", "zeros"]

@@ -109,7 +109,6 @@ def _rank_above(folder: Path | str, rank: int, max_rank: int) -> ConfigError:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json, if all that it asks for is served."""
     if not os.path.exists(folder / _CONFIG):  # Path.exists raises on names that are too long
         raise ConfigError(f"adapter {folder} has no {_CONFIG}; pass a folder in PEFT's layout")
     if not (folder / _WEIGHTS).exists():
@@ -155,13 +154,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the config, beside the matrices, decides what an adapter computes."""
     names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     return {name: config.get(name) or None for name in names}
 
 
 def _pairs(keys: list[str], folder: Path) -> dict[str, dict[str, str]]:
-    """The keys of A and B of each module."""
     pairs: dict[str, dict[str, str]] = {}
     for key in sorted(keys):
         found = _KEY.fullmatch(key)
@@ -199,9 +196,6 @@ def _placed(
     dtype: torch.dtype,
     folder: Path,
 ) -> dict[str, Matrices]:
-    """One module's matrices by our names; those of a checkpoint that holds several projections in
-    one are cut.
-    """
     ours = _our_names(module, model, folder)
     shapes = weight_shapes(replace(model, quantization=None))
     rows, columns = [shapes[f"{name}.weight"][0] for name in ours], shapes[f"{ours[0]}.weight"][1]
@@ -237,7 +231,6 @@ def _placed(
 
 
 def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]:
-    """The projections that a module of the adapter's checkpoint is."""
     before, layers, rest = module.partition("layers.")
     if ".experts." in module:
         raise ConfigError(
@@ -263,9 +256,6 @@ def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """A module's own value, where a pattern names it as PEFT does: the end of its name, as a
-    regular expression.
-    """
     patterns = config.get(field) or {}
     try:
         return next(

@@ -10,20 +10,22 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from kvrelay.paged_engine.hf_config import model_config_of
 from kvrelay.paged_engine.model_config import DTYPES, ModelConfig
-from kvrelay.paged_engine.model_tensors import quantized_weights, tensor_shapes
+from kvrelay.paged_engine.model_tensors import check_names, quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["read_model_config", "read_tensors"]
+__all__ = ["read_model_config", "read_tensors", "safetensors_tensors"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -39,8 +41,7 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
     path = _model_path(model, load_format)
     if path.suffix == ".gguf":
         # Only GGUF models need the gguf package.
-        from kvrelay.paged_engine.gguf_file import GgufFile
-        from kvrelay.paged_engine.gguf_model import gguf_model_config
+        from kvrelay.paged_engine.gguf_model import GgufFile, gguf_model_config
 
         return gguf_model_config(GgufFile(path))
     config = path / "config.json" if path.is_dir() else path
@@ -90,9 +91,6 @@ def read_tensors(
 def _with_progress(
     tensors: Iterator[tuple[str, torch.Tensor]], total: int, model: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, and every few seconds a line with the share of the `total` elements that
-    has passed.
-    """
     began = said = time.monotonic()
     done = 0
     for name, tensor in tensors:
@@ -109,19 +107,18 @@ def _stored(
     path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from kvrelay.paged_engine.dummy_weights import dummy_tensors
+    from kvrelay.paged_engine.model_files import safetensors_tensors
     from kvrelay.paged_engine.quantization import (
         canonical_name,
         is_passed_over,
         quantized,
         unpacked,
     )
-    from kvrelay.paged_engine.safetensors_files import safetensors_tensors
 
     if load_format == "dummy":
         return quantized(dummy_tensors(replace(config, quantization=None), device), config)
     if path.suffix == ".gguf":
-        from kvrelay.paged_engine.gguf_file import GgufFile
-        from kvrelay.paged_engine.gguf_model import gguf_tensors
+        from kvrelay.paged_engine.gguf_model import GgufFile, gguf_tensors
 
         return gguf_tensors(GgufFile(path), config)
     if config.quantization is None:
@@ -138,7 +135,6 @@ def _stored(
 
 
 def _model_path(model: str, load_format: str) -> Path:
-    """The path, after checking that it is there and can be what load_format says."""
     path = Path(model).expanduser()
     if not path.exists():
         raise ConfigError(
@@ -176,7 +172,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _served_name(config: Path) -> str:
-    """The folder's name, or the file's if it is not called config.json."""
     config = (
         config.parent.resolve() / config.name
     )  # the file itself is a link in Hugging Face's cache
@@ -189,3 +184,70 @@ def _served_name(config: Path) -> str:
         if folder.parent.name == "snapshots"
         else folder.name
     )
+
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def safetensors_tensors(
+    folder: Path,
+    wanted: Collection[str],
+    *,
+    tied: bool,
+    canonical: Callable[[str], str] = str,
+    passed_over: Callable[[str], bool] = lambda name: False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for all wanted names, file by file, each read when it is asked for.
+
+    `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there.
+    With `tied` embeddings a stored lm_head is a copy of the embedding and is skipped. Raises
+    ConfigError naming the file that is missing or broken, or the tensor that is missing or unknown.
+    """
+    files = _files(folder)
+    found = [canonical(name) for names in files.values() for name in names if not passed_over(name)]
+    check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
+    for path, names in files.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    if canonical(name) in wanted:
+                        yield canonical(name), file.get_tensor(name)
+        except (SafetensorError, OSError) as why:
+            raise ConfigError(f"{path} cannot be read: {why}") from why
+
+
+def _is_redundant(name: str, tied: bool) -> bool:
+    # Checkpoints of 2023 still carry the rotary frequencies, which follow from the config.
+    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _files(folder: Path) -> dict[Path, list[str]]:
+    index, single = folder / _INDEX, folder / _SINGLE
+    if index.exists():
+        return _sharded(index)
+    if not single.exists():
+        raise ConfigError(
+            f"{folder} holds neither {_SINGLE} nor {_INDEX}; download or convert the weights to "
+            f"safetensors"
+        )
+    try:
+        with safe_open(single, framework="pt") as file:
+            return {single: list(file.keys())}
+    except (SafetensorError, OSError) as why:
+        raise ConfigError(f"{single} cannot be read: {why}") from why
+
+
+def _sharded(index: Path) -> dict[Path, list[str]]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files: dict[Path, list[str]] = {}
+        for name, shard in weight_map.items():
+            files.setdefault(index.parent / shard, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
+        raise ConfigError(f"{index} is not a readable safetensors index: {why!r}") from why
+    for path in files:
+        if not path.exists():
+            raise ConfigError(
+                f"shard {path} is missing, though {_INDEX} names it; download the model again"
+            )
+    return files

@@ -8,18 +8,68 @@ container): whether a GPU can serve the model is the node's to say.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import mmap
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvrelay.paged_engine.hub import SMALL_FILES, resolve_model, weight_files
 from kvrelay.paged_engine.model_config import ARCHITECTURES
-from kvrelay.paged_engine.whole_files import check_gguf, check_safetensors
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.wire.gguf_header import TensorPlace, read_gguf_header
 
-__all__ = ["PrefetchFailed", "model_files", "prefetch"]
+__all__ = ["PrefetchFailed", "check_gguf", "check_safetensors", "model_files", "prefetch"]
+
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def check_safetensors(file: Path) -> None:
+    """Raise ValueError, saying how it is not whole, or none of its kind."""
+    _check(file, _end_of_safetensors)
+
+
+def check_gguf(file: Path) -> None:
+    """Raise ValueError, saying how it is not whole, or none of its kind."""
+    _check(file, _end_of_gguf)
+
+
+def _check(file: Path, end_of: Callable[[mmap.mmap], int]) -> None:
+    try:
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            end, size = end_of(content), len(content)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as why:
+        raise ValueError(f"is damaged ({why})") from why
+    if size < end:
+        raise ValueError(f"has {size} bytes of {end}")
+
+
+def _end_of_safetensors(content: mmap.mmap) -> int:
+    length = int(struct.unpack_from("<Q", content)[0])
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes")
+    header: Mapping[str, Any] = json.loads(content[8 : 8 + length])
+    last = 0
+    for name, each in header.items():
+        if name != "__metadata__":
+            last = max(last, int(each["data_offsets"][1]))
+    return 8 + length + last
+
+
+def _end_of_gguf(content: mmap.mmap) -> int:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    def end(place: TensorPlace) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
+        return int(place.start + math.prod(place.shape) // block * block_bytes)
+
+    return max(map(end, read_gguf_header(content, string_lists=False).tensors.values()), default=0)
 
 
 class PrefetchFailed(KvrelayError):
@@ -55,7 +105,6 @@ def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> 
 
 
 def _checked_folder(folder: Path, config: EngineConfig, *, tokenizer: bool) -> list[Path]:
-    """The files of a folder that a node would read."""
     files = [folder / name for name in SMALL_FILES if (folder / name).exists()]
     if config.load_format == "dummy":
         _check_architecture(folder)
@@ -71,7 +120,6 @@ def _checked_folder(folder: Path, config: EngineConfig, *, tokenizer: bool) -> l
 
 
 def _check_config(config: EngineConfig, *, tokenizer: bool = True) -> None:
-    """What no node on any machine would serve. Raises ConfigError."""
     folder = Path(config.model)
     _check_architecture(folder)
     if tokenizer and not (folder / "tokenizer.json").exists():

@@ -118,9 +118,6 @@ def _joined(
     dtype: torch.dtype,
     block: tuple[int, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """These fp8 weights and their scales, in any order, made plain weights of `dtype`. All other
-    tensors pass.
-    """
     waiting: dict[str, torch.Tensor] = {}  # by the weight's name: it, or its scale
     for name, tensor in tensors:
         weight = name.removesuffix("_scale")

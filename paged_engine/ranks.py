@@ -195,9 +195,6 @@ class TorchRanks:
 
 
 def _meeting(address: str, rank: int, size: int) -> TCPStore:
-    """What torch's own rendezvous would make, but awaiting the others at no other address of this
-    host.
-    """
     host, _, port = address.rpartition(":")
     door = awaiting(address).detach() if rank == 0 else None
     return TCPStore(host, int(port), size, rank == 0, _DEADLINE, master_listen_fd=door)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from kvrelay.paged_engine.adapter_slots import Loaded
-from kvrelay.paged_engine.draft_pace import DraftPace
 from kvrelay.paged_engine.guide import Guide
-from kvrelay.paged_engine.ngram import NgramIndex
 from kvrelay.wire.engine_messages import BlockText, Submit, Timing
 from kvrelay.wire.hashes import BlockHash, extend, root_of
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
 
-__all__ = ["Request", "State"]
+if TYPE_CHECKING:
+    from kvrelay.paged_engine.adapters import Loaded
+    from kvrelay.paged_engine.speculation import DraftPace, NgramIndex
+
+__all__ = ["Endings", "Request", "State"]
 
 
 class State(enum.Enum):
@@ -231,4 +233,54 @@ class Request:
             told_s=told,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """Of one model in one context length."""
+
+    eos: Collection[int]
+    max_model_len: int
+
+    def before(self, request: Request) -> Finish | None:
+        """Why a request ends without the token that was just drawn: no token may follow, and it was
+        drawn of all.
+        """
+        if request.guide is None or not request.guide.spent:
+            return None
+        return Finish.STOP if request.guide.error is None else Finish.ERROR
+
+    def over(self, request: Request) -> Finish | None:
+        """Why a request's newest token is its last one, if it is."""
+        params, token_id, guide = request.params, request.token_ids[-1], request.guide
+        if guide is not None:
+            guide.follow(request.token_ids, request.prompt_tokens)
+            if guide.error is not None:
+                return Finish.ERROR
+            if guide.over:
+                return Finish.STOP
+        if token_id in params.stop_token_ids or (token_id in self.eos and not params.ignore_eos):
+            return Finish.STOP
+        if (
+            request.output_tokens >= params.max_tokens
+            or len(request.token_ids) >= self.max_model_len
+        ):
+            return Finish.LENGTH
+        return None
+
+    def awaited(self, request: Request) -> bool:
+        """Whether nothing can be computed of it before its tokens under way are known.
+
+        One of them is the last one, whatever it is; or some are only proposed, and which comes next
+        is open.
+        """
+        outputs, total = request.output_tokens, len(request.token_ids)
+        pending = request.num_pending
+        return bool(request.proposals) or (
+            pending > 0
+            and (
+                outputs + pending >= request.params.max_tokens
+                or total + pending >= self.max_model_len
+            )
         )

@@ -63,9 +63,6 @@ def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:
 
 
 def _stretched(theta: float, scaling: RopeScaling, rotary_dim: int, max_positions: int) -> float:
-    """A larger base, so that the lowest frequency fits the longer context and the highest hardly
-    changes (NTK).
-    """
     longer = max(max_positions, scaling.original_max_position) / scaling.original_max_position
     return float(
         theta * (scaling.factor * longer - (scaling.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
@@ -91,7 +88,6 @@ def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torc
     pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:
-        """The (fractional) index of the pair that makes so many turns over the original context."""
         return (
             pairs
             * math.log(scaling.original_max_position / (turns * 2 * math.pi))
@@ -109,14 +105,10 @@ def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torc
 
 
 def _blend(frequencies: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:
-    """Frequencies divided by `factor` where `kept` is 0, as they are where it is 1."""
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Attention over a longer context is sharpened; with both mscales (DeepSeek) by the ratio of
-    two such factors.
-    """
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

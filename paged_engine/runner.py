@@ -16,23 +16,27 @@ import torch
 from kvrelay.kernels.linear import computed_rows
 from kvrelay.kernels.paged_attention import SequenceSpan, plan_attention
 from kvrelay.paged_engine.adapters import AdapterStore
-from kvrelay.paged_engine.before_loading import dtype_of
-from kvrelay.paged_engine.blocks import NULL_BLOCK
-from kvrelay.paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
-from kvrelay.paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
-from kvrelay.paged_engine.decoder import Decoder
-from kvrelay.paged_engine.kv_pool import KVPool
-from kvrelay.paged_engine.memory_sizes import (
+from kvrelay.paged_engine.before_loading import (
     CPU_POOL_BYTES,
     blocks_in,
     default_block_tokens,
+    dtype_of,
     longest_context,
 )
+from kvrelay.paged_engine.blocks import NULL_BLOCK
+from kvrelay.paged_engine.cpu_operations import (
+    CpuAdapterOperations,
+    CpuAdapters,
+    CpuOperations,
+    CpuStep,
+    fewest_rows,
+)
+from kvrelay.paged_engine.decoder import Decoder
+from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.prompt_scores import PromptScores
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
-from kvrelay.paged_engine.sampler import Sampler
+from kvrelay.paged_engine.sampler import PromptScores, Sampler
 from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.outputs import TokenLogprobs
@@ -139,8 +143,6 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step whose tokens are known."""
-
     requests: Sequence[Request]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -261,7 +263,6 @@ class CpuRunner:
     def _compute(
         self, chunks: Sequence[ChunkValues], scored: ScoredRows | None = None
     ) -> tuple[torch.Tensor, PromptScores | None]:
-        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         step, samples = self._step_input(chunks)
         hidden = self._decoder.hidden(step, self.pool)
         to_score = sum(chunk.scored[1] for chunk in chunks)
@@ -333,6 +334,5 @@ class CpuRunner:
 
 
 def _groups(adapters: np.ndarray) -> list[tuple[int, torch.Tensor]]:
-    """Of the slot of each row's adapter (-1: none): each slot, and which rows are its own."""
     slots = sorted({*adapters.tolist()} - {-1})
     return [(slot, torch.from_numpy(np.flatnonzero(adapters == slot))) for slot in slots]

@@ -15,10 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.paged_engine.endings import Endings
-from kvrelay.paged_engine.kept_blocks import KeptBlocks
-from kvrelay.paged_engine.request import Request, State
+from kvrelay.paged_engine.blocks import BlockPool, KeptBlocks
+from kvrelay.paged_engine.request import Endings, Request, State
 from kvrelay.paged_engine.speculation import Speculation
 from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
 from kvrelay.paged_engine.waiting import WaitingLine
@@ -77,7 +75,6 @@ class Scheduler:
             request.unfindable = True
 
     # --- what comes in
-    # -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError on a second one with the same id."""
@@ -150,9 +147,6 @@ class Scheduler:
         self._end(request, Finish.ERROR)
 
     def _keep_proven(self, request: Request, fetched: int, proven: int) -> None:
-        """Compute from the first block on that is missing; at least one token, because its logits
-        are wanted.
-        """
         known, cached = len(request.token_ids), request.num_published
         kept = min(cached + proven, min(fetched, known - 1) // self._block_size)
         self._set_aside(request, kept)
@@ -176,7 +170,6 @@ class Scheduler:
         self._waiting.join(request, len(cached) * self._block_size)
 
     # --- probes: blocks of no request
-    # ----------------------------------------------------------------------------
 
     @property
     def spare_blocks(self) -> int:
@@ -197,7 +190,6 @@ class Scheduler:
         return blocks
 
     # --- one step
-    # ------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
@@ -230,10 +222,6 @@ class Scheduler:
         return StepPlan(chunks, plan.fetches, plan.offers)
 
     def _go_on(self, request: Request, chunks: list[Chunk], room: StepRoom | None) -> None:
-        """Add a running request's next chunk, with others preempted if there are no blocks for it.
-
-        Without `room` it decodes.
-        """
         if request.state is not State.RUNNING or self._endings.awaited(request):
             return
         tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
@@ -254,7 +242,6 @@ class Scheduler:
         chunks.append(chunk)
 
     def _room_for(self, request: Request, tokens: int) -> int:
-        """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
         return (
             tokens
             if self._grow(request, tokens)
@@ -271,11 +258,6 @@ class Scheduler:
     def _admit(
         self, plan: StepPlan, room: StepRoom, now: float, before: Request | None = None
     ) -> None:
-        """Start waiting requests in the order of their turns, while seats, blocks and the step's
-        room last.
-
-        `before`: those alone whose turn comes before this one's.
-        """
         for request in self._waiting.candidates(before):
             if len(self._running) + len(self._fetching) >= self._max_num_seqs:
                 break
@@ -301,9 +283,6 @@ class Scheduler:
             plan.chunks.append(chunk)
 
     def _start(self, request: Request) -> bool:
-        """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all
-        its tokens are known and would fit now.
-        """
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
@@ -327,7 +306,6 @@ class Scheduler:
         return True
 
     def _start_fetch(self, request: Request) -> Fetch | None:
-        """Reserve blocks for KV that lies elsewhere; only what the prefix cache lacks is fetched."""
         params = request.fetch
         assert params is not None
         shared = self._cached_prefix(request, params.num_tokens)
@@ -358,9 +336,6 @@ class Scheduler:
         )
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Make room for the KV of the first `tokens` tokens; False if there are not enough free
-        blocks.
-        """
         fresh = self.pool.take(max(0, self._blocks_for(tokens) - len(request.blocks)))
         if fresh is None:
             return False
@@ -374,7 +349,6 @@ class Scheduler:
         self.preemptions += 1
 
     # --- after the step
-    # ------------------------------------------------------------------------------------------
 
     def launched(self, chunk: Chunk) -> None:
         """The KV of a chunk is written, or will be before any later step reads it: full blocks
@@ -424,7 +398,6 @@ class Scheduler:
         return request.finish
 
     def _end(self, request: Request, why: Finish) -> None:
-        """The one place where a request ends."""
         if request.state is State.RUNNING:
             self._running.remove(request)
         elif request.state is State.WAITING:
@@ -447,9 +420,6 @@ class Scheduler:
         request.state = State.DONE
 
     def _set_aside(self, request: Request, kept: int = 0) -> None:
-        """Take the blocks of a fetch that may still write to them away from its request, all but
-        the first `kept`.
-        """
         shared = max(0, request.num_published - kept)
         self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
@@ -477,7 +447,6 @@ class Scheduler:
         return -(-tokens // self._block_size)
 
     # --- what it looks like
-    # --------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:

@@ -13,12 +13,81 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvrelay.paged_engine.draft_pace import DraftPace
-from kvrelay.paged_engine.ngram import NgramIndex
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Chunk
 
-__all__ = ["ROWS", "Speculation"]
+__all__ = ["DraftPace", "NgramIndex", "ROWS", "Speculation"]
+
+# A long prompt is indexed in several calls, so that no step of the engine waits longer than about a
+# millisecond for it.
+_INDEXED_PER_CALL = 2048
+
+
+class NgramIndex:
+    """Where each n-gram of one growing text has occurred last, for n from `shortest` to `longest`."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._longest, self._shortest = longest, shortest
+        self._follower: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> place of the token behind its newest occurrence
+        self._indexed = 0  # so many first tokens are known as followers
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that may come next; none if nothing is found. `tokens` may only have
+        grown since.
+        """
+        self._take_in(tokens)
+        for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
+            place = self._follower.get(tuple(tokens[-n:]))
+            if place is not None:
+                # What is proposed is copied from as well: a text that repeats itself every few
+                # tokens goes on so.
+                period = len(tokens) - place
+                return [tokens[place + i % period] for i in range(count)]
+        return []
+
+    def _take_in(self, tokens: Sequence[int]) -> None:
+        end = min(len(tokens), self._indexed + _INDEXED_PER_CALL)
+        for place in range(self._indexed, end):
+            for n in range(self._shortest, min(self._longest, place) + 1):
+                self._follower[tuple(tokens[place - n : place])] = place
+        self._indexed = end
+
+
+_LONGEST_WAIT = 64  # tokens
+# Where 7 of 10 proposed tokens come true, one draft in 37 is the third in a row to fail at once.
+_MISSES = 3
+
+
+@dataclass(slots=True)
+class DraftPace:
+    """Of one request. Token counts are those of its output."""
+
+    reach: int
+    """So many proposals are worth their rows."""
+    _misses: int = 0
+    _again_at: int = 0
+
+    def allowed(self, output_tokens: int) -> int:
+        """How many tokens may be proposed behind so many."""
+        return self.reach if output_tokens >= self._again_at else 0
+
+    def note(self, proposed: int, agreed: int, output_tokens: int, longest: int) -> None:
+        """Of a draft behind `output_tokens` tokens, the first `agreed` came true."""
+        if agreed:
+            self.reach = (
+                min(longest, self.reach + 1)
+                if agreed == proposed
+                else max(agreed + 1, self.reach - 1)
+            )
+            self._misses = 0
+            return
+        self.reach = max(1, self.reach // 2)
+        self._misses += 1
+        if self._misses >= _MISSES:
+            self._again_at = output_tokens + min(2 ** (self._misses - _MISSES + 1), _LONGEST_WAIT)
+
 
 ROWS = 64
 """Sampled rows of a step with proposals at most. Up to about so many a step of a large model takes

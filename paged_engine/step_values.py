@@ -11,19 +11,24 @@ request would have there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrelay.paged_engine.blocks import NULL_BLOCK
+from kvrelay.paged_engine.guide import RowMasks
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.step_plan import Chunk, ScoredRows
+from kvrelay.wire.engine_messages import Submit
 
 __all__ = [
     "PADDING_ROW",
     "PADDING_SEQUENCE",
     "PlannedStep",
+    "RankMasks",
+    "RankStep",
     "SlotState",
     "Slots",
     "StepValues",
@@ -53,7 +58,7 @@ class StepValues:
     new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
-    scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
+    scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/sampler.py
 
     @property
     def decodes(self) -> int:
@@ -177,9 +182,6 @@ class Slots:
         )
 
     def _sampled(self, chunk: Chunk, seat: _Seat, row: int) -> tuple[list[int], list[SlotState]]:
-        """The slots in which a chunk's rows are sampled, the first of which is the step's number
-        `row`.
-        """
         request, behind = chunk.request, seat.behind
         seat.behind = bool(chunk.proposals)
         if not (chunk.proposals or behind):
@@ -235,10 +237,6 @@ class Slots:
 
 
 def _by_rows(chunk: Chunk) -> int:
-    """How many sequences a chunk is for the device. Proposals are computed as so many decodes, each
-    of whose contexts ends one token later: their keys are written before any row of the layer
-    looks, and such a step can be a graph.
-    """
     return chunk.count if chunk.proposals else 1
 
 
@@ -268,3 +266,51 @@ def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValue
 def _int32(values: Sequence[object] | np.ndarray, columns: int = 0) -> np.ndarray:
     array = np.array(values, np.int32)
     return array.reshape(-1, columns) if columns else array.reshape(-1)
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells the others of a step."""
+
+    arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
+    admitted: list[tuple[int, Submit]]
+    states: list[SlotState]
+    guided: bool  # the tokens are chosen when a RankMasks has come
+
+    @classmethod
+    def of(cls, planned: PlannedStep, guided: bool) -> RankStep:
+        arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
+        admitted = [(slot, _submit(request)) for slot, request in planned.admitted]
+        return cls([(a.shape, a.tobytes()) for a in arrays], admitted, planned.states, guided)
+
+    def values(self) -> StepValues:
+        return StepValues(
+            *(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays)
+        )
+
+
+class RankMasks(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells the others of the step that it told last: which tokens its guides allow."""
+
+    rows: list[int]
+    words: bytes
+
+    @classmethod
+    def of(cls, masks: RowMasks | None) -> RankMasks:
+        return cls([], b"") if masks is None else cls(masks.rows, masks.words.tobytes())
+
+    def masks(self) -> RowMasks | None:
+        if not self.rows:
+            return None
+        return RowMasks(self.rows, np.frombuffer(self.words, np.uint32).reshape(len(self.rows), -1))
+
+
+def _submit(request: Request) -> Submit:
+    prompt, generated = (
+        request.token_ids[: request.prompt_tokens],
+        request.token_ids[request.prompt_tokens :],
+    )
+    # Only rank 0 has guides; the others are told masks.
+    params = msgspec.structs.replace(
+        request.params, constraint=None, allowed_token_ids=None, bad_words=()
+    )
+    return Submit(request.request_id, prompt, params, generated=generated)

@@ -11,9 +11,13 @@ are zeros.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,11 +25,13 @@ from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.kv_pool import FP8
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Fetch
+from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
+from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 from kvrelay.wire.transfer import Ticket
 
-__all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps"]
+__all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps", "measure_steps"]
 
 PREFILLS_AT_ONCE = 3
 """Prompts that have blocks at a time while prefills are timed: one computed, one launched, one
@@ -44,19 +50,15 @@ _PIECE_BLOCKS = 16  # 128 MiB of an 8B model: a GPU has little to spare now
 
 
 class _Arrivals:
-    """A `Handover` whose fetches arrive at once."""
-
     def __init__(self) -> None:
         self.fetches: list[Fetch] = []
 
     def fetch(self, fetch: Fetch) -> None:
         self.fetches.append(fetch)
 
-    def offer(self, request: Request) -> None:
-        """Nobody reads here."""
+    def offer(self, request: Request) -> None: ...
 
-    def grow(self, request: Request, tokens: int) -> None:
-        """Nobody reads here."""
+    def grow(self, request: Request, tokens: int) -> None: ...
 
 
 class TimedSteps:
@@ -275,9 +277,6 @@ def _enough(times: list[float], seconds: float) -> bool:
 
 
 def _fill(engine: Engine, seed: int) -> None:
-    """The same random piece everywhere: making numbers for all of a large pool takes a while on a
-    CPU.
-    """
     view = engine.pool.view
     generator = torch.Generator(device=view.device).manual_seed(seed)
     piece = torch.randn(
@@ -292,3 +291,89 @@ def _fill(engine: Engine, seed: int) -> None:
         for layer in engine.pool.layers:
             for scales in layer[2:]:
                 scales.fill_(1.0)
+
+
+log = logging.getLogger("kvrelay.engine")
+
+_LIMIT_S = {"cuda": 3.0, "cpu": 5.0}
+_GAP_MS = {"cuda": 50.0, "cpu": 200.0}
+_DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
+"""Requests, and the context of each."""
+_BESIDE = (32, 1024)
+"""Those of a step with a prompt, too."""
+_PROMPT_PARTS = (4, 1, 8, 2)
+"""Prompts of the largest step's tokens divided by these. Shorter ones take no time of their own on
+a GPU: the weights are read meanwhile.
+"""
+_RUNS = 3
+_WARM_UPS = 3
+_SHORTEST_S = 0.02
+
+
+def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
+    """Measure an engine that serves nobody yet, and have it keep its steps to max_gap_ms from then
+    on.
+    """
+    kind = engine.device.type
+    points = _points(engine, _LIMIT_S[kind])
+    log.info(
+        "measured steps, requests x context + prompt tokens behind others: %s",
+        ", ".join(f"{rows} x {context // max(1, rows)} + {tokens} behind {start}: {ms:.2f} ms"
+                  for rows, context, tokens, start, ms in points),
+    )  # fmt: skip
+    costs = fitted_costs(points)
+    steps = [ms for rows, _, _, _, ms in points if rows]
+    least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
+    gap_ms = config.max_gap_ms or max(_GAP_MS[kind], least)
+    log.info(
+        "a step takes %.2f ms, %.1f us more for each request that decodes and %.4f for each token "
+        "of its context; "
+        "with prompts %.2f ms more, %.2f us for each token and %.6f for each before it; at most "
+        "%.0f ms beside decodes",
+        costs.step, costs.row * 1e3, costs.row_context * 1e3,
+        costs.prompts, costs.prompt_token * 1e3, costs.prompt_context * 1e3, gap_ms,
+    )  # fmt: skip
+    engine.begin_anew()
+    engine.costs = costs
+    budget = engine.scheduler.budget
+    engine.scheduler.budget = replace(
+        budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes, pace=1.0
+    )
+    return costs
+
+
+def _points(engine: Engine, limit_s: float) -> list[Point]:
+    until = time.monotonic() + limit_s
+    timed = TimedSteps(engine, fill=engine.device.type == "cuda")
+    points: list[Point] = []
+
+    def there_is_time(rows: int, context: int, tokens: int, start: int) -> bool:
+        known = fitted_costs(points)
+        ms = known.decode_ms(rows, rows * context) + known.chunk_ms(tokens, start)
+        return time.monotonic() + ms * (_RUNS + _WARM_UPS) / 1e3 < until
+
+    longest = min(engine.max_num_batched_tokens, engine.max_model_len - 2)
+    part, pool = longest // 4, engine.scheduler.pool.free * engine.pool.block_size
+    behind = min(
+        4 * longest, engine.max_model_len - 2 - part, pool // (2 * PREFILLS_AT_ONCE) - part
+    )
+    prompts = [(0, 0, longest // parts, 0) for parts in _PROMPT_PARTS] + [
+        (0, 0, part, max(0, behind))
+    ]
+    decodes = [(rows, context, 0, 0) for rows, context in _DECODES]
+    for step in (*itertools.chain(*zip(decodes, prompts, strict=True)), (*_BESIDE, part, 0)):
+        rows, context, tokens, start = step
+        if rows <= engine.max_num_seqs and rows + tokens and there_is_time(*step):
+            with contextlib.suppress(ValueError):  # no room
+                points.append(
+                    (rows, rows * context, tokens, start, statistics.median(_times(timed, *step)))
+                )
+    return points
+
+
+def _times(timed: TimedSteps, rows: int, context: int, tokens: int, start: int) -> list[float]:
+    if not rows:
+        return timed.prefill(tokens, start, most=_RUNS, seconds=_SHORTEST_S)
+    if not tokens:
+        return timed.decode(rows, context, steps=_RUNS + _WARM_UPS, seconds=_SHORTEST_S)
+    return timed.mixed(rows, context, tokens, most=_RUNS, seconds=_SHORTEST_S)

@@ -94,7 +94,6 @@ class WaitingLine:
         self.wanted += by * request.wanted
 
     def _set_turn(self, request: Request) -> None:
-        """Once, when it arrives: a request that is preempted comes back to its place."""
         self._arrivals += 1
         request.order = self._arrivals
         self._arrived_tokens += request.work if request.fetch is None else request.fetch.num_tokens
@@ -107,9 +106,6 @@ class WaitingLine:
         return None if request.fork_of is None else self._live.get(request.fork_of)
 
     def _forked(self, request: Request) -> int:
-        """Blocks that a fork shares: those that its prompt fills, without its newest token, whose
-        logits it wants.
-        """
         if self._parent(request) is None:
             return 0
         return min(request.prompt_tokens, len(request.token_ids) - 1) // self._block_size

@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.node.adapter_calls import load_adapter, unload_adapter
 from kvrelay.node.adapter_loads import AdapterLoads, content
-from kvrelay.paged_engine.adapter_slots import Loaded
+from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import (

@@ -13,7 +13,7 @@ from test_engine import drain, make
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.adapter_slots import AdapterSlots
+from kvrelay.paged_engine.adapters import AdapterSlots
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig

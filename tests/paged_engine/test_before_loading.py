@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.paged_engine.before_loading import dtype_of
-from kvrelay.paged_engine.devices import check_engine, choose_device
-from kvrelay.paged_engine.gpu_memory import GpuBudget
+from kvrelay.paged_engine.before_loading import (
+    check_engine,
+    choose_device,
+    dtype_of,
+    least_weight_bytes,
+)
+from kvrelay.paged_engine.gpu_runner import GpuBudget
 from kvrelay.paged_engine.hf_config import model_config_of
-from kvrelay.paged_engine.memory_sizes import least_weight_bytes
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError

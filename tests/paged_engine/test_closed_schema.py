@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.paged_engine.closed_schema import closed
+from kvrelay.paged_engine.grammar import closed
 
 NAME = {"properties": {"name": {"type": "string"}}}
 SHUT = NAME | {"additionalProperties": False}

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.paged_engine.draft_pace import DraftPace
+from kvrelay.paged_engine.speculation import DraftPace
 
 
 def drafts(pace: DraftPace, agrees: list[int], longest: int) -> list[int]:

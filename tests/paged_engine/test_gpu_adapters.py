@@ -23,9 +23,9 @@ from tiny_models import make_tiny
 from kvrelay.kernels.gpu_linear import GpuLinear
 from kvrelay.kernels.lora import add_lora
 from kvrelay.kernels.norm_rope_act import act_and_mul, rms_norm
-from kvrelay.paged_engine.adapter_layout import Site
+from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.gpu_adapters import AdaptedLinear, _Rows
+from kvrelay.paged_engine.gpu_operations import AdaptedLinear, _Rows
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit

@@ -28,7 +28,7 @@ import torch
 from fake_hub import FakeHub, Repository, fake_hub
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.devices import check_engine
+from kvrelay.paged_engine.before_loading import check_engine
 from kvrelay.paged_engine.hub import resolve_model
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.wire.config import EngineConfig

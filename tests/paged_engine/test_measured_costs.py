@@ -9,7 +9,7 @@ import pytest
 from test_engine import drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.measured_costs import measure_steps
+from kvrelay.paged_engine.timed_steps import measure_steps
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.step_costs import Point, StepCosts, fitted_costs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvrelay.paged_engine.ngram
-from kvrelay.paged_engine.ngram import NgramIndex
+import kvrelay.paged_engine.speculation
+from kvrelay.paged_engine.speculation import NgramIndex
 
 
 def searched(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
@@ -42,7 +42,7 @@ def test_a_short_loop_is_proposed_for_as_long_as_is_asked():
 
 
 def test_a_long_text_is_taken_in_over_several_calls(monkeypatch):
-    monkeypatch.setattr(kvrelay.paged_engine.ngram, "_INDEXED_PER_CALL", 10)
+    monkeypatch.setattr(kvrelay.paged_engine.speculation, "_INDEXED_PER_CALL", 10)
     index = NgramIndex(2, 2)
     tokens = [*range(100, 120), 7, 8, 9, *range(200, 220), 7, 8]
     found = [index.propose(tokens, 2) for _ in range(6)]

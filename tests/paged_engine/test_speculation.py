@@ -201,7 +201,7 @@ class Simulated:
             <= self.options["max_num_batched_tokens"]
         )
         # A GPU has room for so many sequences, whether they sample or not
-        # (paged_engine/gpu_uploads.py).
+        # (paged_engine/gpu_graphs.py).
         assert (
             sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_num_seqs"]
         )

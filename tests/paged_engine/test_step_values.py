@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.paged_engine.adapter_slots import Loaded
+from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.blocks import NULL_BLOCK, BlockPool
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
