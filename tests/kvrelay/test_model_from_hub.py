@@ -20,12 +20,18 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
 }  # fmt: skip
-EMPTY = b'{"__metadata__": {}}'  # whole, and without a tensor
-WEIGHTS = len(EMPTY).to_bytes(8, "little") + EMPTY
+
+
+def weights(note: str) -> bytes:
+    """Return a safetensors file without a tensor."""
+    header = json.dumps({"__metadata__": {"note": note}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "tokenizer.json": b"{}",
-    "model.safetensors": WEIGHTS,
+    "model.safetensors": weights("new"),
 }
 # Runs one command with stand-ins behind it, which print what they are started with.
 _RUN = """
@@ -117,7 +123,7 @@ def test_every_command_downloads_and_goes_on_with_a_path(
 def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
     hub: FakeHub, tmp_path: Path, repository: Path
 ) -> None:
-    older = {**FILES, "model.safetensors": WEIGHTS + b"older"}
+    older = {**FILES, "model.safetensors": weights("older")}
     hub.repositories["org/Tiny-1B"] = Repository(FILES, revisions={"v1": older}, token="a-secret")
     done = kvrelay(
         hub,
@@ -129,7 +135,7 @@ def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
         HF_TOKEN="a-secret",
     )
     assert done.returncode == 0, done.stderr
-    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == WEIGHTS + b"older"
+    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == weights("older")
 
 
 def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:

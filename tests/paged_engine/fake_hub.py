@@ -43,16 +43,12 @@ class FakeHub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     broken: int = 0
     """A status with which everything is answered, if not 0."""
-    cut_after: dict[str, int] = field(default_factory=dict)
-    """File -> bytes after which the connection is closed, once."""
-    stall: threading.Event | None = None
-    """While it is not set, files in `cut_after` stall there and are not closed."""
-    asked: list[tuple[str, str, str]] = field(default_factory=list)
-    """(method, file, Range) of each request for a file."""
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    """(method, file) of each request for a file."""
 
     def downloaded(self) -> list[str]:
         """Files whose content was asked for, in order."""
-        return [file for method, file, _ in self.asked if method == "GET"]
+        return [file for method, file in self.asked if method == "GET"]
 
 
 @contextmanager
@@ -150,8 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _file(self, name: str, revision: str, path: str) -> None:
-        asked = (self.command, path, self.headers.get("Range") or "")
-        self.shared.asked.append(asked)
+        self.shared.asked.append((self.command, path))
         if (found := self._repository(name, revision)) is None:
             return None
         repository, commit, files = found
@@ -160,34 +155,14 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         content = files[path]
-        headers = {
-            "ETag": f'"{sha256(content).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
-        start = int(asked[2].removeprefix("bytes=").removesuffix("-")) if asked[2] else 0
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        cut = self.shared.cut_after.pop(path, None) if self.command == "GET" else None
-        return self._send(206 if start else 200, content[start:], headers, cut=cut)
+        etag = sha256(content).hexdigest()
+        return self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
 
-    def _send(
-        self,
-        status: int,
-        content: bytes,
-        headers: dict[str, str] | None = None,
-        cut: int | None = None,
-    ) -> None:
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.wfile.write(content[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            if self.shared.stall is not None:
-                self.shared.stall.wait(60)
-            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(content)

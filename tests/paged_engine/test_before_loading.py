@@ -15,7 +15,7 @@ from kvrelay.paged_engine.before_loading import (
     dtype_of,
     least_weight_bytes,
 )
-from kvrelay.paged_engine.gpu_runner import GpuBudget
+from kvrelay.paged_engine.gpu_memory import GpuBudget
 from kvrelay.paged_engine.hf_config import model_config_of
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig

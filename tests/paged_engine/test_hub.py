@@ -6,17 +6,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import pty
-import select
 import shutil
 import subprocess
 import sys
-import termios
-import threading
-import time
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +26,6 @@ from kvrelay.paged_engine.hub import resolve_model
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
-
-MEBIBYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +72,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield server
         huggingface_hub.utils.enable_progress_bars()
-
-
-def environment(hub: FakeHub, home: Path) -> dict[str, str]:
-    """The same Hub for another process."""
-    here = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-    }
-    return {
-        **os.environ,
-        **here,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-    }
-
-
-RESOLVE = (
-    "import sys; from kvrelay.paged_engine.hub import resolve_model; from kvrelay.wire.config import EngineConfig; "
-    "print(resolve_model(EngineConfig(sys.argv[1]), id))"
-)
 
 
 def resolve(model: str, **given: Any) -> Path:
@@ -286,118 +256,6 @@ def test_a_branch_that_has_moved_is_downloaded_anew(hub: FakeHub, tiny: dict[str
 # --- what breaks
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(
-    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library writes in pieces of 10 MiB; smaller ones here, so that a small file breaks in the
-    middle.
-    """
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
-    hub.repositories["org/tiny"] = Repository(tiny)
-    hub.cut_after["model.safetensors"] = 25_000
-    folder = resolve("org/tiny")
-    ranges = [
-        span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")
-    ]
-    assert ranges == ["", "bytes=20000-"]
-    assert (folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
-
-
-def test_after_a_kill_a_download_goes_on_where_it_was(
-    hub: FakeHub, sharded: dict[str, bytes], tmp_path: Path
-) -> None:
-    hub.repositories["org/tiny"] = Repository(sharded)
-    hub.stall = threading.Event()
-    shards = {name: content for name, content in sharded.items() if name.startswith("model-0")}
-    last = max(shards)
-    hub.cut_after[last] = 25_000
-    small_pieces = "import huggingface_hub.constants as c; c.DOWNLOAD_CHUNK_SIZE = 1000; "
-    command = [sys.executable, "-c", small_pieces + RESOLVE, "org/tiny"]
-    first = subprocess.Popen(command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL)
-    blobs = tmp_path / "hub" / "models--org--tiny" / "blobs"
-    finished = [
-        blobs / sha256(content).hexdigest() for name, content in shards.items() if name != last
-    ]
-    part = blobs / f"{sha256(shards[last]).hexdigest()}.part"
-    try:
-        deadline = time.monotonic() + 60
-        while not (
-            all(blob.exists() for blob in finished)
-            and part.exists()
-            and part.stat().st_size > 16_000
-        ):
-            assert time.monotonic() < deadline, "the other shards never arrived"
-            assert first.poll() is None
-            time.sleep(0.02)
-    finally:
-        first.kill()
-        first.wait()
-        hub.stall.set()
-    there = part.stat().st_size
-    hub.asked.clear()
-    done = subprocess.run(
-        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert [asked for asked in hub.asked if asked[0] == "GET"] == [("GET", last, f"bytes={there}-")]
-    folder = Path(done.stdout.strip())
-    assert {name: (folder / name).read_bytes() for name in shards} == shards
-    assert not list(blobs.glob("*.part"))
-
-
-def test_what_is_there_is_checked_before_it_is_used(hub: FakeHub, tiny: dict[str, bytes]) -> None:
-    hub.repositories["org/tiny"] = Repository(tiny)
-    content = tiny["model.safetensors"]
-    part = (
-        Path(huggingface_hub.constants.HF_HUB_CACHE)
-        / "models--org--tiny"
-        / "blobs"
-        / f"{sha256(content).hexdigest()}.part"
-    )
-    part.parent.mkdir(parents=True)
-    part.write_bytes(bytes(20_000))
-    assert (
-        "what was there of model.safetensors was damaged, and is deleted; start again"
-        in refused("org/tiny")
-    )
-    assert (resolve("org/tiny") / "model.safetensors").read_bytes() == content
-    ranges = [
-        span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")
-    ]
-    assert ranges == ["bytes=20000-", ""]
-
-
-def test_only_what_is_left_must_fit_on_the_disk(
-    hub: FakeHub,
-    tiny: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    hub.repositories["org/tiny"] = Repository(tiny)
-    content = tiny["model.safetensors"]
-    part = (
-        Path(huggingface_hub.constants.HF_HUB_CACHE)
-        / "models--org--tiny"
-        / "blobs"
-        / f"{sha256(content).hexdigest()}.part"
-    )
-    part.parent.mkdir(parents=True)
-    part.write_bytes(content[:-200_000])
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000)
-    )
-    monkeypatch.setattr("kvrelay.paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
-    with caplog.at_level("INFO", logger="kvrelay.engine"):
-        folder = resolve("org/tiny")
-    assert (folder / "model.safetensors").read_bytes() == content
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == f"org/tiny: downloading 0.2 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
-    assert lines[-1] == f"org/tiny is in {folder}"
-    assert set(lines[1:-1]) <= {
-        f"org/tiny: 0.{tenths} MB of 0.2 MB are still to come" for tenths in (0, 1, 2)
-    }
-
-
 def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
     hub.repositories["org/gated"] = Repository(tiny, gated=True, token="secret")
@@ -532,46 +390,18 @@ def test_a_disk_that_is_too_small_is_told_before_and_while_it_fills(
 # --- what is seen meanwhile
 
 
-def on_a_terminal(command: list[str], env: dict[str, str]) -> str:
-    """What a command shows on a terminal of its own."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 120))
-    process = subprocess.Popen(
-        command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while select.select([ours], [], [], 60)[0] and (piece := os.read(ours, 65536)):
-            shown += piece
-    except OSError:
-        pass  # how a terminal says that its last writer is gone
-    finally:
-        process.wait(10)
-        os.close(ours)
-    assert process.returncode == 0, shown
-    return shown.decode()
-
-
-def test_a_terminal_shows_a_progress_bar_and_a_log_does_not(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repositories["org/gguf"] = Repository({"a.gguf": bytes(3 * MEBIBYTE)})
-    command = [
-        sys.executable,
-        "-c",
-        "import logging; logging.basicConfig(level='INFO'); " + RESOLVE,
-        "org/gguf/a.gguf",
-    ]
-    shown = on_a_terminal(command, environment(hub, tmp_path / "first"))
-    assert "a.gguf: 100%" in shown
-    assert "3.15M/3.15M" in shown
-    done = subprocess.run(
-        command,
-        env=environment(hub, tmp_path / "second"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr.splitlines() == [
-        f"INFO:kvrelay.engine:org/gguf: downloading 3.1 MB to {tmp_path / 'second' / 'hub'}"
+def test_a_terminal_shows_a_progress_bar_and_a_log_a_line(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repositories["org/gguf"] = Repository({"a.gguf": bytes(3 << 20), "b.gguf": b"GGUF"})
+    disabled = huggingface_hub.utils.are_progress_bars_disabled
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    resolve("org/gguf/b.gguf")
+    assert not disabled()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with caplog.at_level("INFO"):
+        resolve("org/gguf/a.gguf")
+    assert disabled()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"org/gguf: downloading 3.1 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
     ]

@@ -11,7 +11,8 @@ import torch
 from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine import prompt_scores, runner
+from kvrelay.paged_engine import runner
+from kvrelay.paged_engine import sampler as prompt_scores
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig
 from kvrelay.wire.outputs import TokenLogprobs
