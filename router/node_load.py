@@ -1,8 +1,8 @@
-"""One node as placement sees it: what it has announced, and what was placed on it since. Pure;
-times are milliseconds.
+"""A node's load as placement sees it: what it has announced, and what was placed on it since. Pure.
 
-All routers and workers see the same of a node: it numbers the legs that it takes, and says up to
-which number an announcement has them. A router adds what it has placed since, and nothing else.
+All routers and workers see the same of a node: it numbers the requests that it takes, and says up
+to which number an announcement has them. A router adds what it has placed since, and nothing else.
+All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_SHARE = 0.97
 MOST_KV = 0.5
 """Whoever needs more than this share of a node's KV need not wait until there is more."""
 UNKNOWN = StepCosts(20.0, 0.2, 0.0, 0.0, 0.1, 0.0)
-"""A node that has not said what its steps cost, until something was seen of it."""
+"""The step costs of a node that has not said them, until something was seen of it."""
 _REQUEST_TOKENS = 512
 _ANY = 1e9  # of a node that does not say how many prompts it has
 _TTFT_TPOTS, _TTFT_PROMPTS = 6.25, 2.2
 
 
 def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
-    """Return a time to first token and a time per token that users of such nodes expect.
+    """Return the TTFT and TPOT that users of such nodes expect.
 
     On an H200 with a model of 8 billion parameters: 100 ms + 0.05 ms per token of the prompt, and
     15 ms.
@@ -43,10 +43,10 @@ def default_targets(costs: StepCosts, tokens: float) -> tuple[float, float]:
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """What one leg takes of a node."""
+    """A request's share of a node."""
 
     prompt_ms: float = 0.0
-    """Of prompts, to compute."""
+    """Prompts to compute."""
     kv_tokens: float = 0.0
     context: float = 0.0
     """Tokens that each of its steps reads, if it decodes there."""
@@ -54,38 +54,32 @@ class Share:
     row_weight: float = 0.0
     spill_ms: float = 0.0
     number: int = 0
-    """By which the node's announcements count it; 0: it has not said."""
-    taken: bool = False
+    """The node's own number of the request; 0: it has not said."""
+    held: bool = False
 
 
 class NodeLoad:
-    """A node as placement sees it: what it has announced, and what was placed on it since.
-
-    The prices of requests are made of what `_settle` keeps, so that a look at a hundred nodes costs
-    little.
-    """
+    """A node's load. `_settle` keeps what prices are made of, so a look at 100 nodes is cheap."""
 
     def __init__(self, name: str, costs: StepCosts = UNKNOWN, gap_ms: float = 50.0) -> None:
         self.name, self.costs, self.gap_ms = name, costs, gap_ms
-        self.own = 0
-        """Requests that were placed here and have not ended."""
+        self.own = 0  # requests that were placed here and have not ended
         self._pending: dict[Share, None] = {}
         self.announced(Load())
 
-    def measured(self, costs: StepCosts, gap_ms: float) -> None:
-        """Take over the node's card."""
+    def set_costs(self, costs: StepCosts, gap_ms: float) -> None:
+        """Take over the node's step costs."""
         self.costs, self.gap_ms = costs, gap_ms
         self._settle()
 
-    def begins_anew(self) -> None:
-        """Forget what the process has announced that stood here before; its legs end by themselves."""
+    def restarted(self) -> None:
+        """Forget what the process before has announced; its requests end by themselves."""
         for share in self._pending:
             share.number = 0
         self.announced(Load())
 
     def announced(self, load: Load) -> None:
-        """Take over what the node says. All legs are in it that the node has numbered up to
-        `load.legs`.
+        """Take over what the node says: all requests numbered up to `load.legs` are in it.
 
         A node that numbers none (another project's) is believed as far as it says more than was
         placed there.
@@ -111,39 +105,38 @@ class NodeLoad:
         )
         self.kv_most = MOST_KV * load.total_blocks * load.block_size if counts else math.inf
         for share in self._pending:
-            self._add(share, 1)
+            self._count(share, 1)
         self._settle()
 
-    def take(self, share: Share) -> None:
-        """Have a leg count from now on."""
-        share.taken = True
+    def add(self, share: Share) -> None:
+        """Count a request from now on."""
+        share.held = True
         self.own += 1
         self._pending[share] = None
-        self._add(share, 1)
+        self._count(share, 1)
         self._settle()
 
     def first_token(self, share: Share) -> None:
-        """Note that a leg's prompt is computed; twice is as once.
+        """Note that a request's prompt is computed; a second time changes nothing.
 
-        What the node has announced of a leg it changes itself: with its first token, and with its
-        end.
+        The node itself changes what it has announced of a request.
         """
         if share in self._pending and share.prompt_ms:
             self.backlog_ms = max(0.0, self.backlog_ms - share.prompt_ms)
             self._settle()
         share.prompt_ms = share.spill_ms = 0.0
 
-    def end(self, share: Share) -> None:
-        """Give back what a leg has left; twice is as once."""
-        if share.taken:
-            share.taken = False
+    def remove(self, share: Share) -> None:
+        """Give back what is left of a request; a second time changes nothing."""
+        if share.held:
+            share.held = False
             self.own -= 1
             if share in self._pending:
-                self._add(share, -1)
+                self._count(share, -1)
                 del self._pending[share]
             self._settle()
 
-    def _add(self, share: Share, sign: int) -> None:
+    def _count(self, share: Share, sign: int) -> None:
         self.backlog_ms = max(0.0, self.backlog_ms + sign * share.prompt_ms)
         self.kv_free -= sign * share.kv_tokens
         self.rows = max(0.0, self.rows + sign)
@@ -170,36 +163,34 @@ class NodeLoad:
         )
         left = max(LEAST_LEFT, 1 - share - self.token_rate * self.per_token_ms)
         self.lost = LOST * self._row_weight / left
+        # Whoever needs no more tokens of KV finds room; an idle node has what it has.
         self.room = math.inf if self.kv_most <= self.kv_free or self.is_idle else self.kv_free
-        """Whoever needs no more tokens of KV finds room; an idle node has what it has."""
 
     @property
     def step_ms(self) -> float:
-        """An empty step."""
+        """Return the time of an empty step."""
         return (self._load.pace or 1.0) * self.costs.step
 
     @property
     def per_token_ms(self) -> float:
-        """What one token of an answer adds to a step."""
+        """Return what one token of an answer adds to a step."""
         each = self.costs.row + self.costs.row_context * self.context / max(1.0, self.rows)
         return (self._load.pace or 1.0) * each
 
     @property
     def depth(self) -> float:
-        """The queue in requests; so many tokens of prompts that wait are one more."""
+        """Return the queue in requests; so many tokens of prompts that wait are one more."""
         each_ms = _REQUEST_TOKENS * (self.linear_ms + self.square_ms * _REQUEST_TOKENS)
         return self.rows + (self.backlog_ms / each_ms if each_ms else 0.0)
 
     @property
     def limit_left(self) -> float:
-        """The share of its time left for prompts until tokens take longer than users expect; may be
-        negative.
-        """
+        """Return the share of time left for prompts until tokens take too long; may be negative."""
         return 1 - self.prompt_share - self.token_rate * self.per_token_ms - 1 / TPOT_STEPS
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is there or on its way there."""
+        """Return whether nothing is there or on its way there."""
         return not (self.rows or self.own or self.backlog_ms)
 
     def prompt_ms(self, tokens: float, cached: float) -> float:
@@ -208,6 +199,6 @@ class NodeLoad:
         return left * (self.linear_ms + self.square_ms * (2 * tokens - left))
 
     def idle_ms(self, tokens: float) -> tuple[float, float]:
-        """Return the time to first token and the time per token of a request that is alone here."""
+        """Return the TTFT and the time per token of a request that is alone here."""
         pace = self._load.pace or 1.0
         return pace * self.costs.prompt_ms(tokens), pace * self.costs.decode_ms(1, tokens)

@@ -1,4 +1,4 @@
-"""Where a prompt is computed and where its answer is generated: one price for every way. Pure.
+"""Chooses where a prompt is computed and where its answer is generated, by one price. Pure.
 
 Decodes stay together on decode nodes, because a step has a fixed cost whatever its rows. A prompt
 goes to a prefill node, or to a decode node where that is cheaper for all: for the request, which
@@ -10,7 +10,7 @@ share `u` of its time given to prompts settles at a time per token of `step / (1
 what it can give to prompts has a limit that is known in advance (the node keeps it: Load.spill_ms),
 and near that limit each millisecond counts many times.
 
-`place` changes nothing. `NodeLoad.take`, `first_token` and `end` do (router/node_load.py). All
+`place` changes nothing. `NodeLoad.add`, `first_token` and `remove` do (router/node_load.py). All
 times are milliseconds.
 """
 
@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Literal
 from zlib import crc32
 
 from kvrelay.router.node_load import NodeLoad, Share
@@ -31,6 +32,7 @@ __all__ = [
     "PlacementRequest",
     "Refuse",
     "Wait",
+    "fitting",
     "place",
     "place_decode",
     "place_prefill",
@@ -38,68 +40,62 @@ __all__ = [
 ]
 
 LINK_MS = 2.0
-"""A hand-over between two nodes of which nothing else is known."""
+"""The time of a hand-over between two nodes of which nothing else is known."""
 DEEP_MS = 1_000.0
-"""A node with so much before it needs no more for now: who comes then waits in the router, in fair
-order.
-"""
+"""The backlog from which on a node needs no more: further requests wait in the router, in order."""
 _LOOKED_AT = 4
-"""Where links differ, pairs are made of so many of the cheapest nodes of each role."""
+"""Where links differ, pairs are made of this many of the cheapest nodes of each role."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What placement knows of a request."""
+    """A request as placement knows it."""
 
     tokens: int
-    """Of its prompt, and of what it has generated elsewhere."""
+    """Tokens of the prompt, and those generated elsewhere."""
     output: float
-    """Expected tokens of its answer: a mean of those that ended, never what it allows."""
+    """Expected tokens of the answer: a mean of answers that ended, never what is allowed."""
     ttft_ms: float
     tpot_ms: float
-    """What a millisecond of its waiting and of its decoding is measured by."""
+    """The targets by which a millisecond of waiting and of decoding is measured."""
     most_output: float = math.inf
-    """Tokens that it may generate at most; they count for its room alone."""
+    """Tokens that may be generated at most; they count for KV room alone."""
     ttft_limit_ms: float = math.inf
-    """Later than this its first token is of no use: then it is refused."""
+    """A first token later than this is of no use: the request is refused."""
     tpot_limit_ms: float = math.inf
     tie: int = 0
-    """A hash of the request: among equals it chooses."""
+    """A hash of the request, which chooses among equals."""
     cached: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of its prompt that nodes have, by their names."""
-
-    roomless: bool = False
-    """It goes where there is no room, too."""
+    """Tokens of the prompt that nodes have, by their addresses."""
+    session: str = ""
+    """A name that requests of one conversation or user share; empty if none is known."""
+    ignores_room: bool = False
 
     @property
     def kv_tokens(self) -> float:
-        """The tokens of KV that it will have where it decodes; what is cached there is among the
-        free blocks.
-        """
+        """Return the tokens of KV on the decode node; what is cached there is in free blocks."""
         return self.tokens + min(self.output, self.most_output)
 
     def prompt_ms(self, node: NodeLoad) -> float:
-        """Return what its prompt takes on a node, less what is cached there."""
+        """Return what the prompt takes on a node, less what is cached there."""
         return node.prompt_ms(self.tokens, self.cached.get(node.name, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A prefill node and a decode node; the same, if the prompt is computed where the answer is
-    generated.
-    """
+    """A prefill node and a decode node; the same if the decode node computes the prompt."""
 
     prefill: str
     decode: str
     price: float
     other: tuple[str, str] | None
-    """The best other way of the two, if there is one, and its price."""
+    """The nodes of the best other way, if there is one."""
     other_price: float
     spills: bool
-    """Its prompt is computed on a decode node though a prefill node could."""
+    """The prompt is computed on a decode node though a prefill node could."""
 
     def __str__(self) -> str:
-        """Name the way and its price, and the best other one: `p0/d1 price=0.41, d1 alone 0.77`."""
+        """Return both ways and prices, as in `p0/d1 price=0.41, d1 alone 0.77`."""
         other = "" if self.other is None else f", {_shown(*self.other)} {self.other_price:.2f}"
         return f"{_shown(self.prefill, self.decode)} price={self.price:.2f}{other}"
 
@@ -111,41 +107,50 @@ def _shown(prefill: str, decode: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No way is open now: there is no room for its KV, or all nodes have enough before them."""
+    """A verdict that no node has room for the KV now, or all have enough before them."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A target would be missed whichever way it went."""
+    """A verdict that a target would be missed on all nodes."""
 
-    what: str
-    """Which: `ttft` or `tpot`."""
+    what: Literal["ttft", "tpot"]
     expected_ms: float
     limit_ms: float
     never: bool = False
-    """An idle cluster would miss it, too."""
+    """An idle cluster would miss the target, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The nodes that may take a request now, and how they may be used."""
+    """A set of nodes that may take a request now, and how they may be used."""
 
     prefill: Sequence[NodeLoad]
     decode: Sequence[NodeLoad]
     link_ms: Callable[[str, str], float] | None = None
-    """What a hand-over from one to the other takes; None: LINK_MS between any two."""
+    """The time of a hand-over between two addresses; None: LINK_MS between any two."""
     spills: bool = True
     """Decode nodes may compute prompts though a prefill node could."""
     computes: Callable[[str], bool] | None = None
     """Whether a decode node computes prompts at all; None: all do."""
 
 
+def fitting(
+    request: PlacementRequest, nodes: Sequence[NodeLoad], *, decodes: bool
+) -> list[NodeLoad]:
+    """Return the nodes with KV room for a request: its prompt, and its output if it decodes."""
+    if request.ignores_room:
+        return list(nodes)
+    needed = request.kv_tokens if decodes else request.tokens
+    return [node for node in nodes if needed <= node.room]
+
+
 _NO_ROOM = Wait("no decode node has room for its KV")
 _first_three = itemgetter(0, 1, 2)
 _Way = tuple[float, float, NodeLoad, NodeLoad]
-"""Its price, milliseconds to the first token, and its nodes."""
+"""A way's price, milliseconds to the first token, and its nodes."""
 
 
 def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Refuse:
@@ -162,7 +167,7 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
         targets = fast or [(price, d) for price, d in targets if d.is_idle]
         if not targets:
             return Wait("one more would make tokens take longer than a target")
-    sources = [p for p in cluster.prefill if tokens <= p.room or request.roomless]
+    sources = fitting(request, cluster.prefill, decodes=False)
     remote = _remote(request, sources, targets, cluster) if sources else None
     # At low load roles are kept: a prefill node that has nothing before it computes the prompt.
     local = (
@@ -177,7 +182,7 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
     if not in_time:
         return _too_late(request, cluster, min(way[1] for way in ways))
     price, _, source, target = in_time[0]
-    if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.roomless:
+    if source.backlog_ms > max(DEEP_MS, 2 * request.ttft_ms) and not request.ignores_room:
         return Wait("all nodes have enough before them")
     other = next((way for way in ways if way[2] is not source), None)
     return Placement(
@@ -191,9 +196,6 @@ def place(request: PlacementRequest, cluster: Cluster) -> Placement | Wait | Ref
 
 
 def _is_free(remote: _Way, cluster: Cluster) -> bool:
-    """Say whether a prompt would be computed at once, and go where its node is no worse linked than
-    others.
-    """
     _, _, source, target = remote
     return not source.backlog_ms and (
         cluster.link_ms is None or cluster.link_ms(source.name, target.name) < DEEP_MS
@@ -206,7 +208,7 @@ def place_decode(
     peer: str,
     link_ms: Callable[[str, str], float] | None = None,
 ) -> Placement | Wait:
-    """Choose the decode node for a prompt whose KV a prefill node, `peer`, has or will have."""
+    """Choose the decode node for a prompt whose KV the prefill node `peer` has or will have."""
     targets = _targets(request, nodes)
     if not targets:
         return _NO_ROOM
@@ -217,16 +219,12 @@ def place_decode(
 
 
 def place_prefill(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> NodeLoad:
-    """Choose the prefill node alone, whatever room it has."""
+    """Choose the prefill node alone, whatever room there is."""
     return _cheapest(_sources(request, nodes), request.tie)[1]
 
 
 def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
-    """Return the prefill nodes, each with the price of waiting there and behind it.
-
-    The shortest prompt is computed first: of those that are there none counts as longer than this
-    one.
-    """
+    # The shortest prompt is computed first: none that is there counts as longer than this one.
     per_ttft, priced = 1 / request.ttft_ms, []
     for p, own in zip(nodes, _prompts_ms(request, nodes), strict=True):
         before = min(p.backlog_ms, p.prompts * own)
@@ -235,7 +233,6 @@ def _sources(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple
 
 
 def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[float]:
-    """Return what the prompt takes on each node, less what is cached there."""
     tokens, cached, square = request.tokens, request.cached, request.tokens**2
     return [
         n.prompt_ms(tokens, cached[n.name])
@@ -246,12 +243,11 @@ def _prompts_ms(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[fl
 
 
 def _targets(request: PlacementRequest, nodes: Sequence[NodeLoad]) -> list[tuple[float, NodeLoad]]:
-    """Return the decode nodes that have room, each with the price of its tokens."""
-    kv, per_tpot, tokens = request.kv_tokens, 1 / request.tpot_ms, request.tokens
+    """Return the decode nodes that have room, each with the price of decoding there."""
+    per_tpot, tokens = 1 / request.tpot_ms, request.tokens
     return [
         ((d.row_ms + d.context_ms * tokens) * per_tpot, d)
-        for d in nodes
-        if kv <= d.room or request.roomless
+        for d in fitting(request, nodes, decodes=True)
     ]
 
 
@@ -261,9 +257,7 @@ def _remote(
     targets: list[tuple[float, NodeLoad]],
     cluster: Cluster,
 ) -> _Way:
-    """Return the cheapest pair: its own wait, what it adds to that of those who come behind it, and
-    its decoding.
-    """
+    """Return the cheapest pair, by its wait, what it adds to the wait of others, and decoding."""
     per_ttft, priced = 1 / request.ttft_ms, _sources(request, sources)
     if cluster.link_ms is None:
         price, source = _cheapest(priced, request.tie)
@@ -286,9 +280,7 @@ def _remote(
 def _local(
     request: PlacementRequest, targets: list[tuple[float, NodeLoad]], cluster: Cluster
 ) -> _Way | None:
-    """Return the cheapest node alone: its own wait, stretched by the steps of those who decode, and
-    what they lose.
-    """
+    """Return the cheapest node alone, by its stretched wait and what those who decode lose."""
     must = not cluster.prefill
     if not (must or cluster.spills):
         return None
@@ -309,7 +301,6 @@ def _local(
 
 
 def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, NodeLoad]]:
-    """Return the cheapest few, in order."""
     if len(priced) > _LOOKED_AT:
         most = sorted([price for price, _ in priced])[_LOOKED_AT - 1]
         priced = [each for each in priced if each[0] <= most]
@@ -319,7 +310,7 @@ def _few(priced: list[tuple[float, NodeLoad]], tie: int) -> list[tuple[float, No
 
 
 def _cheapest(priced: list[tuple[float, NodeLoad]], tie: int) -> tuple[float, NodeLoad]:
-    """Return the cheapest; the request's hash chooses among equals, the same for all routers."""
+    # The request's hash chooses among equals, the same in all routers.
     least = min([price for price, _ in priced])
     equal = [each for each in priced if each[0] == least]
     return (
@@ -338,9 +329,7 @@ def _too_late(request: PlacementRequest, cluster: Cluster, expected_ms: float) -
 def shares_of(
     request: PlacementRequest, placed: Placement, source: NodeLoad, target: NodeLoad
 ) -> tuple[Share | None, Share]:
-    """Return what a placement takes of its prefill node, if that is another one, and of its decode
-    node.
-    """
+    """Return what a placement takes of its prefill node, if it has one, and of its decode node."""
     own = request.prompt_ms(source)
     output = max(1.0, min(request.output, request.most_output))
     row = Share(

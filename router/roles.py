@@ -122,7 +122,7 @@ async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tupl
         node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
     )
     if status == BEGUN:
-        pool.flips(node, role, time.monotonic())
+        pool.note_role_change(node, role, time.monotonic())
     return status, message
 
 

@@ -35,18 +35,17 @@ from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.console.lookout import Lookout
 from kvrelay.router.guard import caller_of, read_body
+from kvrelay.router.membership.health_checks import watching
 from kvrelay.router.membership.heartbeats import hearing
 from kvrelay.router.membership.kubernetes_lists import discovering
 from kvrelay.router.membership.vllm_pings import hearing_pings
+from kvrelay.router.membership.warm_up import Outcome, WarmUp, WarmUps, warm_up_for_ever
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.doors import Doors
-from kvrelay.router.nodes.health import watching
+from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source, static_nodes
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import NodeKind
-from kvrelay.router.nodes.pairs import Meeting, Pairs
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.nodes.warm_up import meet_for_ever
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.questions import ask_any
 from kvrelay.router.relay import CLIENT_GONE, AnyRun, Relay
@@ -82,7 +81,7 @@ _SHUTDOWN_DEADLINE_S = 5.0
 _BODY_DEADLINE_S = 60.0
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _MAX_TARGET_MS = 1e9
-_ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
+_ids = random.Random(secrets.randbits(256))  # of requests: kv_mismatch others, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -105,11 +104,11 @@ class Router:
         self.config, self._reread = config, reread
         self.shared = shared or Shared()
         self.pool = Pool(config.prefill, config.decode)
-        self.doors = Doors(self.pool, rng)
-        self.placer = Placer(config, self.pool, self.doors, rng)
+        self.node_health = NodeHealth(self.pool, rng)
+        self.placer = Placer(config, self.pool, self.node_health, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
-        self.pairs = Pairs()
+        self.warm_ups = WarmUps()
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
@@ -119,7 +118,7 @@ class Router:
         """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
-        self.lookout = Lookout(self.pool, self.models, self.pairs, self.metrics, self.shared)
+        self.lookout = Lookout(self.pool, self.models, self.warm_ups, self.metrics, self.shared)
         self.endings = RequestLog(self.metrics, self.lookout)
 
     @asynccontextmanager
@@ -129,7 +128,7 @@ class Router:
         self.node_client = legs = NodeClient(config, self.background)
         self._vllm_legs = VllmLegs(self.node_client)
         self._means = RunContext(
-            self.pool, self.doors, self.placer, legs, self.background, self.metrics, config
+            self.pool, self.node_health, self.placer, legs, self.background, self.metrics, config
         )
         events = None
         if self.shared.serves:
@@ -146,7 +145,7 @@ class Router:
                     config.kubernetes_namespace,
                     self.metrics.registry,
                 ),
-                running_task(meet_for_ever(self.pool, self.pairs, legs, self._met))
+                running_task(warm_up_for_ever(self.pool, self.warm_ups, legs, self._warmed_up))
                 if leads
                 else nullcontext(),
                 running_task(self.endings.flow.look_for_ever()),
@@ -195,18 +194,17 @@ class Router:
         if {"prefill", "decode"} & set(
             changed
         ):  # else a node that an operator has removed would come back
-            self.pool.tell(
+            self.pool.set_members(
                 Source.STATIC, static_nodes(config.prefill, config.decode), time.monotonic()
             )
         self.take_over(config)
         return changed
 
-    def _met(self, how: str, meeting: Meeting) -> None:
-        self.metrics.meetings.labels(how).inc()
-        if how in ("met", "failed"):
-            self.doors.met(
-                meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic()
-            )
+    def _warmed_up(self, warm_up: WarmUp, outcome: Outcome) -> None:
+        self.metrics.meetings.labels(outcome.how).inc()
+        if outcome.how in ("met", "failed"):
+            failed, now = outcome.how == "failed", time.monotonic()
+            self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
 
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
@@ -329,8 +327,8 @@ class Router:
         """Return 200 while requests for any model can be served, else 503; and the state of every
         model and node.
         """
-        met = self.pairs.met() if self.shared.leads else self.shared.met
-        ready, body = health_of(self.pool, self.models, met, len(self.live), time.monotonic())
+        warm = self.warm_ups.pairs() if self.shared.leads else self.shared.warm_pairs
+        ready, body = health_of(self.pool, self.models, warm, len(self.live), time.monotonic())
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers

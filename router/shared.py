@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
 from kvrelay.router.admission.poison import Poison
 from kvrelay.router.console.picture import WorkerSeen
-from kvrelay.router.nodes.pairs import Met
+from kvrelay.router.membership.warm_up import NO_PAIRS, WarmPairs
 
 __all__ = ["Shared"]
 
@@ -28,8 +28,8 @@ class Shared:
     """It looks after nodes: has them meet, and change their roles."""
     serves = True
     """It answers requests, so that it wants to know what nodes have in their caches."""
-    met: Met = (0, [])
-    """Which pairs of nodes have met, if another process has them meet."""
+    warm_pairs: WarmPairs = NO_PAIRS
+    """The pairs of nodes that are warm, if another process warms them up."""
     index = 0
     """Its number among those that serve."""
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from kvrelay.router.console.picture import FailedPair, Health, NodeSeen
+from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.node_load import UNKNOWN
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.nodes.pairs import Met
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.wire.config import Role
 
@@ -44,7 +44,7 @@ def node_of(node: Node, pool: Pool, now: float) -> NodeSeen:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         block_size=load.block_size,
-        breakers={leg: breaker.facts(now) for leg, breaker in node.breakers.items()},
+        breakers={leg: breaker.shown(now) for leg, breaker in node.breakers.items()},
         up_in=int(node.up),
         flips_to=node.flips_to,
         prompt_share=round(state.prompt_share, 3),
@@ -63,9 +63,9 @@ def nodes_of(pool: Pool, now: float) -> list[NodeSeen]:
     return [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
 
 
-def failed_pairs(met: Met) -> list[FailedPair]:
+def failed_pairs(pairs: WarmPairs) -> list[FailedPair]:
     """Return the first of the pairs of nodes that could not meet."""
-    return [FailedPair(*pair[:3]) for pair in met[1][:_MOST_SHOWN]]
+    return [FailedPair(*pair[:3]) for pair in pairs[1][:_MOST_SHOWN]]
 
 
 def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
@@ -77,7 +77,7 @@ def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
 
 
 def health_of(
-    pool: Pool, models: Models, met: Met, requests: int, now: float
+    pool: Pool, models: Models, pairs: WarmPairs, requests: int, now: float
 ) -> tuple[bool, dict[str, Any]]:
     """Say whether requests for any model can be served now; and the state of every model and node.
 
@@ -96,7 +96,7 @@ def health_of(
         "status": status,
         **counts,
         "models": by_model,
-        "pairs": {"met": met[0], "failed": failed_pairs(met)},
+        "pairs": {"met": pairs[0], "failed": failed_pairs(pairs)},
         "requests": requests,
         "nodes": nodes_of(pool, now),
     }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait
@@ -62,7 +62,7 @@ class Router:
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )
-        self.placer = Placer(config, self.pool, Doors(self.pool, rng), rng)
+        self.placer = Placer(config, self.pool, NodeHealth(self.pool, rng), rng)
         self._told = setting.targets
         self._block_size = setting.block_size if setting.prefixes else 0
         self._engines = nodes
@@ -144,7 +144,7 @@ class Router:
             role, _MODEL, load=load, generation=generation, kv=_KV, flips=1, costs=card.costs,
             max_gap_ms=card.max_gap_ms,
         )  # fmt: skip
-        self.pool.report(node, report, now / 1e3, now / 1e3)
+        self.pool.note_report(node, report, now / 1e3, now / 1e3)
         if self._block_size:
             self.pool.prefixes.trust(node.url)
 
@@ -162,7 +162,7 @@ class Router:
 
     def flips(self, at: int, role: Role, now: float) -> None:
         """A node begins to change its role."""
-        self.pool.flips(self._node(at), role, now / 1e3)
+        self.pool.note_role_change(self._node(at), role, now / 1e3)
 
     def kv_events(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
         """A node's KV events have arrived."""

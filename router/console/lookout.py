@@ -15,9 +15,9 @@ from kvrelay.openai_api.routes import version
 from kvrelay.openai_api.stages import MOVED
 from kvrelay.router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
 from kvrelay.router.console.recent import Edge, Ended, Recent
+from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
-from kvrelay.router.nodes.pairs import Pairs
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.run import RequestRun
@@ -33,9 +33,9 @@ class Lookout:
     """A view of one process, and of what other workers have told it."""
 
     def __init__(
-        self, pool: Pool, models: Models, pairs: Pairs, metrics: Metrics, shared: Shared
+        self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared
     ) -> None:
-        self._pool, self._models, self._pairs = pool, models, pairs
+        self._pool, self._models, self._warm_ups = pool, models, warm_ups
         self._metrics, self._shared = metrics, shared
         self.recent = Recent()
         self._began = time.monotonic()
@@ -115,7 +115,7 @@ class Lookout:
                 "failovers": _by(self._metrics.failovers, "leg"),
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
-            failed_pairs(self._pairs.met()),
+            failed_pairs(self._warm_ups.pairs()),
             [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
         )
 

@@ -27,7 +27,7 @@ from kvrelay.router.console.recent import (
     quantile,
     summed,
 )
-from kvrelay.router.nodes.breaker import BreakerSeen
+from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.wire.config import Role
 from kvrelay.wire.step_costs import StepCosts
 
@@ -79,7 +79,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
     free_blocks: int
     total_blocks: int
     block_size: int
-    breakers: dict[Role, BreakerSeen]
+    breakers: dict[Role, BreakerState]
     up_in: int = 1
     """So many workers see it up."""
     flips_to: str | None = None

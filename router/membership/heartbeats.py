@@ -136,7 +136,9 @@ class _Ear(asyncio.DatagramProtocol):
             return
         self._tell(now)
         if beat is not None:
-            self._pool.heard(beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING)
+            self._pool.note_heartbeat(
+                beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING
+            )
 
     async def expire_for_ever(self) -> None:
         while True:
@@ -148,4 +150,4 @@ class _Ear(asyncio.DatagramProtocol):
     def _tell(self, now: float) -> None:
         if self._announced.changed:
             self._announced.changed = False
-            self._pool.tell(Source.HEARTBEATS, self._announced.specs(), now)
+            self._pool.set_members(Source.HEARTBEATS, self._announced.specs(), now)

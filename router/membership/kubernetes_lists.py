@@ -232,7 +232,7 @@ class _Follower:
 
     def _tell_pool(self, told: Told) -> None:
         if not self.stopped.is_set():
-            self._pool.tell(Source.KUBERNETES, told.nodes, time.monotonic(), told.gone)
+            self._pool.set_members(Source.KUBERNETES, told.nodes, time.monotonic(), told.gone)
 
     def _failed(self, why: Exception) -> float:
         """Return how long to wait: longer each time, and never for as long as others do."""

@@ -137,6 +137,6 @@ async def _hear(pool: Pool, socket: zmq.asyncio.Socket, book: PingBook) -> None:
             tell_at = now + _TELL_S
             if (members := book.members(now)) != told:
                 told = members
-                pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
+                pool.set_members(Source.P2P_NCCL, [spec for spec, _ in members], now)
                 for spec, address in members:
                     pool.note_p2p_address(spec.url, address)

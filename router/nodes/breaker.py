@@ -1,10 +1,9 @@
-"""Whether one node may be sent legs of one kind: a breaker, and how long the node has asked to be
-left alone. Pure: `now` is an argument, all randomness comes from `rng`.
+"""A circuit breaker for the requests of one role on one node. Pure: `now` is an argument.
 
-Closed until FAILURES_IN_A_ROW legs have failed; then open for a time that doubles with each
-opening; then half-open: one real request at a time goes through as a probe, whose success closes it
-and whose failure opens it again. Only a node's own faults are told here, by whoever has sent the
-leg: never a 4xx, a refusal, or a client that went away.
+Closed until FAILURES_IN_A_ROW requests have failed; then open for a time that doubles with each
+opening; then half-open: one real request at a time goes through as a probe, whose success closes
+it and whose failure opens it again. Only a node's own faults count: never a 4xx, a refusal, or a
+client that went away.
 
 Prior art: Nygard, Release It! (2007).
 """
@@ -13,21 +12,30 @@ from __future__ import annotations
 
 import enum
 import random
+from math import inf
 
 import msgspec
 
-__all__ = ["FAILURES_IN_A_ROW", "OPEN_CAP_S", "Breaker", "BreakerSeen", "State", "Verdict"]
+__all__ = [
+    "FAILURES_IN_A_ROW",
+    "OPEN_CAP_S",
+    "Breaker",
+    "BreakerCall",
+    "BreakerState",
+    "State",
+    "Verdict",
+]
 
 FAILURES_IN_A_ROW = 5
 OPEN_S, OPEN_CAP_S = 1.0, 60.0
 JITTER = 0.2
-"""An opening lasts up to this share longer, so that several routers do not probe at one moment."""
+"""An opening lasts up to this share longer, so that several routers do not probe together."""
 FORGET_S = 60.0
-"""Not open for so long: the next opening is the first again."""
+"""A breaker that was not open for so long begins again with the shortest opening."""
 
 
 class State(enum.StrEnum):
-    """A breaker's state: CLOSED lets legs through, OPEN none, HALF_OPEN one at a time."""
+    """A breaker's state: CLOSED lets requests through, OPEN none, HALF_OPEN one at a time."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -35,8 +43,9 @@ class State(enum.StrEnum):
 
 
 class Verdict(enum.IntEnum):
-    """A word on whether a leg may go to a node, the best first. LAST: if there is no other; RESTS:
-    not for a while.
+    """A decision on whether a request may go to a node, the best first.
+
+    RESTS: not for a while, the node has no room. LAST: only if no other node is left.
     """
 
     TAKES = 0
@@ -45,8 +54,8 @@ class Verdict(enum.IntEnum):
     NEVER = 3
 
 
-class BreakerSeen(msgspec.Struct, frozen=True):
-    """A breaker as others are told of it."""
+class BreakerState(msgspec.Struct, frozen=True):
+    """A breaker as GET /health and the console show it."""
 
     state: str
     reason: str = ""
@@ -54,88 +63,124 @@ class BreakerSeen(msgspec.Struct, frozen=True):
 
 
 class Breaker:
-    """A judge of one node's legs of one kind. Seconds are those of any one monotonic clock."""
+    """A circuit breaker. Seconds are those of any one monotonic clock."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.why = ""
-        """Of the last opening."""
+        self.why = ""  # of the last opening
         self._rng = rng
-        self._in_a_row = 0
-        """Failures; closed while they are few."""
-        self._openings = 0
-        """In a row."""
-        self._open_until = float("-inf")
-        """When the last opening is over, or was."""
+        self._failures = 0  # in a row
+        self._openings = 0  # in a row
+        self._open_until = self._resting_until = -inf
         self._probe: object = None
-        """The leg that tries the node."""
-        self._resting_until = float("-inf")
 
     def state(self, now: float) -> State:
-        """Return the state; it is half-open as soon as the time of an opening is over."""
-        if self._in_a_row < FAILURES_IN_A_ROW:
+        """Return the state; HALF_OPEN as soon as the time of an opening is over."""
+        if self._failures < FAILURES_IN_A_ROW:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
     def verdict(self, now: float) -> Verdict:
-        """Say whether a leg may go to the node now."""
+        """Return whether a request may go to the node now."""
         state, rests = self.state(now), now < self._resting_until
         if state is State.CLOSED or (state is State.HALF_OPEN and self._probe is None):
             return Verdict.RESTS if rests else Verdict.TAKES
         return Verdict.NEVER if rests or self._probe is not None else Verdict.LAST
 
     def rest(self, seconds: float, now: float) -> None:
-        """Note that the node has no room, and says for how long."""
+        """Keep requests away for a while, because the node has no room."""
         self._resting_until = max(self._resting_until, now + seconds)
 
     def opens_in(self, now: float) -> float:
-        """Return the seconds until a leg might be let through."""
+        """Return the seconds until a request might be let through."""
         open_s = self._open_until - now if self.state(now) is State.OPEN else 0.0
         return max(0.0, open_s, self._resting_until - now)
 
-    def enter(self, leg: object, now: float) -> None:
-        """Note that a leg goes there, until it leaves: as the probe if one is due."""
+    def enter(self, call: object, now: float) -> None:
+        """Count a request that goes to the node; it becomes the probe if one is due."""
         if self._probe is None and self.state(now) is not State.CLOSED:
-            self._probe = leg
+            self._probe = call
 
-    def leave(self, leg: object) -> None:
-        """Note that a leg has ended. Twice is as once."""
-        if self._probe is leg:
+    def leave(self, call: object) -> None:
+        """End a request without a result; a second time changes nothing."""
+        if self._probe is call:
             self._probe = None
 
-    def answered(self, leg: object, now: float) -> None:
-        """Note that a leg has told of tokens: a probe has succeeded, of any other leg its end says
-        more.
-        """
-        if self._probe is leg:
-            self.succeeded(leg, now)
+    def answered(self, call: object, now: float) -> None:
+        """Note first tokens: a probe has succeeded, any other request says more with its end."""
+        if self._probe is call:
+            self.succeeded(call, now)
 
-    def succeeded(self, leg: object, now: float) -> None:
-        """Note that a leg has ended well. One that was sent before an opening changes nothing."""
-        if self._probe is leg:
+    def succeeded(self, call: object, now: float) -> None:
+        """Note a success. A request that was sent before an opening changes nothing."""
+        if self._probe is call:
             self._probe, self._open_until, self.why = None, now, ""
-        elif self._in_a_row >= FAILURES_IN_A_ROW:
+        elif self._failures >= FAILURES_IN_A_ROW:
             return
-        self._in_a_row = 0
+        self._failures = 0
 
-    def failed(self, leg: object, why: str, now: float) -> bool:
-        """Note that a leg broke by the node's own fault. Returns whether that opens the breaker."""
-        probe = self._probe is leg
-        self.leave(leg)
+    def failed(self, call: object, why: str, now: float) -> bool:
+        """Count a failure that is the node's own fault; return whether it opens the breaker."""
+        probe = self._probe is call
+        self.leave(call)
         state = self.state(now)
         if state is State.OPEN or (state is State.HALF_OPEN and not probe):
-            return False  # it was sent before the opening, or before its time
-        self._in_a_row += 1
-        if self._in_a_row < FAILURES_IN_A_ROW:
+            return False  # it was sent before the opening
+        self._failures += 1
+        if self._failures < FAILURES_IN_A_ROW:
             return False
         if now - self._open_until > FORGET_S:
             self._openings = 0
-        open_s = min(
-            OPEN_CAP_S, OPEN_S * 2.0 ** min(self._openings, 32) * (1 + JITTER * self._rng.random())
-        )
+        jitter = 1 + JITTER * self._rng.random()
+        self._open_until = now + min(OPEN_CAP_S, OPEN_S * 2.0 ** min(self._openings, 32) * jitter)
         self._openings += 1
-        self._open_until, self.why = now + open_s, why
+        self.why = why
         return True
 
-    def facts(self, now: float) -> BreakerSeen:
-        """Return what whoever looks at the router's health is told."""
-        return BreakerSeen(self.state(now), self.why, round(self.opens_in(now), 3))
+    def shown(self, now: float) -> BreakerState:
+        """Return the state as operators see it."""
+        return BreakerState(self.state(now), self.why, round(self.opens_in(now), 3))
+
+
+class BreakerCall:
+    """A request on a node, as the node's breakers see it. `close` it in any case.
+
+    Prefill and decode count apart, also where one node does both: a decode request that computes
+    its prompt itself counts for `first` until its first token, and for `then` from there on.
+    """
+
+    def __init__(self, first: Breaker, then: Breaker, now: float) -> None:
+        self.first_s: float | None = None  # until the first frame
+        self.heard_at = now  # when the last frame came
+        self.answered = False  # the node has sent tokens
+        self.steady = False  # further tokens only move `heard_at`; read for every token
+        self._first, self._then = first, then
+        first.enter(self, now)
+        then.enter(self, now)
+        self._began = now
+
+    def heard(self, now: float, *, tokens: bool) -> bool:
+        """Note a frame, with tokens or without; return whether it has the first tokens."""
+        self.heard_at = now
+        if self.first_s is None:
+            self.first_s = now - self._began
+        if not tokens:
+            return False
+        (self._then if self.answered else self._first).answered(self, now)
+        self.steady, self.answered = self.answered, True
+        return not self.steady
+
+    def failed(self, why: str, now: float) -> bool:
+        """Note a failure that is the node's own fault; return whether it opens a breaker."""
+        opened = (self._then if self.answered else self._first).failed(self, why, now)
+        self.close()
+        return opened
+
+    def succeeded(self, now: float) -> None:
+        """Note that the request has ended well."""
+        self._first.succeeded(self, now)
+        self._then.succeeded(self, now)
+
+    def close(self) -> None:
+        """End it, without a result if it has none: a refusal, or a client that went away."""
+        self._first.leave(self)
+        self._then.leave(self)

@@ -1,110 +1,246 @@
-"""The health loop: asks every node for its health, each on its own beat, and tells the pool."""
+"""Which nodes may take a request now, and what the end of a request means for its node. Pure.
+
+A node that is up (router/nodes/pool.py) takes requests unless its breaker is open, or it rests: it
+has said for how long it has no room. Where only open breakers are left, one request at a time may
+try: a cluster's last node is never given up. Pairs of nodes between which KV did not come are
+avoided for a while.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import math
+import random
+from collections.abc import Callable, Collection
 
-import aiohttp
-
-from kvrelay.router.background import cancel_and_wait
-from kvrelay.router.nodes.node import HealthReport, Node, NodeKind
+from kvrelay.router.nodes.breaker import Breaker, BreakerCall, State, Verdict
+from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.kv_events import KvEvents
-from kvrelay.router.transport.node_client import NodeClient
-from kvrelay.wire.errors import EngineDead
+from kvrelay.router.placement import LINK_MS
+from kvrelay.wire.config import Role
+from kvrelay.wire.errors import NoNode, Overloaded
 
-__all__ = ["watching"]
+__all__ = ["AVOID_S", "FailedPairs", "Links", "NodeHealth"]
+
+_REST_CAP_S = 30.0
+# A request without a frame for so long is lost. Only a backstop: health checks see a node that
+# hangs.
+_PATIENCE_S = 60.0
+_PATIENCE_S_PER_TOKEN = 0.01
+_PATIENCE_TIMES = 8.0
+_FADING = 0.999
+# A pair that failed lately is worth a detour of so long.
+_AVOIDED_MS = 10_000.0
+_MOST_LINKS, _LINK_WEIGHT = 4096, 1 / 16
+_MOST_FAILED_PAIRS = 10_000
+AVOID_S, AVOID_CAP_S = 5.0, 120.0
+# Until two nodes are warmed up again whose probe has failed (router/membership/warm_up.py).
+_UNTIL_NEXT_PROBE_S = 75.0
 
 _log = logging.getLogger("kvrelay.router")
 
 
-@asynccontextmanager
-async def watching(
-    pool: Pool, legs: NodeClient, events: KvEvents | None, interval_s: float
-) -> AsyncIterator[None]:
-    """Check all nodes for the length of the block, from when they join until they are gone, and
-    follow their KV events.
+class Links:
+    """A record of how long KV arrives behind its prefill, by pair of node addresses."""
 
-    A slow one does not delay the others. `events`: None if nobody wants to know what nodes have in
-    their caches.
-    """
-    watches: dict[Node, asyncio.Task[None]] = {}
+    def __init__(self) -> None:
+        self._ms: dict[tuple[str, str], float] = {}
 
-    def joined(node: Node) -> None:
-        watches[node] = asyncio.create_task(_watch(node, pool, legs, events, interval_s))
+    @property
+    def differ(self) -> bool:
+        """Return whether it matters which pair is chosen."""
+        return len(self._ms) > 1
 
-    def left(node: Node) -> None:
-        watches.pop(node).cancel()
-        legs.forget(node)
-        if events is not None:
-            events.leave(node.url)
-
-    unfollow = pool.follow(joined, left)
-    try:
-        yield
-    finally:
-        unfollow()
-        await cancel_and_wait(watches.values())
-
-
-async def _watch(
-    node: Node, pool: Pool, legs: NodeClient, events: KvEvents | None, interval_s: float
-) -> None:
-    """Check a node again and again. One that is down is asked each interval, whether or not it has
-    answered the last time: what was sent into a cut network comes late or never when it is whole
-    again, a new question at once.
-    """
-    checks: set[asyncio.Task[None]] = set()
-    try:
-        while True:
-            began = time.monotonic()
-            checks.add(asyncio.create_task(_check(node, pool, legs, events)))
-            _, checks = await asyncio.wait(
-                checks, timeout=None if node.up else interval_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if node.up:  # what older checks did not hear is not true any more
-                _cancel(checks)
-                began = time.monotonic()
-            await asyncio.sleep(began + interval_s - time.monotonic())
-    finally:
-        _cancel(checks)
-
-
-def _cancel(checks: set[asyncio.Task[None]]) -> None:
-    for check in checks:
-        check.cancel()
-    checks.clear()
-
-
-async def _check(node: Node, pool: Pool, legs: NodeClient, events: KvEvents | None) -> None:
-    started = time.monotonic()
-    try:
-        report = await legs.health(node)
-        if not isinstance(report, HealthReport):
-            pool.unready(node, report, time.monotonic())
+    def observe(self, prefill: str, decode: str, ms: float) -> None:
+        """Learn from a hand-over, into a bounded mean."""
+        if not 0 <= ms < math.inf:
             return
-        pool.report(node, report, started, time.monotonic())
-        if events is None:
-            pass
-        elif report.kind is NodeKind.KVRELAY:
-            events.heard(node.url, node.generation, report.kv_events)
+        pair = prefill, decode
+        known = self._ms.pop(pair, None)
+        if known is None and len(self._ms) >= _MOST_LINKS:
+            del self._ms[next(iter(self._ms))]
+        self._ms[pair] = (
+            ms if known is None else known + _LINK_WEIGHT * (min(ms, 8 * known + 1) - known)
+        )
+
+    def ms(self, prefill: str, decode: str) -> float:
+        """Return the expected time."""
+        return self._ms.get((prefill, decode), LINK_MS)
+
+
+class FailedPairs:
+    """A record of pairs between which KV did not come, avoided for a time that doubles."""
+
+    def __init__(self) -> None:
+        self._failures: dict[tuple[str, str], tuple[int, float]] = {}
+        """How often in a row, and until when the pair is avoided."""
+
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
+    def failed(
+        self, prefill: str, decode: str, cause: str, now: float, first_s: float = AVOID_S
+    ) -> None:
+        """Avoid a pair of processes, the first time for `first_s`."""
+        if cause == "LeaseLost":  # says nothing of the way between the two
+            return
+        times, _ = self._failures.get((prefill, decode), (0, 0.0))
+        until = now + min(AVOID_CAP_S, first_s * 2.0 ** min(times, 32))
+        self._failures[prefill, decode] = times + 1, until
+        if len(self._failures) > _MOST_FAILED_PAIRS:
+            self._failures = {pair: each for pair, each in self._failures.items() if each[1] > now}
+
+    def worked(self, prefill: str, decode: str) -> None:
+        """Forget the failures of a pair between which KV came."""
+        self._failures.pop((prefill, decode), None)
+
+    def avoided(self, prefill: str, decode: str, now: float) -> bool:
+        """Return whether another decode node is preferred for this prefill node's KV."""
+        failure = self._failures.get((prefill, decode))
+        return failure is not None and now < failure[1]
+
+
+class NodeHealth:
+    """A judge of which nodes of a pool may take requests."""
+
+    def __init__(self, pool: Pool, rng: random.Random) -> None:
+        self.failed_pairs = FailedPairs()
+        self.links = Links()
+        self._pool = pool
+        self._rng = rng
+        self._troubled: set[Node] = set()
+        """Nodes with a breaker that is not closed, or that rest: all others need no look."""
+        self._slowest_s = 0.0
+
+    def breaker(self, node: Node, role: Role) -> Breaker:
+        """Return a node's breaker for requests of a role."""
+        if role not in node.breakers:
+            node.breakers[role] = Breaker(self._rng)
+        return node.breakers[role]
+
+    def may_take(self, node: Node, role: Role, now: float, *, computes: bool = False) -> Verdict:
+        """Return whether a node that is up may take a request, whatever room it has.
+
+        `computes`: a decode request that computes its prompt itself.
+        """
+        if node not in self._troubled:
+            return Verdict.TAKES
+        decode = self.breaker(node, role).verdict(now)
+        return max(decode, self.breaker(node, Role.PREFILL).verdict(now)) if computes else decode
+
+    def available(
+        self,
+        role: Role,
+        model: str,
+        exclude: Collection[Node],
+        now: float,
+        *,
+        computes: bool = False,
+    ) -> list[Node]:
+        """Return the nodes that may take a request. Raises NoNode, or Overloaded if they rest."""
+        nodes = self._pool.up(role, exclude, model, NodeKind.KVRELAY)
+        if not self._troubled and nodes:
+            return nodes
+        self._troubled = {node for node in self._troubled if _is_troubled(node, now)}
+        verdicts = [self.may_take(node, role, now, computes=computes) for node in nodes]
+        best = min(verdicts, default=Verdict.NEVER)
+        if best in (Verdict.TAKES, Verdict.LAST):
+            return [node for node, each in zip(nodes, verdicts, strict=True) if each is best]
+        raise self.why_none(role, model, nodes, now, rest=best is Verdict.RESTS, computes=computes)
+
+    def why_none(
+        self,
+        role: Role,
+        model: str,
+        nodes: Collection[Node],
+        now: float,
+        *,
+        rest: bool,
+        computes: bool,
+    ) -> NoNode | Overloaded:
+        """Return why none of these nodes takes a request, and when the first might."""
+        if not nodes:
+            return self._pool.no_node(role, model)
+        roles = (Role.PREFILL, Role.DECODE) if computes else (role,)
+        soonest_s = min(
+            max(self.breaker(node, each).opens_in(now) for each in roles) for node in nodes
+        )
+        after_s = max(1, math.ceil(soonest_s))
+        none: NoNode | Overloaded
+        if rest:
+            none = Overloaded(f"no {role} node has room now; try again in {after_s} s")
         else:
-            events.heard_vllm(node.url, node.generation, report.engines, report.aliases)
-    except EngineDead as why:
-        pool.dead(node, why.message, time.monotonic())
-    except TimeoutError:
-        pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
-    except (aiohttp.ClientError, OSError) as why:
-        if isinstance(why, aiohttp.ClientConnectorError) and isinstance(
-            why.os_error, ConnectionRefusedError
-        ):
-            pool.refuses(node, time.monotonic())  # the machine is there
+            none = NoNode(f"all {role} nodes fail now, and the router is trying them; try again")
+        none.retry_after_s = after_s
+        return none
+
+    def link_ms(self, now: float) -> Callable[[str, str], float] | None:
+        """Return what a hand-over takes by the addresses of its nodes; None if all are alike."""
+        if not (self.failed_pairs or self.links.differ):
+            return None
+
+        def link_ms(prefill: str, decode: str) -> float:
+            p, d = self._pool.find(prefill), self._pool.find(decode)
+            if p is None or d is None:
+                return LINK_MS
+            avoided = self.failed_pairs.avoided(_process(p), _process(d), now)
+            return _AVOIDED_MS if avoided else self.links.ms(prefill, decode)
+
+        return link_ms
+
+    def begin(self, node: Node, role: Role, now: float, *, computes: bool) -> BreakerCall:
+        """Begin a request on a node."""
+        first = self.breaker(node, Role.PREFILL if computes else role)
+        return BreakerCall(first, self.breaker(node, role), now)
+
+    def patience_s(self, tokens: int) -> float:
+        """Return after how many silent seconds a request that computes `tokens` counts as lost."""
+        return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
+
+    def answered(self, call: BreakerCall) -> None:
+        """Learn from a request's first tokens how long nodes take."""
+        self._slowest_s = max(call.first_s or 0.0, self._slowest_s * _FADING)
+
+    def rest(self, node: Node, role: Role, seconds: float | None, now: float) -> None:
+        """Keep requests of a role away: the node has no room, and says for how long."""
+        rest_s = min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds))
+        self.breaker(node, role).rest(rest_s, now)
+        self._troubled.add(node)
+
+    def failed(self, call: BreakerCall, node: Node, why: str, now: float) -> None:
+        """Note that a request failed by the node's own fault."""
+        if call.failed(why, now):
+            _log.warning("%s gets no requests for a while, the last one failed: %s", node.url, why)
+            self._troubled.add(node)
+
+    def could_not_read(self, node: Node, role: Role, now: float) -> None:
+        """Count a request that the node failed to read, and that another one could read."""
+        call = self.begin(node, role, now, computes=False)
+        self.failed(call, node, "it fails on requests that others can read", now)
+
+    def kv_came(self, prefill: Node, decode: Node) -> None:
+        """Note that the decode node has the prefill node's KV."""
+        self.failed_pairs.worked(_process(prefill), _process(decode))
+
+    def kv_failed(self, prefill: Node, decode: Node, cause: str, now: float) -> None:
+        """Note that the prefill node's KV did not reach the decode node."""
+        _log.warning("%s says that the KV of %s did not come: %s", decode.url, prefill.url, cause)
+        self.failed_pairs.failed(_process(prefill), _process(decode), cause, now)
+
+    def probed(self, prefill: Node, decode: Node, *, failed: bool, now: float) -> None:
+        """Note whether a pair could hand over a block when it was warmed up."""
+        if failed:
+            pair = _process(prefill), _process(decode)
+            self.failed_pairs.failed(*pair, "TransferError", now, _UNTIL_NEXT_PROBE_S)
         else:
-            pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
-    except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
-        _log.exception("the health check of %s node %s failed", node.role, node.url)
-        pool.miss(node, f"its health check failed: {why!r}", started, time.monotonic())
+            self.kv_came(prefill, decode)
+
+
+def _is_troubled(node: Node, now: float) -> bool:
+    return any(
+        each.state(now) is not State.CLOSED or each.opens_in(now) for each in node.breakers.values()
+    )
+
+
+def _process(node: Node) -> str:
+    return node.generation or node.url  # a node that is restarted is another one to its peers

@@ -1,9 +1,7 @@
-"""Which nodes are to be there: what each source of membership says, and what changes with what it
-says next. Pure.
+"""Which nodes belong to the cluster, by what each source of membership says. Pure.
 
-Level-triggered: a source tells the whole of what it sees now, as often as it likes, and a lost
-message is mended by the next one. A node stays for as long as any source names it. Knows nothing of
-health: that is router/nodes/pool.py's.
+Level-triggered: a source gives its whole list, as often as it likes, and a lost message is mended
+by the next one. A node stays for as long as any source names it. Health is router/nodes/pool.py's.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ __all__ = ["Change", "Members", "NodeSpec", "Source", "static_nodes"]
 
 
 class Source(enum.StrEnum):
-    """A voice that says which nodes there are. Where two disagree about a role, the first of these
-    is believed.
-    """
+    """A source of membership. Where two disagree about a role, the first of these counts."""
 
     ADMIN = "admin"
     STATIC = "static"
@@ -33,12 +29,10 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A node that a source names. Raises RequestError for an address or a role that no node can
-    have.
+    """A node that a source names. Raises RequestError for a bad address or role.
 
-    `model`: if the source knows it; what the node itself says counts. `generation` names the
-    process behind the address (or its pod) in the source's own words: another one there is another
-    process.
+    `model`: if the source knows it; what the node itself says counts. `generation`: the source's
+    own name for the process behind the address, or its pod.
     """
 
     url: str
@@ -50,8 +44,7 @@ class NodeSpec:
         if not is_base_url(self.url):
             raise RequestError(
                 f"node address {self.url[:MAX_URL_CHARS]!r} must be http:// or https://, a host "
-                f"and a port, within "
-                f"{MAX_URL_CHARS} characters",
+                f"and a port, within {MAX_URL_CHARS} characters",
                 param="url",
             )
         object.__setattr__(self, "url", self.url.rstrip("/"))
@@ -69,27 +62,27 @@ def static_nodes(prefill: Iterable[str], decode: Iterable[str]) -> list[NodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that follows from what a source has said."""
+    """A change of the wanted nodes, by what a source has said."""
 
     joined: tuple[NodeSpec, ...] = ()
     left: tuple[str, ...] = ()
     replaced: tuple[NodeSpec, ...] = ()
-    """Another process stands at the same address now."""
+    """Nodes with another process at the same address."""
     relisted: tuple[NodeSpec, ...] = ()
-    """The same node is named with another role."""
+    """Nodes that are named with another role."""
 
 
 class Members:
     """A record of what all sources say."""
 
     def __init__(self) -> None:
-        self.told: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
-        """By source, which nodes it sees, by their addresses."""
+        self.by_source: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
+        """The nodes that each source names, by their addresses."""
 
-    def tell(self, source: Source, specs: Iterable[NodeSpec]) -> Change:
-        """Note that these are the nodes that the source sees now, and no others."""
-        before, was = self._wanted(), self.told[source]
-        self.told[source] = {spec.url: spec for spec in specs}
+    def update(self, source: Source, specs: Iterable[NodeSpec]) -> Change:
+        """Take over the nodes that the source names now, and return what changes."""
+        before, was = self._wanted(), self.by_source[source]
+        self.by_source[source] = {spec.url: spec for spec in specs}
         after = self._wanted()
         same = before.keys() & after.keys()
         return Change(
@@ -97,27 +90,27 @@ class Members:
             left=tuple(url for url in before if url not in same),
             replaced=tuple(
                 spec
-                for url, spec in self.told[source].items()
-                if url in was and _replaced(was[url], spec)
+                for url, spec in self.by_source[source].items()
+                if url in was and _is_replaced(was[url], spec)
             ),
             relisted=tuple(after[url] for url in same if before[url].role is not after[url].role),
         )
 
     def listed(self, url: str) -> NodeSpec | None:
         """Return what the first source says of a node, if any names it."""
-        return next((specs[url] for specs in self.told.values() if url in specs), None)
+        return next((specs[url] for specs in self.by_source.values() if url in specs), None)
 
     def sources(self, url: str) -> list[Source]:
-        """Return who names this node."""
-        return [source for source, specs in self.told.items() if url in specs]
+        """Return the sources that name this node."""
+        return [source for source, specs in self.by_source.items() if url in specs]
 
     def _wanted(self) -> dict[str, NodeSpec]:
         wanted: dict[str, NodeSpec] = {}
-        for specs in self.told.values():  # in the order of Source
+        for specs in self.by_source.values():  # in the order of Source
             for url, spec in specs.items():
                 wanted.setdefault(url, spec)
         return wanted
 
 
-def _replaced(was: NodeSpec, now: NodeSpec) -> bool:
+def _is_replaced(was: NodeSpec, now: NodeSpec) -> bool:
     return bool(was.generation and now.generation) and was.generation != now.generation

@@ -1,5 +1,4 @@
-"""One node as the router knows it: what it says of itself, its load, and the places on it that legs
-have.
+"""One node as the router knows it: its reports, its load, and the requests that run there.
 
 Keeps its own sums up to date, so that a choice among many nodes copies nothing. Opens no
 connection, reads no clock.
@@ -17,7 +16,6 @@ import msgspec
 
 from kvrelay.router.node_load import NodeLoad, Share
 from kvrelay.router.nodes.breaker import Breaker
-from kvrelay.router.nodes.fates import Fates
 from kvrelay.router.prefix.index import Sent
 from kvrelay.wire.config import Role
 from kvrelay.wire.kv_events import KvEventsReport
@@ -26,39 +24,47 @@ from kvrelay.wire.step_costs import StepCosts
 from kvrelay.wire.transfer import KvFacts
 from kvrelay.wire.versions import LEGS, Versions
 
-__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "News", "Node", "NodeKind", "NodeNews"]
+__all__ = [
+    "DRAINING",
+    "NEW",
+    "Event",
+    "HealthReport",
+    "Lease",
+    "Node",
+    "NodeEvent",
+    "NodeKind",
+    "ProcessDeaths",
+]
 
 DRAINING = "draining"
-"""What a node says that takes nothing new and ends what it has."""
+"""The status of a node that takes nothing new and finishes what it has."""
 NEW = "not checked yet"
-"""Why a node takes no legs before its first health check."""
+"""Why a node takes no requests before its first health check."""
 
 
 class NodeKind(enum.StrEnum):
-    """A make of node, and the contract by which it hands over: only nodes of one kind can be a
-    pair.
-    """
+    """A make of node, and its hand-over contract: a pair consists of two nodes of one kind."""
 
     KVRELAY = "kvrelay"
     VLLM = "vllm"
     VLLM_P2P_NCCL = "vllm-p2p-nccl"
 
 
-News = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
+Event = Literal["ended", "emptied", "drains", "flips", "loaded", "unloaded"]
 
 
-class NodeNews(msgspec.Struct, frozen=True, array_like=True):
-    """An event of a node, or a word of it or of an operator: for other processes of this router."""
+class NodeEvent(msgspec.Struct, frozen=True, array_like=True):
+    """An event of a node, or an order of an operator, for the other processes of this router."""
 
     number: int
-    what: News
+    what: Event
     url: str
     word: str = ""
-    """The adapter that was loaded or unloaded, or the role that it is to have."""
+    """The adapter that was loaded or unloaded, or the role that the node is to have."""
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """A node's 200 answer to GET /health, or what was found out of one that answers with less."""
+    """A node's answer to GET /health, or what was found out about one that answers with less."""
 
     role: Role
     model: str
@@ -71,95 +77,145 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     aliases: list[str] = []
-    """Of `adapters` of a vLLM node, those that are further names of its model."""
+    """Those `adapters` of a vLLM node that are further names of its model."""
     engines: int = 1
-    """Of a vLLM node, those behind its address; each has a prefix cache of its own."""
+    """Engines behind the address of a vLLM node; each has a prefix cache of its own."""
     held_blocks: int = 0
     leg_stream: int = 0
-    """The oldest version of the leg stream that it speaks; 0: none. Routers of version 1 want
-    theirs here.
+    """The oldest version of the leg stream that the node speaks; 0: none. Routers of version 1
+    want theirs here.
     """
     leg_stream_newest: int = 0
-    """The newest; 0 says nothing: then it is the oldest."""
+    """The newest version; 0 stands for the oldest."""
     release: str = ""
-    """Of kvrelay."""
     pod_uid: str = ""
-    """Of the Kubernetes pod that it runs in, if it was told."""
     flips: int = 0
-    """How often its role has changed while it ran."""
+    """How often the node has changed its role while it ran."""
     flips_to: Role | None = None
-    """The role that it is changing to: it takes nothing new, and ends what it has."""
+    """The role that the node is changing to."""
     costs: StepCosts | None = None
-    """What its steps cost, as it has measured them when it started."""
+    """What steps cost, measured when the node started."""
     max_gap_ms: float = 0.0
-    """What a step with prompts takes at most there beside requests that decode; 0: it has no such
-    limit.
-    """
+    """The longest step with prompts beside requests that decode; 0: no limit."""
 
     @property
     def leg_versions(self) -> Versions | None:
-        """Return those of the leg stream that it speaks."""
-        return (
-            Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest))
-            if self.leg_stream
-            else None
-        )
+        """Return the versions of the leg stream that the node speaks."""
+        if not self.leg_stream:
+            return None
+        return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest))
 
     @property
     def leg_version(self) -> int | None:
-        """Return the one that it and this router speak with each other. None: it speaks none, or
-        none of ours.
-        """
+        """Return the newest version that node and router have in common, if there is one."""
         return None if self.leg_versions is None else LEGS.common(self.leg_versions)
 
     @property
-    def unspoken(self) -> str | None:
-        """Return why no leg can go there, of a node whose leg streams are all of other versions
-        than ours.
-        """
+    def version_conflict(self) -> str | None:
+        """Return why node and router have no version of the leg stream in common, if so."""
         if self.leg_versions is None or self.leg_version is not None:
             return None
         older = "router" if self.leg_versions.oldest > LEGS.newest else "node"
         return (
             f"it speaks version {self.leg_versions} of the leg stream and this router {LEGS}: "
-            f"upgrade the {older}, one "
-            "release at a time"
+            f"upgrade the {older}, one release at a time"
         )
 
     @property
     def draining(self) -> bool:
-        """Say whether it takes nothing new and ends what it has: a 503 with a report."""
+        """Return whether the node takes nothing new: a 503 with a report."""
         return self.status == DRAINING
+
+
+class ProcessDeaths:
+    """A record of which processes at one address have died, by generation.
+
+    A connection that breaks proves nothing. A process has died if its address refuses connections,
+    another generation answers there, its node says that its engine is dead, or Kubernetes says that
+    it has ended. It lives if it answers a health check that began after the request was lost. While
+    its node is silent nobody knows. The end of a process that drains is no death.
+    """
+
+    def __init__(self) -> None:
+        self._generation: str | None = None  # the newest that has answered
+        self._check_began = -inf  # of the newest health check that was answered
+        self._died: str | None = None
+        self._drains: str | None = None
+        self._questions: list[tuple[str, float, Callable[[bool], None]]] = []
+
+    def ask(self, generation: str, since: float, answer: Callable[[bool], None]) -> None:
+        """Call `answer` once it is known whether a process has died that lost a request `since`."""
+        self._questions.append((generation, since, answer))
+        self._settle()
+
+    def answered(self, generation: str, began: float, *, drains: bool) -> None:
+        """Note that a process has answered a health check that began then."""
+        same = self._generation == generation
+        self._check_began = max(began, self._check_began) if same else began
+        self._generation = generation
+        if self._died == generation:  # an engine that hung, and goes on
+            self._died = None
+        if drains:
+            self._drains = generation
+        elif self._drains == generation:
+            self._drains = None
+        self._settle()
+
+    def drains(self, generation: str) -> None:
+        """Note that a process takes nothing new, and may end."""
+        self._drains = generation
+
+    def died(self, generation: str) -> None:
+        """Note that a process has ended, or its engine has."""
+        self._died = generation
+        self._settle()
+
+    def _settle(self) -> None:
+        questions, self._questions = self._questions, []
+        for question in questions:
+            generation, since, answer = question
+            died = self._has_died(generation, since)
+            if died is None:
+                self._questions.append(question)
+            else:
+                answer(died)
+
+    def _has_died(self, generation: str, since: float) -> bool | None:
+        if self._drains == generation:
+            return False
+        if self._died == generation or self._generation not in (None, generation):
+            return True
+        return False if self._generation == generation and self._check_began >= since else None
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A leg's place on a node."""
+    """A request's place on a node."""
 
     node: Node
     tokens: int = 0
-    """To compute before it can answer."""
+    """Tokens to compute before the first answer."""
     share: Share = field(default_factory=Share)
     cached_tokens: int = 0
-    """Of the prompt, which the node was believed to have when it was chosen."""
+    """Tokens of the prompt that the node was believed to have when it was chosen."""
     sent: Sent | None = None
-    """What the prefix index was told of it, while it runs."""
+    """The prefix index's record of the running request."""
     cut: Callable[[], None] | None = None
-    """Called when the node is lost while the leg runs."""
+    """Called when the node is lost while the request runs."""
     role: Role = field(init=False)
-    """The node's when the leg began; it may have another one before the leg ends."""
+    """The node's role when the request began."""
     generation: str = field(init=False)
-    """Of the node's process when the leg began."""
+    """The node's process when the request began."""
 
     def __post_init__(self) -> None:
         self.role, self.generation = self.node.role, self.node.generation
 
     def answered(self) -> None:
-        """Note that the leg has told of a token: nothing is to be computed before it any more."""
+        """Note the first token: no prompt is to be computed any more."""
         self.node.state.first_token(self.share)
 
     def note_load(self, load: Load) -> None:
-        """Take over what the node says of itself as it answers this leg."""
+        """Take over the load that the node reports with this request."""
         self.share.number = self.share.number or load.leg
         self.node.note_load(load)
 
@@ -171,70 +227,62 @@ class Node:
     url: str
     role: Role
     turn: int = 0
-    """When it was last chosen: the number of that choice, counted from 1."""
+    """The number of the choice that chose this node last, counted from 1."""
     state: NodeLoad = field(init=False)
-    """As placement sees it."""
+    """The node as placement sees it."""
     flips_to: Role | None = None
-    """It is changing its role to this one."""
+    """The role that the node is changing to."""
     kind: NodeKind = NodeKind.KVRELAY
     p2p_address: str = ""
-    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
+    """Host and port of a vLLM node's P2pNcclConnector, as the node has told."""
     up: bool = False
     since: float = 0.0
     reason: str = NEW
     wanted: bool = True
-    """Some source names it. One that is not wanted any more only ends the legs that it has."""
+    """Some source names the node; else it only finishes the requests that it has."""
     model: str = ""
     adapters: frozenset[str] = frozenset()
-    adapters_at: float = float("-inf")
-    """When an adapter was last loaded or unloaded here through this router: older reports do not
-    know of it.
-    """
+    adapters_at: float = -inf
+    """When this router last had an adapter loaded or unloaded; older reports do not know."""
     max_model_len: int = 0
     generation: str = ""
-    fates: Fates = field(default_factory=Fates)
-    """Of the processes at its address."""
+    deaths: ProcessDeaths = field(default_factory=ProcessDeaths)
     drain_asked: bool = False
-    """An operator drains it through this router, and it has not been told itself: until it is asked
-    to end that, or another process stands there.
-    """
+    """An operator drains the node through this router alone, and the node does not know."""
     held_blocks: int = 0
-    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
+    """Blocks of KV on a prefill node that no decode node has fetched yet."""
     release: str = ""
     leg_version: int = 1
-    """Of the legs that it and this router speak with each other."""
     misses: int = 0
-    missed_at: float = float("-inf")
-    """When the last of them was noticed."""
-    blamed_at: float = float("-inf")
-    reported_at: float = float("-inf")
-    """When the newest health check began that it has answered with a report."""
+    missed_at: float = -inf
+    blamed_at: float = -inf
+    reported_at: float = -inf
+    """When the newest health check began that was answered with a report."""
     load: Load = field(default_factory=Load)
     leases: set[Lease] = field(default_factory=set)
     kv: KvFacts | None = None
     breakers: dict[Role, Breaker] = field(default_factory=dict)
-    """By kind of leg; kept by router/nodes/doors.py."""
+    """By role of the request; kept by router/nodes/health.py."""
 
     def __post_init__(self) -> None:
         self.state = NodeLoad(self.url)
 
     @property
     def depth(self) -> float:
-        """Return its queue, in requests; prompts that wait count by their length."""
+        """Return the queue in requests; prompts that wait count by their length."""
         return self.state.depth
 
     @property
     def computes_prompts(self) -> bool:
-        """Say whether a decode node computes prompts if asked; another project's does."""
+        """Return whether a decode node computes prompts if asked; other projects' nodes do."""
         return self.kv is None or self.kv.computes_prompts
 
     def serves(self, base: str, name: str) -> bool:
-        """Say whether requests for `name`, the model `base` or an adapter of it, can run here."""
+        """Return whether requests for `name`, the model `base` or its adapter, can run here."""
         return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:
-        """Take over a reported load, unless it says what no node can have."""
-        if not all(0 <= getattr(load, name) < inf for name in Load.__struct_fields__):
-            return
-        self.load = load
-        self.state.announced(load)
+        """Take over a reported load, unless a figure in it is impossible."""
+        if all(0 <= getattr(load, name) < inf for name in Load.__struct_fields__):
+            self.load = load
+            self.state.announced(load)

@@ -2,7 +2,7 @@
 ends.
 
 After the first such loss the request goes on at once. Before it would go to a third node it waits
-until the health checks tell which processes have died (router/nodes/fates.py). One that is still
+until the health checks tell which processes have died (router/nodes/node.py). One that is still
 silent then counts as dead here, but against the fingerprint only once it is known to be.
 """
 
@@ -68,7 +68,7 @@ class CrashRecord:
             if died:
                 poison.died(fingerprint, process, time.monotonic())
 
-        lease.node.fates.ask(lease.generation, now, tell)
+        lease.node.deaths.ask(lease.generation, now, tell)
 
     async def may_go_on(self) -> None:
         """Return if the request may go to one more node. Raises PoisonRequest."""

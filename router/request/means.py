@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.breaker import BreakerCall
+from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.nodes.passage import Passage
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.request.placer import Placer
 from kvrelay.router.request.retries import RetryBudget
@@ -29,7 +29,7 @@ class RunContext:
     """Made when the router starts, and again for a new configuration."""
 
     pool: Pool
-    doors: Doors
+    node_health: NodeHealth
     placer: Placer
     node_client: NodeClient
     background: BackgroundTasks
@@ -43,31 +43,31 @@ class RunContext:
         told = await self.node_client.tell_of_kv(node, "release", request_id)
         self.metrics.releases.labels("yes" if told else "no").inc()
 
-    def broke(self, job_id: str, lease: Lease, passage: Passage, why: AttemptFailed) -> None:
+    def broke(self, job_id: str, lease: Lease, call: BreakerCall, why: AttemptFailed) -> None:
         """Note that a leg broke by its node's fault, or because the node drains, which is none."""
         node, now = lease.node, time.monotonic()
         if why.draining:
-            self.pool.drains(node, now)
+            self.pool.note_draining(node, now)
             return
         _log.warning("id=%s: the %s leg broke on %s: %s", job_id, lease.role, node.url, why.detail)
         if why.reading:
             return
         if node.up or not why.lost:  # a process that is lost with all of its legs has failed once
-            self.doors.failed(passage, node, why.detail, now)
+            self.node_health.failed(call, node, why.detail, now)
         if why.lost:
             self.pool.blame(node, f"a leg broke on it: {why.detail}", now)
         elif why.retry_after_s is not None:
-            self.doors.rest(node, lease.role, why.retry_after_s, now)
+            self.node_health.rest(node, lease.role, why.retry_after_s, now)
 
     def is_full(self, lease: Lease, why: Refused) -> bool:
         """Return whether the node has refused the leg for want of room: then it rests."""
         if why.status != Overloaded.status:
             return False
-        self.doors.rest(lease.node, lease.role, why.retry_after_s, time.monotonic())
+        self.node_health.rest(lease.node, lease.role, why.retry_after_s, time.monotonic())
         self.metrics.full.labels(lease.role.value).inc()
         return True
 
     def kv_did_not_come(self, peer: Node, node: Node, cause: str) -> None:
         """Note that the decode node has said so of the prefill node's KV."""
         self.metrics.kv_failures.labels(cause).inc()
-        self.doors.kv_failed(peer, node, cause, time.monotonic())
+        self.node_health.kv_failed(peer, node, cause, time.monotonic())

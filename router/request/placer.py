@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 from kvrelay.router.node_load import UNKNOWN, Share, default_targets
-from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import NodeHealth
+from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
-from kvrelay.router.nodes.pairing import unlike
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import (
     Cluster,
@@ -26,12 +26,13 @@ from kvrelay.router.placement import (
     PlacementRequest,
     Refuse,
     Wait,
+    fitting,
     place,
     place_decode,
     place_prefill,
     shares_of,
 )
-from kvrelay.router.policies import POLICIES, Ask
+from kvrelay.router.policies import POLICIES
 from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.wire.announced import FIRST_OUTPUT
@@ -57,7 +58,6 @@ class PlacementQuery:
 
     model: str
     request: PlacementRequest
-    session: str
     prefix: Prefix | None
     peer: Node | None
     """A prefill node that has its KV: only a decode node is wanted."""
@@ -86,8 +86,10 @@ class PlacementLeases:
 class Placer:
     """One for all requests of a router."""
 
-    def __init__(self, config: RouterConfig, pool: Pool, doors: Doors, rng: random.Random) -> None:
-        self._pool, self._doors, self._rng = pool, doors, rng
+    def __init__(
+        self, config: RouterConfig, pool: Pool, node_health: NodeHealth, rng: random.Random
+    ) -> None:
+        self._pool, self._node_health, self._rng = pool, node_health, rng
         self._outputs: dict[str, RunningMean] = {}
         self.waiting: Counter[str] = Counter()
         """By model, requests that have begun and wait for a place again."""
@@ -111,7 +113,7 @@ class Placer:
             self._pool.prefixes.lookup(prefix) if prefix is not None else (job.prompt_tokens, {})
         )
         tokens = max(1, tokens or length)
-        ttft_ms, tpot_ms = default_targets(self._pool.typical(job.model), tokens)
+        ttft_ms, tpot_ms = default_targets(self._pool.typical_costs(job.model), tokens)
         answers = max(job.choices, job.best_of)
         told = job.targets
         request = PlacementRequest(
@@ -122,8 +124,9 @@ class Placer:
             job.max_tokens * answers or math.inf,
             tie=crc32(job.id.encode()),
             cached=cached,
+            session=job.session,
         )
-        return PlacementQuery(job.model, request, job.session, prefix, peer)
+        return PlacementQuery(job.model, request, prefix, peer)
 
     def limited(self, wanted: PlacementQuery, targets: Slo) -> PlacementQuery:
         """Have a request refused, or wait, that cannot be served within the targets that it was
@@ -131,7 +134,7 @@ class Placer:
 
         Nodes that have not said what they cost refuse nobody.
         """
-        if self._pool.typical(wanted.model) is UNKNOWN:
+        if self._pool.typical_costs(wanted.model) is UNKNOWN:
             return wanted
         ttft_ms, tpot_ms = ((each or math.inf) * 1e3 for each in (targets.ttft_s, targets.tpot_s))
         return replace(
@@ -175,7 +178,7 @@ class Placer:
         now, request = time.monotonic(), wanted.request
         if anyway:  # a part of its answer is there
             request = replace(
-                request, roomless=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
+                request, ignores_room=True, ttft_limit_ms=math.inf, tpot_limit_ms=math.inf
             )
         decode = self._takers(Role.DECODE, wanted, tried_decode, now)
         able = self._computing(wanted, decode, tried_decode, now, anyway=anyway)
@@ -188,7 +191,7 @@ class Placer:
             if not able:
                 return self._nowhere(wanted, tried_prefill, now)
             groups = [([], able)]
-        link_ms = self._doors.link_ms(now)
+        link_ms = self._node_health.link_ms(now)
         if wanted.peer is not None:
             states = [node.state for node in self._by_policy(Role.DECODE, wanted, groups[0][1])]
             placed = place_decode(request, states, wanted.peer.url, link_ms)
@@ -243,7 +246,7 @@ class Placer:
         if not nodes:
             raise self._pool.no_node(role, wanted.model)
         states = [node.state for node in self._by_policy(role, wanted, nodes)]
-        request = replace(wanted.request, roomless=True)
+        request = replace(wanted.request, ignores_room=True)
         if role is Role.PREFILL:
             name = place_prefill(request, states).name
         else:
@@ -284,7 +287,7 @@ class Placer:
         *,
         computes: bool = False,
     ) -> list[Node]:
-        return self._doors.takers(self._ask(role, wanted), tried, now, computes=computes)
+        return self._node_health.available(role, wanted.model, tried, now, computes=computes)
 
     def _sources(self, wanted: PlacementQuery, tried: Collection[Node], now: float) -> list[Node]:
         """Return the prefill nodes that have its KV, or may compute it."""
@@ -319,7 +322,7 @@ class Placer:
         """Divide the nodes so that in each part any two can hand over; who can talk with nobody is
         in none.
         """
-        if not self._pool.kinds.mixed:
+        if not self._pool.kv_kinds.mixed:
             return [(prefill, decode)] if prefill and decode else []
         kinds = [tuple(dict.fromkeys(node.kv for node in nodes)) for nodes in (prefill, decode)]
         return [
@@ -339,7 +342,7 @@ class Placer:
         decode = self._pool.up(Role.DECODE, model=wanted.model, kind=NodeKind.KVRELAY)
         if peer is None and self._groups(prefill, decode):
             return Wait("no decode node that could take its KV takes legs now")
-        unlikes = (unlike(source.kv, target.kv) for source in prefill for target in decode)
+        unlikes = (kv_mismatch(source.kv, target.kv) for source in prefill for target in decode)
         raise KvNotLoaded.because("Incompatible", next(filter(None, unlikes), ""))
 
     def _by_policy(
@@ -348,13 +351,10 @@ class Placer:
         name = self._policies[role]
         if name == PRICE or len(nodes) < 2:
             return nodes
-        kv_tokens = wanted.request.kv_tokens if role is Role.DECODE else wanted.request.tokens
-        roomy = [node for node in nodes if kv_tokens <= node.state.room]
-        return [POLICIES[name](self._ask(role, wanted), roomy or nodes, self._rng)]
-
-    @staticmethod
-    def _ask(role: Role, wanted: PlacementQuery) -> Ask:
-        return Ask(role, wanted.model, wanted.session, wanted.request.cached)
+        states = [node.state for node in nodes]
+        fit = set(fitting(wanted.request, states, decodes=role is Role.DECODE))
+        roomy = [node for node in nodes if node.state in fit]
+        return [POLICIES[name](wanted.request, roomy or nodes, self._rng)]
 
 
 def _bounded(told_s: float | None, expected_ms: float) -> float:
@@ -373,7 +373,7 @@ def _divided(
     """
     parts: dict[frozenset[KvFacts | None], list[KvFacts | None]] = {}
     for kv in sources:
-        able = frozenset(each for each in targets if unlike(kv, each) is None)
+        able = frozenset(each for each in targets if kv_mismatch(kv, each) is None)
         if able:
             parts.setdefault(able, []).append(kv)
     return [(frozenset(alike), able) for able, alike in parts.items()]

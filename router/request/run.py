@@ -9,7 +9,7 @@ leg alone.
 How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it
 rests, and another takes the leg, from the same ticket. A process that is lost (router/transport/node_client.py)
 is down until it answers a health check. All else is told to the node's breaker
-(router/nodes/doors.py). What broke is tried on other nodes: what a lost process had always, all
+(router/nodes/health.py). What broke is tried on other nodes: what a lost process had always, all
 else as long as the retry budget allows, or the client has a part of the answer.
 
 Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
@@ -27,8 +27,8 @@ import msgspec
 
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
+from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.nodes.pairing import unlike
 from kvrelay.router.request.deaths import CrashRecord
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
 from kvrelay.router.request.means import RunContext
@@ -90,7 +90,7 @@ class RequestRun:
         self.decode_node: Node | None = None
         self._headers = headers
         self._means, self._deaths = means, deaths
-        self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
+        self._pool, self._node_health, self._metrics = means.pool, means.node_health, means.metrics
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._handed = False
@@ -419,7 +419,7 @@ class RequestRun:
     def _local(self, placed: PlacementLeases) -> None:
         """Note that a decode node computes the prompt, and why."""
         self.timeline.local = True
-        none_fits = self._pool.kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
+        none_fits = self._pool.kv_kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
         reason = (
             "price"
             if placed.placement.spills
@@ -454,7 +454,7 @@ class RequestRun:
         prompt.
         """
         assert self.prefill_node is not None
-        if unlike(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
+        if kv_mismatch(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
             if not self._handed:
                 self._handed = True
                 self._metrics.handed_over(self.job.model, *self.nodes)
@@ -473,7 +473,7 @@ class RequestRun:
         Raises AttemptFailed, Refused, Diverged, PoisonRequest.
         """
         node, decoding = lease.node, place.decoding
-        passage = self._doors.enter(
+        call = self._node_health.begin(
             node, lease.role, time.monotonic(), computes=decoding and peer is None
         )
         timeline, reply, progress, at, part = (
@@ -501,22 +501,22 @@ class RequestRun:
                     (reply.put if not progress.ended or part else reply.put_last)(payload)
             if ids and seen.tokens is None and not frame.choice:
                 timeline.told(seen, at[0], now)
-            if ids and passage.plain:
-                passage.heard_at = now
-            elif passage.heard(now, tokens=bool(ids)):
-                self._doors.began(passage)
+            if ids and call.steady:
+                call.heard_at = now
+            elif call.heard(now, tokens=bool(ids)):
+                self._node_health.answered(call)
                 self._deaths.first_token.set()
                 lease.answered()
                 if peer is not None and not self._kv_failed:
-                    self._doors.kv_came(peer, node)
+                    self._node_health.kv_came(peer, node)
             flow = reply.flow
             if flow is None or not flow.write_paused:
                 return None
             return flow.drain()
 
-        patience_s = self._doors.patience_s(lease.tokens)
+        patience_s = self._node_health.patience_s(lease.tokens)
         watch = LegWatch(
-            self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)
+            self._means.watches, lease, call, patience_s, lambda: self._may_give_up(decoding)
         )
         seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
@@ -526,16 +526,16 @@ class RequestRun:
                 )
                 if decoding and ended is FrameKind.HANDOVER:
                     raise AttemptFailed("the node handed a decode leg over")
-                passage.ended(time.monotonic())
+                call.succeeded(time.monotonic())
                 return ended
             except AttemptFailed as why:  # noqa: F841 - it is raised below
                 if watch.silent:
                     why = AttemptFailed(f"the node has said nothing for {patience_s:g} s")
                     why.paid = True
-                self._means.broke(self.job.id, lease, passage, why)
+                self._means.broke(self.job.id, lease, call, why)
                 if why.reading:
                     self._unread.append(lease)
-                if why.lost and why.reached and not passage.answered:
+                if why.lost and why.reached and not call.answered:
                     self._deaths.lost(lease, time.monotonic())
                     await self._deaths.may_go_on()
                 raise why  # kept in no local variable, which its traceback would keep
@@ -545,7 +545,7 @@ class RequestRun:
                 raise
             finally:
                 timeline.ends(seen, time.monotonic(), more=not progress.ended)
-                passage.close()
+                call.close()
 
     def _take_other(
         self, frame: Frame, seen: AttemptTimes, lease: Lease, peer: Node | None, now: float
@@ -556,7 +556,7 @@ class RequestRun:
         if frame.timing is not None:
             self.timeline.inside(frame.timing, seen)
             if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
-                self._doors.links.saw(peer.url, lease.node.url, frame.timing["exposed"])
+                self._node_health.links.observe(peer.url, lease.node.url, frame.timing["exposed"])
         if frame.kind is FrameKind.TICKET and not seen.decoding:
             self._take_ticket(frame, lease)
         if frame.kind is not FrameKind.END:
@@ -567,7 +567,7 @@ class RequestRun:
                 self.job.model, output // max(1, self.job.choices), self._prefix, prompt
             )
         for other in self._unread:  # this node has read it
-            self._doors.could_not_read(other.node, other.role, now)
+            self._node_health.could_not_read(other.node, other.role, now)
         self._unread.clear()
         return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
 

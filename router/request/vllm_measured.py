@@ -43,6 +43,6 @@ def _moved(known: float, seen: float) -> float:
 
 def _measured(node: Node, step_ms: float, prompt_token_ms: float) -> None:
     step_ms, prompt_token_ms = max(_LEAST_STEP_MS, step_ms), max(_LEAST_TOKEN_MS, prompt_token_ms)
-    node.state.measured(
+    node.state.set_costs(
         StepCosts(step_ms, step_ms * _ROW, 0.0, 0.0, prompt_token_ms, 0.0), node.state.gap_ms
     )

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from kvrelay.router.nodes.breaker import BreakerCall
 from kvrelay.router.nodes.node import Lease
-from kvrelay.router.nodes.passage import Passage
 
 __all__ = ["LegWatch", "LegWatches"]
 
@@ -52,7 +52,7 @@ class LegWatch:
         self,
         among: LegWatches,
         lease: Lease,
-        passage: Passage,
+        call: BreakerCall,
         patience_s: float,
         may_cut: Callable[[], bool],
     ) -> None:
@@ -61,7 +61,7 @@ class LegWatch:
         """
         self.silent = False
         """It was cut for its silence."""
-        self._among, self._lease, self._passage = among, lease, passage
+        self._among, self._lease, self._call = among, lease, call
         self._patience_s, self._may_cut = patience_s, may_cut
         self._since = time.monotonic()
 
@@ -79,7 +79,7 @@ class LegWatch:
     def look(self, now: float) -> None:
         """Cut the leg if its node has said nothing for too long."""
         if (
-            max(self._since, self._passage.heard_at) + self._patience_s > now
+            max(self._since, self._call.heard_at) + self._patience_s > now
             or self._lease.cut is None
             or self.silent
         ):

@@ -17,9 +17,9 @@ import msgspec
 
 from kvrelay.router.admission.poison import Suspect
 from kvrelay.router.console.picture import WorkerSeen
+from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import NodeNews
-from kvrelay.router.nodes.pairs import Met
+from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import RouterConfig
@@ -61,9 +61,9 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """By the address of a node that an operator wants to take no legs, which process was meant."""
     addresses: dict[str, str]
     """By the address of a vLLM node, that of its P2pNcclConnector."""
-    news: Sequence[NodeNews]
+    news: Sequence[NodeEvent]
     """The last things that happened to nodes; a worker that begins asks them itself."""
-    met: Met
+    warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
     """By fingerprint."""
     heard: dict[int, int]

@@ -195,11 +195,13 @@ class Parent(Shared):
             version=version,
             listening=self.listening(),
             config=share_of(router.config, self._port),
-            names={source: list(specs.values()) for source, specs in pool.members.told.items()},
+            names={
+                source: list(specs.values()) for source, specs in pool.members.by_source.items()
+            },
             drained={node.url: node.generation for node in nodes if node.drain_asked},
             addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
-            news=list(pool.news),
-            met=router.pairs.met(),
+            news=list(pool.events),
+            warm_pairs=router.warm_ups.pairs(),
             poison=dict(self.poison.suspects(now)),
             heard={peer.index: peer.deaths for peer in self._peers.values()},
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.router.nodes.node import NodeNews
+from kvrelay.router.membership.warm_up import NO_PAIRS
+from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
@@ -63,19 +64,19 @@ class Worker(Shared):
 
     def apply(self, told: Snapshot) -> None:
         """Take over what the parent says. What this process has not been told it leaves as it is."""
-        router, pool, doors, now = (
+        router, pool, node_health, now = (
             self.router,
             self.router.pool,
-            self.router.doors,
+            self.router.node_health,
             time.monotonic(),
         )
         # A process that begins has its configuration, and asks nodes itself what has become of
         # them.
-        before = self._known or msgspec.structs.replace(told, names={}, met=(0, []))
+        before = self._known or msgspec.structs.replace(told, names={}, warm_pairs=NO_PAIRS)
         self._known = told
         for source, specs in told.names.items():
             if before.names.get(source) != specs:
-                pool.tell(source, specs, now)
+                pool.set_members(source, specs, now)
         for url, address in told.addresses.items():
             pool.note_p2p_address(url, address)
         newest = before.news[-1].number if before.news else 0
@@ -89,13 +90,13 @@ class Worker(Shared):
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):
                 node.generation = meant
                 pool.drain(node, now)
-        self.met = told.met
-        for pair in set(told.met[1]) - set(
-            before.met[1]
+        self.warm_pairs = told.warm_pairs
+        for pair in set(told.warm_pairs[1]) - set(
+            before.warm_pairs[1]
         ):  # each failure once; that they have met, their legs will show
             prefill, decode = map(pool.find, pair[:2])
             if prefill is not None and decode is not None:
-                doors.met(prefill, decode, failed=True, now=now)
+                node_health.probed(prefill, decode, failed=True, now=now)
         if (
             told.heard.get(self.index, 0) >= self._deaths
         ):  # else the parent has not heard of the last ones
@@ -103,19 +104,19 @@ class Worker(Shared):
         if before.config != told.config:
             router.take_over(told.config)
 
-    def _hear(self, news: NodeNews, now: float) -> None:
+    def _hear(self, news: NodeEvent, now: float) -> None:
         pool, node = self.router.pool, self.router.pool.find(news.url)
         match news.what:
             case "ended":
-                pool.process_ended(news.url, now)
+                pool.note_process_ended(news.url, now)
             case _ if node is None:
                 pass
             case "emptied":
                 pool.note_emptied(node)
             case "drains":
-                pool.drains(node, now)
+                pool.note_draining(node, now)
             case "flips":
-                pool.flips(node, Role(news.word), now)
+                pool.note_role_change(node, Role(news.word), now)
             case "loaded" | "unloaded":
                 pool.note_adapter(node, news.word, loaded=news.what == "loaded", now=now)
 

@@ -36,7 +36,7 @@ from kvrelay.router.console.recent import (
     bucket_of,
     quantile,
 )
-from kvrelay.router.nodes.breaker import BreakerSeen
+from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.workers.messages import Report, framed, received
 from kvrelay.wire.config import Role
 
@@ -217,7 +217,7 @@ def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
 
 
 def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
-    half, is_open = BreakerSeen("half_open", "was slow"), BreakerSeen("open", "cut", 3.0)
+    half, is_open = BreakerState("half_open", "was slow"), BreakerState("open", "cut", 3.0)
     own = worker(0, nodes=[node(breakers={Role.DECODE: half})])
     other = worker(
         1, nodes=[node(up=False, breakers={Role.DECODE: is_open, Role.PREFILL: half}), node(D)]

@@ -133,7 +133,7 @@ async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_com
 
     p, decodes = prefill(dies_behind_its_ticket), [decode(dies_later), decode(dies_later)]
     async with cluster(p, prefill(), *decodes) as c:
-        c.router.pool.unready(c.router.pool.nodes[1], "for this test", time.monotonic())
+        c.router.pool.note_unready(c.router.pool.nodes[1], "for this test", time.monotonic())
         assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
         assert calls(p, *decodes) == 2
 

@@ -219,7 +219,7 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
         for node in (p, d):
-            c.node(node).state.measured(COSTS, 50.0)
+            c.node(node).state.set_costs(COSTS, 50.0)
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"):
             status, body, headers = await asked(
                 c, {"messages": [{"role": "user", "content": "x" * 4000}]}, headers={name: "0.001"}
@@ -240,7 +240,7 @@ async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_comput
 async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_takes() -> None:
     p = prefill(load=Load(waiting=50, waiting_tokens=10**6))
     async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
-        c.node(p).state.measured(COSTS, 50.0)
+        c.node(p).state.set_costs(COSTS, 50.0)
         await until(lambda: c.node(p).state.backlog_ms == 40_000)
         status, body, headers = await asked(c)
         assert (status, body["error"]["code"]) == (429, "ttft")
@@ -253,7 +253,7 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
 async def test_nobody_is_sent_away_for_longer_than_clients_obey() -> None:
     p = prefill(load=Load(waiting=50, waiting_tokens=10**8))
     async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
-        c.node(p).state.measured(COSTS, 50.0)
+        c.node(p).state.set_costs(COSTS, 50.0)
         await until(lambda: c.node(p).state.backlog_ms == 4_000_000)
         assert (await asked(c))[2]["retry-after"] == "60"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.nodes.health import watching
+from kvrelay.router.membership.health_checks import watching
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role

@@ -240,7 +240,7 @@ def told(pool: Pool, url: str, **fields: Any) -> Node:
     node = pool.find(url)
     assert node is not None
     report = {"role": Role.PREFILL, "model": "m", "generation": "g", "pod_uid": "uid-p", **fields}
-    pool.report(node, HealthReport(**report), 5.0, 5.0)
+    pool.note_report(node, HealthReport(**report), 5.0, 5.0)
     return node
 
 

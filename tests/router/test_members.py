@@ -18,33 +18,33 @@ P, D = NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)
 
 def test_a_node_that_several_sources_name_stays_until_the_last_one_drops_it() -> None:
     members = Members()
-    assert members.tell(Source.STATIC, [P, D]).joined == (P, D)
-    assert members.tell(Source.HEARTBEATS, [D]).joined == ()
+    assert members.update(Source.STATIC, [P, D]).joined == (P, D)
+    assert members.update(Source.HEARTBEATS, [D]).joined == ()
     assert members.sources("http://d") == [Source.STATIC, Source.HEARTBEATS]
-    assert members.tell(Source.STATIC, [P]).left == ()
-    assert members.tell(Source.HEARTBEATS, []).left == ("http://d",)
+    assert members.update(Source.STATIC, [P]).left == ()
+    assert members.update(Source.HEARTBEATS, []).left == ("http://d",)
 
 
 def test_to_say_the_same_again_changes_nothing() -> None:
     members = Members()
-    members.tell(Source.KUBERNETES, [P, D])
-    assert members.tell(Source.KUBERNETES, [D, P]) == Change()
+    members.update(Source.KUBERNETES, [P, D])
+    assert members.update(Source.KUBERNETES, [D, P]) == Change()
 
 
 def test_another_generation_at_the_same_address_is_told_once() -> None:
     members = Members()
     first, second = (NodeSpec("http://p", Role.PREFILL, generation=uid) for uid in ("a", "b"))
-    members.tell(Source.KUBERNETES, [first])
-    members.tell(Source.STATIC, [P])
-    assert members.tell(Source.KUBERNETES, [second]).replaced == (second,)
-    assert members.tell(Source.KUBERNETES, [second]).replaced == ()
+    members.update(Source.KUBERNETES, [first])
+    members.update(Source.STATIC, [P])
+    assert members.update(Source.KUBERNETES, [second]).replaced == (second,)
+    assert members.update(Source.KUBERNETES, [second]).replaced == ()
 
 
 def test_a_node_that_is_named_with_another_role_is_the_same_node() -> None:
     members = Members()
-    members.tell(Source.HEARTBEATS, [P])
+    members.update(Source.HEARTBEATS, [P])
     other = NodeSpec("http://p", Role.DECODE)
-    change = members.tell(Source.HEARTBEATS, [other])
+    change = members.update(Source.HEARTBEATS, [other])
     assert change == Change(relisted=(other,))
     assert members.listed("http://p") == other
 
@@ -65,7 +65,7 @@ def test_the_changes_add_up_to_what_the_sources_want(
     here: dict[str, Role] = {}
     last: dict[Source, list[NodeSpec]] = {}
     for source, seen in told:
-        change = members.tell(source, seen)
+        change = members.update(source, seen)
         last[source] = seen
         for url in change.left:
             del here[url]
@@ -104,7 +104,7 @@ def test_a_node_that_is_aggregated_is_refused() -> None:
 
 
 def up(pool: Pool, node: Node, generation: str = "g1", at: float = 1.0) -> None:
-    pool.report(node, HealthReport(node.role, "m", generation=generation), at, at)
+    pool.note_report(node, HealthReport(node.role, "m", generation=generation), at, at)
 
 
 def ready_pool() -> tuple[Pool, Node, Node]:
@@ -123,7 +123,7 @@ def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
     pool.add(NodeSpec("http://p2", Role.PREFILL), Source.ADMIN, 2.0)
     pool.add(NodeSpec("http://p2/", Role.PREFILL), Source.ADMIN, 2.0)
     assert len(pool.nodes) == 3
-    pool.tell(Source.STATIC, [D], 3.0)
+    pool.set_members(Source.STATIC, [D], 3.0)
     assert pool.find("http://p") is None
     assert not first.up
     unfollow()
@@ -149,9 +149,9 @@ def test_legs_of_a_removed_node_are_cut_when_its_process_has_ended() -> None:
     cuts: list[str] = []
     with leg_on(pool, Role.PREFILL) as lease:
         lease.cut = lambda: cuts.append("cut")
-        pool.tell(Source.STATIC, [D], 2.0)
+        pool.set_members(Source.STATIC, [D], 2.0)
         assert cuts == []
-        pool.tell(Source.STATIC, [D], 2.0, gone=["http://p"])
+        pool.set_members(Source.STATIC, [D], 2.0, gone=["http://p"])
         assert cuts == ["cut"]
 
 

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, Breaker, State, Verdict
-from kvrelay.router.nodes.passage import Passage
+from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, Breaker, BreakerCall, State, Verdict
 
 NOW = 1.0
 
@@ -20,9 +19,9 @@ def decode() -> Breaker:
     return Breaker(random.Random(7))
 
 
-def leg(prefill: Breaker, decode: Breaker, now: float = NOW, tokens: int = 0) -> Passage:
+def leg(prefill: Breaker, decode: Breaker, now: float = NOW, tokens: int = 0) -> BreakerCall:
     """A decode leg that computes its prompt itself, after so many frames with tokens."""
-    passage = Passage(prefill, decode, now)
+    passage = BreakerCall(prefill, decode, now)
     for _ in range(tokens):
         passage.heard(now, tokens=True)
     return passage
@@ -44,7 +43,7 @@ def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(
     assert breaker is (decode if tokens else prefill)
     now = NOW + breaker.opens_in(NOW)
     assert breaker.state(now) is State.HALF_OPEN
-    leg(prefill, decode, now, tokens=tokens).ended(now)
+    leg(prefill, decode, now, tokens=tokens).succeeded(now)
     assert breaker.state(now) is State.CLOSED
 
 
@@ -64,7 +63,7 @@ def test_of_decoding_the_second_token_speaks_and_the_first_does_not(
 def test_a_node_that_breaks_every_stream_is_found_out(decode: Breaker) -> None:
     assert opened(decode, decode, tokens=3) is decode
     now = NOW + decode.opens_in(NOW)
-    leg(decode, decode, now, tokens=3).ended(now)
+    leg(decode, decode, now, tokens=3).succeeded(now)
     assert decode.state(now) is State.CLOSED
 
 
@@ -76,7 +75,7 @@ def test_failures_of_decoding_between_good_legs_are_none_in_a_row(
         if at % 2:
             passage.failed("it broke", at * 100.0)
         else:
-            passage.ended(at * 100.0)
+            passage.succeeded(at * 100.0)
         assert decode.state(at * 100.0) is State.CLOSED
     assert prefill.state(0.0) is State.CLOSED
 

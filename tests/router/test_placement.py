@@ -195,10 +195,10 @@ def test_a_cancelled_placement_gives_everything_back(
         (source, target), taken_by(request, placed, source, target), strict=True
     ):
         if share is not None:
-            each.take(share)
+            each.add(share)
             assert each.own == 1
-            each.end(share)
-            each.end(share)
+            each.remove(share)
+            each.remove(share)
     for each, (rows, kv_free, backlog, parts) in zip((*prefill, target), before, strict=True):
         assert (each.rows, each.own) == (rows, 0)
         assert each.kv_free == pytest.approx(kv_free)
@@ -212,7 +212,7 @@ def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
     placed = place(request, Cluster([], [target]))
     assert isinstance(placed, Placement)
     _, share = taken_by(request, placed, target, target)
-    target.take(share)
+    target.add(share)
     target.announced(Load(legs=1, block_size=16, free_blocks=1_000, total_blocks=1_000))
     assert (target.rows, target.kv_free) == (1, 16_000 - 1_100)  # the node did not know of it
     share.number = 2
@@ -223,7 +223,7 @@ def test_a_leg_counts_once_whether_its_node_has_told_of_it_or_not() -> None:
     target.first_token(share)  # the frame that told of it came with that load
     assert (target.rows, target.backlog_ms) == (1, 0)
     target.announced(Load(2, 0, 0, 937, 1_000, 16, 1_000, legs=3))
-    target.end(share)
+    target.remove(share)
     assert target.rows == 2
 
 
@@ -233,12 +233,12 @@ def test_a_node_that_numbers_no_legs_is_believed_beyond_what_was_placed_there() 
     placed = place(request, Cluster([], [target]))
     assert isinstance(placed, Placement)
     _, share = taken_by(request, placed, target, target)
-    target.take(share)
+    target.add(share)
     target.announced(Load(running=3))
     assert target.rows == 3
     target.announced(Load(running=0))
     assert target.rows == 1
-    target.end(share)
+    target.remove(share)
     assert target.is_idle
 
 
@@ -351,7 +351,7 @@ def test_a_card_that_says_nothing_takes_no_router_down(
 ) -> None:
     """A card is fitted to noisy times: any of its values may be 0."""
     for each in (*prefill, *decode):
-        each.measured(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 50.0)
+        each.set_costs(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 50.0)
         assert each.depth >= 0
     ttft_ms, tpot_ms = default_targets(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), request.tokens)
     assert isinstance(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from router_doubles import KV, NO_PROMPTS
 
-from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
@@ -44,8 +44,8 @@ class Rig:
         self.pool = Pool(
             [f"http://p{at}" for at in range(prefill)], [f"http://d{at}" for at in range(decode)]
         )
-        self.doors = Doors(self.pool, random.Random(1))
-        self.placer = Placer(RouterConfig(**config), self.pool, self.doors, random.Random(1))
+        self.node_health = NodeHealth(self.pool, random.Random(1))
+        self.placer = Placer(RouterConfig(**config), self.pool, self.node_health, random.Random(1))
         for node in self.pool.nodes:
             self.says(node.url[7:])
 
@@ -55,7 +55,7 @@ class Rig:
         report = HealthReport(
             node.role, "m", load=load, generation=name, kv=kv, costs=COSTS, max_gap_ms=50.0
         )
-        self.pool.report(node, report, 1.0, 1.0)
+        self.pool.note_report(node, report, 1.0, 1.0)
         return node
 
     def found(self, job: Job, **how: Any) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def test_a_told_target_is_a_limit_where_nodes_have_said_what_they_cost() -> None
     refused = rig.placer.find(wanted)
     assert isinstance(refused, Refuse)
     assert (refused.what, refused.never, refused.limit_ms) == ("ttft", True, 10)
-    unknown = Placer(RouterConfig(), Pool([], []), rig.doors, random.Random(1))
+    unknown = Placer(RouterConfig(), Pool([], []), rig.node_health, random.Random(1))
     assert unknown.limited(wanted, late.targets) is wanted
 
 
@@ -186,7 +186,7 @@ def test_while_the_only_partner_rests_others_are_not_asked_for_what_they_cannot_
     rig.says("p0", kv=OTHER_KV)
     rig.says("d0", kv=OTHER_KV)
     rig.says("d1", kv=msgspec.structs.replace(KV, computes_prompts=False))
-    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    rig.node_health.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
     assert isinstance(rig.placer.find(rig.placer.wanted(job(), None)), Wait)
     rig.says("d1")
     assert rig.found(job()) == ("d1", "d1")
@@ -202,10 +202,10 @@ def test_what_no_node_can_have_is_not_believed(wrong: float, name: str) -> None:
     report = HealthReport(
         P, "m", generation="p0", kv=KV, costs=StepCosts(wrong, 0.0, 0.0, 0.0, 0.0, 0.0)
     )
-    rig.pool.report(node, report, 2.0, 2.0)
+    rig.pool.note_report(node, report, 2.0, 2.0)
     assert node.state.costs == COSTS
-    rig.doors.links.saw("http://p0", "http://d0", wrong)
-    assert rig.doors.links.ms("http://p0", "http://d0") == LINK_MS
+    rig.node_health.links.observe("http://p0", "http://d0", wrong)
+    assert rig.node_health.links.ms("http://p0", "http://d0") == LINK_MS
 
 
 def test_who_needs_more_than_half_of_all_room_waits_for_half_of_it() -> None:
@@ -274,13 +274,13 @@ def test_among_many_hosts_each_prefill_node_is_paired_with_those_that_can_take_i
 def test_a_pair_that_failed_lately_is_a_long_way() -> None:
     rig = Rig(1, 2)
     p, d0, _ = rig.pool.nodes
-    rig.doors.kv_failed(p, d0, "PeerLost", time.monotonic())
+    rig.node_health.kv_failed(p, d0, "PeerLost", time.monotonic())
     assert {rig.found(job(user=str(at)))[1] for at in range(20)} == {"d1"}
 
 
 def test_nodes_that_rest_are_waited_for() -> None:
     rig = Rig(1, 1)
-    rig.doors.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
+    rig.node_health.rest(rig.pool.nodes[1], D, 5.0, time.monotonic())
     with pytest.raises(Overloaded):
         rig.found(job())
 

@@ -2,25 +2,25 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.placement import PlacementRequest
 from kvrelay.router.policies import (
     POLICIES,
-    Ask,
     least_queue,
     most_depth,
     prefix,
     round_robin,
     session,
 )
-from kvrelay.wire.config import Role
 from kvrelay.wire.router_config import POLICY_NAMES, PRICE
 
-ASK = Ask(Role.PREFILL)
+ASK = PlacementRequest(1, 1.0, 1.0, 1.0)
 TOKENS_PER_REQUEST = 512
 
 
@@ -49,12 +49,15 @@ cached = st.dictionaries(
     st.integers(0, 60).map(lambda at: f"http://n{at}"), st.integers(1, 5_000), max_size=40
 )
 asks = st.builds(
-    Ask,
-    st.sampled_from([Role.PREFILL, Role.DECODE]),
+    partial(PlacementRequest, 1, 1.0, 1.0, 1.0),
     session=st.text(max_size=3),
     cached=cached,
 )
 few_examples = settings(max_examples=40)
+
+
+def asked(**fields: object) -> PlacementRequest:
+    return replace(ASK, **fields)
 
 
 def placed(policy: str, nodes: int, requests: int) -> list[int]:
@@ -62,7 +65,7 @@ def placed(policy: str, nodes: int, requests: int) -> list[int]:
     return [view.requests for view in spread(policy, nodes, requests, ASK)]
 
 
-def spread(policy: str, nodes: int, requests: int, ask: Ask) -> list[View]:
+def spread(policy: str, nodes: int, requests: int, ask: PlacementRequest) -> list[View]:
     """The nodes when they have been given so many requests."""
     rng, views = random.Random(3), [View(f"http://n{at}") for at in range(nodes)]
     for turn in range(requests):
@@ -81,7 +84,7 @@ def test_the_names_that_a_config_may_have_are_those_of_the_policies() -> None:
 @few_examples
 @given(nodes=views, ask=asks, seed=st.integers())
 def test_a_given_node_is_chosen_and_equal_seeds_choose_equally(
-    name: str, nodes: list[View], ask: Ask, seed: int
+    name: str, nodes: list[View], ask: PlacementRequest, seed: int
 ) -> None:
     chosen = POLICIES[name](ask, nodes, random.Random(seed))
     assert any(chosen is node for node in nodes)
@@ -135,14 +138,14 @@ def test_round_robin_takes_new_nodes_up_and_forgets_those_that_left() -> None:
 
 def test_the_longest_prefix_wins_within_the_bound() -> None:
     rng, nodes = random.Random(1), [View("a", 1), View("b", 2), View("c", 0)]
-    assert prefix(Ask(Role.PREFILL, cached={"a": 300, "b": 800}), nodes, rng).url == "b"
+    assert prefix(asked(cached={"a": 300, "b": 800}), nodes, rng).url == "b"
     nodes[1].requests = 20
-    assert prefix(Ask(Role.PREFILL, cached={"a": 300, "b": 800}), nodes, rng).url == "a"
+    assert prefix(asked(cached={"a": 300, "b": 800}), nodes, rng).url == "a"
 
 
 def test_an_overloaded_node_elsewhere_turns_no_affinity_off() -> None:
     nodes = [View(f"http://n{at}", 2) for at in range(8)]
-    ask = Ask(Role.PREFILL, cached={"http://n3": 800})
+    ask = asked(cached={"http://n3": 800})
     nodes[7].requests = 1_000
     assert prefix(ask, nodes, random.Random(1)).url == "http://n3"
 
@@ -151,7 +154,7 @@ def test_an_overloaded_node_elsewhere_turns_no_affinity_off() -> None:
 @pytest.mark.parametrize("nodes", [2, 5])
 def test_affinity_overloads_no_node_while_others_idle(name: str, nodes: int) -> None:
     """All requests have one prefix and one session, and it is cached on one node."""
-    ask = Ask(Role.PREFILL, session="s", cached={"http://n0": 900})
+    ask = asked(session="s", cached={"http://n0": 900})
     views = spread(name, nodes, 200, ask)
     depths = [view.depth for view in views]
     assert max(depths) <= most_depth(views) + 4
@@ -174,7 +177,7 @@ def test_a_session_moves_only_if_its_node_leaves_or_a_new_one_takes_it(
     name: str, count: int, data: st.DataObject
 ) -> None:
     nodes = [View(f"http://n{at}") for at in range(count)]
-    ask, rng = Ask(Role.DECODE, session=name), random.Random(1)
+    ask, rng = asked(session=name), random.Random(1)
     home = session(ask, nodes, rng)
     gone = data.draw(st.sampled_from(nodes))
     if gone is not home:
@@ -185,7 +188,7 @@ def test_a_session_moves_only_if_its_node_leaves_or_a_new_one_takes_it(
 
 def test_sessions_spread_over_all_nodes_and_few_move_when_one_joins() -> None:
     nodes, rng = [View(f"http://n{at}") for at in range(11)], random.Random(1)
-    asks = [Ask(Role.DECODE, session=f"user {at}") for at in range(2_000)]
+    asks = [asked(session=f"user {at}") for at in range(2_000)]
     homes = [session(ask, nodes[:10], rng).url for ask in asks]
     assert all(140 < count < 260 for count in Counter(homes).values())
     moved = sum(session(ask, nodes, rng).url != home for ask, home in zip(asks, homes, strict=True))
@@ -195,7 +198,7 @@ def test_sessions_spread_over_all_nodes_and_few_move_when_one_joins() -> None:
 def test_a_session_leaves_a_node_with_too_deep_a_queue_until_that_is_over() -> None:
     nodes, ask, rng = (
         [View(f"http://n{at}") for at in range(4)],
-        Ask(Role.DECODE, session="s"),
+        asked(session="s"),
         random.Random(1),
     )
     home = session(ask, nodes, rng)

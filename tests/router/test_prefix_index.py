@@ -363,7 +363,7 @@ def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
 def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
     pool = Pool(["http://p1", "http://p2"], [])
     for at, node in enumerate(pool.nodes):
-        pool.report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
+        pool.note_report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
     text, first = Prefix.of(1, SYSTEM.encode()), pool.nodes[0]
     lease = pool.hold(first, Share(), 100, text, cached(pool.prefixes, text))
     assert lease.cached_tokens == 0
@@ -374,5 +374,5 @@ def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
         assert lease.cached_tokens > 0.9 * len(SYSTEM) / 4
         assert set(has) == {first.url}
         pool.give_back(lease)
-    pool.report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
+    pool.note_report(first, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
     assert not cached(pool.prefixes, text)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
+from kvrelay.router.membership.warm_up import Outcome, WarmUps
 from kvrelay.router.node_load import Share
-from kvrelay.router.nodes.doors import Doors
+from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import HealthReport, Node
-from kvrelay.router.nodes.pairs import Outcome, Pairs
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
 
@@ -32,7 +32,7 @@ def told(
     **more: Any,
 ) -> None:
     fields = {"generation": "g1", **more}
-    pool.report(node, HealthReport(role, "m", flips=flips, flips_to=to, **fields), at, at)
+    pool.note_report(node, HealthReport(role, "m", flips=flips, flips_to=to, **fields), at, at)
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def test_a_node_that_flips_takes_nothing_and_is_then_what_it_says(pool: Pool) ->
 
 def test_a_flip_that_is_called_off_or_whose_node_dies_leaves_the_old_role(pool: Pool) -> None:
     node = pool.nodes[1]
-    pool.flips(node, D, 2.0)
+    pool.note_role_change(node, D, 2.0)
     told(node, pool, P, 1.9)  # asked before
     assert (node.up, node.flips_to) == (False, D)
     told(node, pool, P, 2.1)
     assert (node.up, node.flips_to, node.role) == (True, None, P)
-    pool.flips(node, D, 3.0)
-    pool.miss(node, "gone", 3.1, 3.1)
+    pool.note_role_change(node, D, 3.0)
+    pool.note_miss(node, "gone", 3.1, 3.1)
     assert (node.up, node.flips_to, node.reason) == (False, None, "gone")
 
 
@@ -83,10 +83,10 @@ def test_a_node_that_is_started_again_is_what_it_is_listed_as(pool: Pool) -> Non
 
 def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Pool) -> None:
     node = pool.nodes[2]
-    doors, cuts, left = Doors(pool, random.Random(1)), list[str](), list[Node]()
+    node_health, cuts, left = NodeHealth(pool, random.Random(1)), list[str](), list[Node]()
     pool.follow(lambda _: None, left.append)
     pool.prefixes.trust(node.url)
-    breaker = doors.breaker(node, D)
+    breaker = node_health.breaker(node, D)
     lease = pool.hold(node, Share(), 10, None, {})
     lease.cut = lambda: cuts.append("cut")
     told(node, pool, P, 2.0, flips=1)
@@ -101,32 +101,32 @@ def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Po
 def test_every_way_of_membership_follows_the_node() -> None:
     """Heartbeats say the new role; static lists and labels of pods go on saying the old one."""
     pool = Pool([], [])
-    pool.tell(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 1.0)
-    pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", P, generation="g1")], 1.0)
+    pool.set_members(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 1.0)
+    pool.set_members(Source.HEARTBEATS, [NodeSpec("http://h", P, generation="g1")], 1.0)
     pod, beating = pool.nodes
     for node in pool.nodes:
         told(node, pool, P, 2.0)
     lease = pool.hold(beating, Share(), 0, None, {})
-    pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
+    pool.set_members(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
     assert (pool.nodes, beating.role, beating.up) == ([pod, beating], D, False)
     pool.give_back(lease)
     told(beating, pool, P, 2.9)  # a check that was started before
     assert beating.role is D
     for node in pool.nodes:
         told(node, pool, D, 4.0, flips=1)
-    pool.tell(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 5.0)
+    pool.set_members(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 5.0)
     assert urls(pool, D) == ["http://k", "http://h"]
 
 
 def test_nodes_of_the_former_role_meet_the_new_one() -> None:
     pairs, nodes = (
-        Pairs(),
+        WarmUps(),
         [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"],
     )
     x, p, d = nodes
     while meeting := pairs.begin([x, p], [d], 1.0):
-        pairs.ended(meeting, Outcome("met"), 1.0)
-    assert pairs.met()[0] == 2
+        pairs.end(meeting, Outcome("met"), 1.0)
+    assert pairs.pairs()[0] == 2
     meeting = pairs.begin([p], [x, d], 2.0)
     assert meeting is not None
     assert (meeting.prefill, meeting.decode) == (p, x)

@@ -245,7 +245,7 @@ def test_an_hour_of_steady_work_ends_near_the_best_ratio_without_flapping(
 
 def told(pool: Pool, node: Node, role: Role, at: float = 1.0, **more: Any) -> None:
     fields = {"generation": "g1", "load": BUSY if role is P else Load(legs=1), "model": "m", **more}
-    pool.report(node, HealthReport(role, **fields), at, at)
+    pool.note_report(node, HealthReport(role, **fields), at, at)
 
 
 class Fixture:
@@ -257,7 +257,7 @@ class Fixture:
         self.pool = Pool(["http://p0"], [f"http://d{at}" for at in range(decodes)])
         for node in self.pool.nodes:
             told(self.pool, node, node.role)
-            node.state.measured(COSTS, 50.0)
+            node.state.set_costs(COSTS, 50.0)
         self.status, self.asked, self.now, self.ending = status, list[str](), 0.0, False
         registry: Any = CollectorRegistry()
         metrics: Any = type("Metrics", (), {})()
@@ -354,7 +354,7 @@ async def test_a_change_by_somebody_else_rests_and_a_restart_does_not() -> None:
 async def test_nothing_begins_before_a_node_that_refuses_legs_has_said_why() -> None:
     fixture = Fixture()
     node = fixture.pool.nodes[-1]
-    fixture.pool.drains(node, 5.0)
+    fixture.pool.note_draining(node, 5.0)
     assert "drains or changes its role" in (await fixture.look(9)).why
     told(fixture.pool, node, D, at=6.0, flips_to=P)
     assert "is changing its role from decode to prefill" in (await fixture.look(9)).why
@@ -391,7 +391,7 @@ async def test_however_many_routers_look_one_node_changes_once(
         ]
         await until(lambda: all(node.up for each in routers for node in each.router.pool.nodes))
         for node in (node for each in routers for node in each.router.pool.nodes):
-            node.state.measured(COSTS, 50.0)
+            node.state.set_costs(COSTS, 50.0)
 
         async def look(at: int) -> None:
             await asyncio.gather(*(changes_of(each).look(EVERY_S * at) for each in routers))

@@ -100,7 +100,7 @@ def test_an_older_health_report_does_not_undo_what_a_node_has_just_said() -> Non
 
     def report(*adapters: str, started: float) -> None:
         health = HealthReport(Role.PREFILL, "m", generation="g", adapters=list(adapters))
-        pool.report(node, health, started=started, now=started + 0.5)
+        pool.note_report(node, health, started=started, now=started + 0.5)
 
     report("a", started=1.0)
     pool.note_adapter(node, "b", loaded=True, now=2.2)

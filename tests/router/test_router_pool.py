@@ -21,7 +21,7 @@ def report(
 def pool() -> Pool:
     pool = Pool(["http://p0/", "http://p1"], ["http://d0"])
     for node in pool.nodes:
-        pool.report(node, report(node.role), started=0.0, now=0.1)
+        pool.note_report(node, report(node.role), started=0.0, now=0.1)
     return pool
 
 
@@ -29,10 +29,10 @@ def test_nodes_are_down_until_a_health_check_succeeds() -> None:
     pool = Pool(["http://p0"], ["http://d0"])
     with pytest.raises(NoNode, match="no prefill node is up"):
         pool.require_ready()
-    pool.report(pool.nodes[0], report(), 0.0, 0.1)
+    pool.note_report(pool.nodes[0], report(), 0.0, 0.1)
     with pytest.raises(NoNode, match="no decode node is up"):
         pool.require_ready()
-    pool.report(pool.nodes[1], report("decode"), 0.0, 0.1)
+    pool.note_report(pool.nodes[1], report("decode"), 0.0, 0.1)
     pool.require_ready()
 
 
@@ -45,9 +45,9 @@ def test_leases_spread_over_nodes_and_are_given_back(pool: Pool) -> None:
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
     node = pool.nodes[0]
     pool.blame(node, "it broke", now=5.0)
-    pool.report(node, report(), started=4.9, now=5.1)
+    pool.note_report(node, report(), started=4.9, now=5.1)
     assert not node.up
-    pool.report(node, report(), started=5.2, now=5.3)
+    pool.note_report(node, report(), started=5.2, now=5.3)
     assert node.up
 
 
@@ -56,7 +56,7 @@ def test_a_node_of_another_role_is_kept_out_with_one_sentence(
 ) -> None:
     node = pool.nodes[0]
     for at in (1.0, 2.0):
-        pool.report(node, report("decode"), at, at)
+        pool.note_report(node, report("decode"), at, at)
     assert not node.up
     assert [
         line
@@ -66,7 +66,7 @@ def test_a_node_of_another_role_is_kept_out_with_one_sentence(
 
 
 def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Pool) -> None:
-    pool.report(pool.nodes[1], report(model="other"), 1.0, 1.0)
+    pool.note_report(pool.nodes[1], report(model="other"), 1.0, 1.0)
     assert pool.models() == {"m": 0, "other": 0}
     assert [node.url for node in pool.up(Role.PREFILL, model="other")] == ["http://p1"]
     assert len(pool.up(Role.PREFILL)) == 2
@@ -77,9 +77,9 @@ def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Poo
 
 def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
     for node in pool.nodes:
-        pool.miss(node, "gone", 1.0, 1.0)
+        pool.note_miss(node, "gone", 1.0, 1.0)
     assert list(pool.models()) == ["m"]
-    pool.report(pool.nodes[0], report(model="other"), 2.0, 2.0)
+    pool.note_report(pool.nodes[0], report(model="other"), 2.0, 2.0)
     assert sorted(pool.models()) == ["m", "other"]
     with pytest.raises(NoNode):
         pool.require_ready("m")
@@ -89,7 +89,7 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
     urls = ["http://p0", "http://p1"], ["http://d0", "http://d1"]
     pool = Pool(*urls)
     for node, model in zip(pool.nodes, ("b", "a", "b", "a"), strict=True):
-        pool.report(node, HealthReport(node.role, model, adapters=["x", "a"]), 0.0, 0.1)
+        pool.note_report(node, HealthReport(node.role, model, adapters=["x", "a"]), 0.0, 0.1)
     assert pool.adapters() == {"x": "a", "a": "a"}
     for role in (Role.PREFILL, Role.DECODE):
         assert [node.model for node in pool.up(role, model="x")] == ["a"]
@@ -100,13 +100,13 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
 
 def test_the_longest_context_of_a_model_is_what_each_of_its_nodes_can_take(pool: Pool) -> None:
     for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
-        pool.report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
+        pool.note_report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
     assert pool.models() == {"m": 50}
 
 
 def test_a_node_that_was_never_up_says_nothing_of_the_longest_context(pool: Pool) -> None:
     for node in pool.nodes:
-        pool.report(node, HealthReport(node.role, "m", max_model_len=100), 1.0, 1.0)
+        pool.note_report(node, HealthReport(node.role, "m", max_model_len=100), 1.0, 1.0)
     for url in ("http://new", "http://newer"):
         pool.add(
             NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0
@@ -125,31 +125,31 @@ def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:
 def test_legs_on_a_silent_node_are_cut_after_three_missed_checks(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
     for at in range(LOST_AFTER_MISSES - 1):
-        pool.miss(pool.nodes[0], "silent", float(at), float(at))
+        pool.note_miss(pool.nodes[0], "silent", float(at), float(at))
     assert (pool.nodes[0].up, cuts) == (False, [])
     for late in (float(at) - 0.5, 9.0):  # the first overlaps another one
         assert cuts == []
-        pool.miss(pool.nodes[0], "silent", late, 9.0)
+        pool.note_miss(pool.nodes[0], "silent", late, 9.0)
     assert cuts == ["cut"]
 
 
 def test_an_answered_check_starts_the_count_of_misses_anew(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
     for at in range(LOST_AFTER_MISSES * 2):
-        pool.miss(pool.nodes[0], "silent", float(at), float(at))
-        pool.unready(pool.nodes[0], "its health check answers 503", float(at))
+        pool.note_miss(pool.nodes[0], "silent", float(at), float(at))
+        pool.note_unready(pool.nodes[0], "its health check answers 503", float(at))
     assert cuts == []
 
 
 def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
-    pool.report(pool.nodes[0], report(generation="g2"), 1.0, 1.0)
+    pool.note_report(pool.nodes[0], report(generation="g2"), 1.0, 1.0)
     assert (pool.nodes[0].up, cuts) == (True, ["cut"])
 
 
 def test_legs_on_a_node_that_says_that_its_engine_is_dead_are_cut(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
-    pool.dead(pool.nodes[0], "the engine process has said nothing for 21 s", 1.0)
+    pool.note_dead(pool.nodes[0], "the engine process has said nothing for 21 s", 1.0)
     assert (pool.nodes[0].up, cuts) == (False, ["cut"])
 
 
@@ -157,7 +157,7 @@ def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(poo
     node = pool.nodes[0]
     cuts, _context = cut_count(pool, node)
     pool.drain(node, 1.0)
-    pool.report(node, report(generation=""), 2.0, 2.0)
+    pool.note_report(node, report(generation=""), 2.0, 2.0)
     assert (cuts, node.generation, node.drain_asked) == ([], "g1", True)
-    pool.report(node, report(generation="g2"), 3.0, 3.0)
+    pool.note_report(node, report(generation="g2"), 3.0, 3.0)
     assert (cuts, node.drain_asked) == (["cut"], False)

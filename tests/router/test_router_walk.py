@@ -440,7 +440,7 @@ async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_
     caplog.set_level(logging.INFO, "kvrelay.router")
     d = decode()
     async with cluster(prefill(), d) as c:
-        c.node(d).state.measured(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
+        c.node(d).state.set_costs(StepCosts(8.0, 0.1, 0.0, 0.0, 0.1, 0.0), 50.0)
         async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
             assert answer.status == 429
         (line,) = [message for message in caplog.messages if "status=429" in message]

@@ -460,7 +460,7 @@ async def test_kinds_do_not_mix_and_each_answers_its_own() -> None:
             await c.text()
         assert len(p.calls) + len(ours[0].calls) == 6
         assert (len(p.calls), len(ours[0].calls)) == (len(d.calls), len(ours[1].calls))
-        c.router.pool.unready(c.node(d), "for this test", 1e12)
+        c.router.pool.note_unready(c.node(d), "for this test", 1e12)
         assert c.router.pool.node_kinds() == [NodeKind.KVRELAY]
 
 

@@ -42,7 +42,7 @@ from router_doubles import (
     until,
 )
 
-import kvrelay.router.nodes.doors
+import kvrelay.router.nodes.health
 import kvrelay.router.transport.leg_watch
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded
@@ -180,7 +180,7 @@ async def priced(p: FakeNode, d: FakeNode, **config: object) -> tuple[int, int, 
     """
     async with cluster(p, d, **{"strict_roles": False} | config) as c:
         for node in (p, d):
-            c.node(node).state.measured(COSTS, 50.0)
+            c.node(node).state.set_costs(COSTS, 50.0)
         assert await c.text({"stream": True}) == STREAMED
         return (
             len(p.calls),
@@ -344,7 +344,7 @@ async def test_a_full_decode_node_is_passed_over_from_the_same_ticket_and_rests(
         assert c.metric("kvrelay_failovers_total", leg="decode") == 0
         assert c.node(busy).up
         assert (
-            c.router.doors.breaker(c.node(busy), Role.DECODE).facts(time.monotonic()).state
+            c.router.node_health.breaker(c.node(busy), Role.DECODE).shown(time.monotonic()).state
             == "closed"
         )
         assert p.released == []
@@ -527,7 +527,7 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
 async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrelay.router.nodes.doors, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
     hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
@@ -542,7 +542,7 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrelay.router.nodes.doors, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
 
     async def slow_prompt(call: Call) -> None:

@@ -19,7 +19,7 @@ from router_doubles import until
 from kvrelay.openai_api.dialects.response_store import Stored
 from kvrelay.router.admission.poison import Suspect
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import Node, NodeNews
+from kvrelay.router.nodes.node import Node, NodeEvent
 from kvrelay.router.nodes.pool import DRAINS, Pool
 from kvrelay.router.router import Router
 from kvrelay.router.workers import parent as parent_module
@@ -50,8 +50,8 @@ SNAPSHOT = Snapshot(
     names={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
     drained={"http://d:1": "g"},
     addresses={"http://p:1": "a:1"},
-    news=[NodeNews(1, "flips", "http://d:1", "prefill")],
-    met=(1, [(*PAIR, "cut", 60.0)]),
+    news=[NodeEvent(1, "flips", "http://d:1", "prefill")],
+    warm_pairs=(1, [(*PAIR, "cut", 60.0)]),
     poison={b"f": Suspect(frozenset({"p"}), 5.0)},
     heard={0: 2},
 )
@@ -181,7 +181,9 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path) as c:
-        c.pool.tell(Source.HEARTBEATS, [NodeSpec("http://h:1", Role.DECODE, generation="g")], 0.0)
+        c.pool.set_members(
+            Source.HEARTBEATS, [NodeSpec("http://h:1", Role.DECODE, generation="g")], 0.0
+        )
         c.pool.note_p2p_address("http://h:1", "h:2")
         c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
         await c.parent.settled()
@@ -206,7 +208,7 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
         assert [node.drain_asked for node in c.nodes("http://d:1")] == [True, False, True]
 
         c.pool.undrain(drained, 1.0)
-        c.pool.tell(Source.HEARTBEATS, [], 0.0)
+        c.pool.set_members(Source.HEARTBEATS, [], 0.0)
         await c.parent.settled()
         assert not any(node.drain_asked for node in c.nodes("http://d:1"))
         assert not any(pool.find("http://h:1") for pool in c.pools())
@@ -222,17 +224,17 @@ async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) ->
         for each in c.nodes(node.url):
             each.adapters = frozenset()
         late = await c.worker()  # asks the nodes itself
-        c.pool.flips(node, Role.PREFILL, 0.0)
+        c.pool.note_role_change(node, Role.PREFILL, 0.0)
         await c.parent.settled()
         assert [each.flips_to for each in c.nodes(node.url)] == [Role.PREFILL] * 3
         assert not any(each.adapters for each in c.nodes(node.url))
         c.pool.note_adapter(node, "other", loaded=True, now=0.0)
         c.pool.note_adapter(node, "other", loaded=False, now=0.0)
-        c.pool.heard(node.url, Load(), 0.0, draining=True)
-        c.pool.heard(node.url, Load(), 0.0, draining=True)
+        c.pool.note_heartbeat(node.url, Load(), 0.0, draining=True)
+        c.pool.note_heartbeat(node.url, Load(), 0.0, draining=True)
         await c.parent.settled()
         assert [each.reason for each in c.nodes(node.url)] == [DRAINS] * 3
-        assert [news.what for news in late.router.pool.news] == [
+        assert [news.what for news in late.router.pool.events] == [
             "flips",
             "loaded",
             "unloaded",
@@ -243,16 +245,16 @@ async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) ->
 async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as c:
         worker, told = c.workers[0], c.parent._told
-        doors, now = worker.router.doors, time.monotonic()
+        node_health, now = worker.router.node_health, time.monotonic()
         failed = msgspec.structs.replace(
-            told, met=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)])
+            told, warm_pairs=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)])
         )
         for _ in range(3):  # once, however often it is told
             worker.apply(failed)
-        link_ms = doors.link_ms(now + 74)
+        link_ms = node_health.link_ms(now + 74)
         assert link_ms is not None
         assert link_ms(*PAIR) > 1_000
-        link_ms = doors.link_ms(now + 76)
+        link_ms = node_health.link_ms(now + 76)
         assert link_ms is not None
         assert link_ms(*PAIR) < 1_000
         pairs = msgspec.json.decode(worker.router.health()[1])["pairs"]
@@ -263,8 +265,8 @@ async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path
         # While they meet again it is not known how that goes; when it has failed again, that is
         # news.
         worker.apply(told)
-        worker.apply(msgspec.structs.replace(told, met=(1, [(*PAIR, "cut", 120.0)])))
-        link_ms = doors.link_ms(now + 76)
+        worker.apply(msgspec.structs.replace(told, warm_pairs=(1, [(*PAIR, "cut", 120.0)])))
+        link_ms = node_health.link_ms(now + 76)
         assert link_ms is not None
         assert link_ms(*PAIR) > 1_000
 

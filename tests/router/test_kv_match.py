@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
+from kvrelay.router.nodes.health import AVOID_S, FailedPairs
+from kvrelay.router.nodes.kv_match import KvKinds, kv_mismatch
 from kvrelay.wire.errors import KV_CAUSES
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
@@ -22,13 +23,13 @@ def shaped(**changes: object) -> KvFacts:
 
 
 def test_equal_nodes_can_talk_and_so_can_those_that_say_nothing() -> None:
-    assert unlike(FACTS, FACTS) is None
-    assert unlike(None, FACTS) is None
-    assert unlike(FACTS, None) is None
+    assert kv_mismatch(FACTS, FACTS) is None
+    assert kv_mismatch(None, FACTS) is None
+    assert kv_mismatch(FACTS, None) is None
 
 
 def test_any_tensor_parallel_sizes_can_talk() -> None:
-    assert unlike(shaped(tp_size=4), shaped(tp_size=1)) is None
+    assert kv_mismatch(shaped(tp_size=4), shaped(tp_size=1)) is None
 
 
 @pytest.mark.parametrize(
@@ -41,34 +42,36 @@ def test_any_tensor_parallel_sizes_can_talk() -> None:
     ],
 )
 def test_what_differs_is_named_with_both_values(field: str, mine: object, theirs: object) -> None:
-    why = unlike(shaped(**{field: mine}), shaped(**{field: theirs}))
+    why = kv_mismatch(shaped(**{field: mine}), shaped(**{field: theirs}))
     assert why == f"{field} is {mine!r} on the prefill node and {theirs!r} on the decode node"
 
 
 def test_a_common_data_plane_is_needed_and_direct_needs_one_host() -> None:
-    why = unlike(facts(planes=("nccl",)), facts(planes=("direct", "nixl")))
+    why = kv_mismatch(facts(planes=("nccl",)), facts(planes=("direct", "nixl")))
     assert why == "data planes are nccl on the prefill node and direct, nixl on the decode node"
     direct = facts(planes=("direct",))
-    assert unlike(direct, direct) is None
-    assert "host-1 and the decode node on host-2" in (unlike(direct, facts(host="host-2")) or "")
-    assert unlike(facts(planes=("direct", "nixl")), facts(host="host-2")) is None
-    assert unlike(direct, facts(planes=("direct",), host="")) is None  # nobody knows
+    assert kv_mismatch(direct, direct) is None
+    assert "host-1 and the decode node on host-2" in (
+        kv_mismatch(direct, facts(host="host-2")) or ""
+    )
+    assert kv_mismatch(facts(planes=("direct", "nixl")), facts(host="host-2")) is None
+    assert kv_mismatch(direct, facts(planes=("direct",), host="")) is None  # nobody knows
 
 
 def test_a_control_channel_on_the_loopback_is_for_one_host() -> None:
     local = facts(address="127.0.0.1")
-    assert unlike(local, local) is None
-    assert "127.0.0.1" in (unlike(local, facts(host="host-2")) or "")
+    assert kv_mismatch(local, local) is None
+    assert "127.0.0.1" in (kv_mismatch(local, facts(host="host-2")) or "")
 
 
 def test_no_choice_needs_to_look_until_two_of_one_model_cannot_talk() -> None:
-    kinds = Kinds()
-    kinds.meet("a", FACTS)
-    kinds.meet("a", None)
-    kinds.meet("a", shaped(tp_size=2))
-    kinds.meet("b", shaped(model="n"))
+    kinds = KvKinds()
+    kinds.add("a", FACTS)
+    kinds.add("a", None)
+    kinds.add("a", shaped(tp_size=2))
+    kinds.add("b", shaped(model="n"))
     assert not kinds.mixed
-    kinds.meet("a", shaped(kv_dtype="float32"))
+    kinds.add("a", shaped(kv_dtype="float32"))
     assert kinds.mixed
 
 

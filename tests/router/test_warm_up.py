@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
+from kvrelay.router.membership.warm_up import PARTNERS, Outcome, WarmUp, WarmUps
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.nodes.pairs import PARTNERS, Meeting, Outcome, Pairs
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
 
@@ -31,19 +31,21 @@ def nodes(role: Role, count: int) -> list[Node]:
 
 
 def all_meetings(
-    pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0
-) -> list[Meeting]:
+    pairs: WarmUps, prefill: list[Node], decode: list[Node], now: float = 0.0
+) -> list[WarmUp]:
     """What is begun until nothing is due, each ended at once and well."""
-    had: list[Meeting] = []
+    had: list[WarmUp] = []
     while meeting := pairs.begin(prefill, decode, now):
         had.append(meeting)
-        pairs.ended(meeting, MET, now)
+        pairs.end(meeting, MET, now)
     return had
 
 
-def begun(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.0) -> list[Meeting]:
+def begun(
+    pairs: WarmUps, prefill: list[Node], decode: list[Node], now: float = 0.0
+) -> list[WarmUp]:
     """All that may be under way at once."""
-    had: list[Meeting] = []
+    had: list[WarmUp] = []
     while meeting := pairs.begin(prefill, decode, now):
         had.append(meeting)
     return had
@@ -54,27 +56,27 @@ def begun(pairs: Pairs, prefill: list[Node], decode: list[Node], now: float = 0.
 def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a_time(
     ps: int, ds: int
 ) -> None:
-    pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, ps), nodes(Role.DECODE, ds)
+    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, ps), nodes(Role.DECODE, ds)
     seen: set[tuple[str, str]] = set()
     while together := begun(pairs, prefill, decode):
         for side in ([m.prefill.url for m in together], [m.decode.url for m in together]):
             assert len(set(side)) == len(side)
         for meeting in together:
-            pairs.ended(meeting, MET, 0.0)
+            pairs.end(meeting, MET, 0.0)
             seen.add((meeting.prefill.url, meeting.decode.url))
-    assert pairs.met()[0] == len(seen) == ps * ds
+    assert pairs.pairs()[0] == len(seen) == ps * ds
 
 
 def test_each_pair_of_a_small_cluster_meets() -> None:
-    pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 5), nodes(Role.DECODE, 3)
+    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 5), nodes(Role.DECODE, 3)
     had = all_meetings(pairs, prefill, decode)
-    assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.met()[0] == 15
+    assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.pairs()[0] == 15
 
 
 def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_somebody_first() -> (
     None
 ):
-    pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 60), nodes(Role.DECODE, 50)
+    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 60), nodes(Role.DECODE, 50)
     had = all_meetings(pairs, prefill, decode)
     for side in (Counter(m.prefill.url for m in had), Counter(m.decode.url for m in had)):
         assert max(side.values()) <= PARTNERS
@@ -84,22 +86,22 @@ def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_som
 def test_the_busiest_are_first() -> None:
     prefill, decode = nodes(Role.PREFILL, 3), nodes(Role.DECODE, 3)
     prefill[2], decode[1] = node(Role.PREFILL, 2, requests=7), node(Role.DECODE, 1, requests=7)
-    first = Pairs().begin(prefill, decode, 0.0)
+    first = WarmUps().begin(prefill, decode, 0.0)
     assert first is not None
     assert (first.prefill, first.decode) == (prefill[2], decode[1])
 
 
 def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
-    pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 2)
+    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 2)
     all_meetings(pairs, prefill, decode)
     decode[0] = node(Role.DECODE, 0, "another")
     assert [m.decode for m in all_meetings(pairs, prefill, decode)] == [decode[0]]
-    assert pairs.met()[0] == 2
+    assert pairs.pairs()[0] == 2
 
 
 def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
     decode = [node(Role.DECODE, 0, model="other"), node(Role.DECODE, 1, generation="")]
-    assert Pairs().begin(nodes(Role.PREFILL, 2), decode, 0.0) is None
+    assert WarmUps().begin(nodes(Role.PREFILL, 2), decode, 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,10 @@ def test_nodes_of_another_model_or_without_a_generation_do_not_meet() -> None:
 def test_what_failed_is_tried_again_in_its_time(
     outcome: Outcome, not_before: float, again_at: float | None
 ) -> None:
-    pairs, prefill, decode = Pairs(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
+    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
     (meeting,) = begun(pairs, prefill, decode)
-    pairs.ended(meeting, outcome, 0.0)
-    assert pairs.met()[1] == (
+    pairs.end(meeting, outcome, 0.0)
+    assert pairs.pairs()[1] == (
         [("http://prefill0", "http://decode0", "differs", 60.0)] if outcome.how == "failed" else []
     )
     assert pairs.begin(prefill, decode, not_before) is None
@@ -192,13 +194,13 @@ async def test_nodes_meet_when_both_are_up_and_again_after_a_restart() -> None:
     answers = Probing(GOT)
     p, d = probed(answers)
     async with cluster(p, d) as c:
-        await until(lambda: c.router.pairs.met()[0] == 1)
+        await until(lambda: c.router.warm_ups.pairs()[0] == 1)
         assert (answers.offered, answers.fetched[0]["seed"]) == ([{"blocks": 1}], 7)
         assert answers.fetched[0]["ticket"]["remote_request_id"] == "probe-1"
         async with c.http.get(f"{c.url}/health") as answer:
             assert (await answer.json())["pairs"] == {"met": 1, "failed": []}
         d.generation = "g2"
-        await until(lambda: len(answers.fetched) == 2 and c.router.pairs.met()[0] == 1)
+        await until(lambda: len(answers.fetched) == 2 and c.router.warm_ups.pairs()[0] == 1)
         assert c.metric("kvrelay_router_meetings_total", outcome="met") == 2
         assert p.released == []
 
@@ -227,14 +229,14 @@ async def test_no_more_than_a_few_meet_at_once() -> None:
 async def test_a_busy_node_is_asked_again_and_what_was_offered_is_given_back() -> None:
     p, d = probed(Probing(BUSY, GOT))
     async with cluster(p, d) as c:
-        await until(lambda: c.router.pairs.met()[0] == 1)
+        await until(lambda: c.router.warm_ups.pairs()[0] == 1)
         assert p.released == [["probe-1"]]
 
 
 async def test_nodes_that_cannot_hand_over_are_shown_with_the_reason() -> None:
     p, d = probed(Probing(UNLIKE))
     async with cluster(p, d) as c:
-        await until(lambda: bool(c.router.pairs.met()[1]))
+        await until(lambda: bool(c.router.warm_ups.pairs()[1]))
         async with c.http.get(f"{c.url}/health") as answer:
             failed = {"prefill": p.url, "decode": d.url, "reason": UNLIKE["reason"]}
             assert (await answer.json())["pairs"] == {"met": 0, "failed": [failed]}
@@ -244,4 +246,4 @@ async def test_nodes_that_know_no_probes_are_asked_once() -> None:
     async with cluster(prefill(), decode()) as c:
         await until(lambda: c.metric("kvrelay_router_meetings_total", outcome="never") == 1)
         await c.text()
-        assert c.router.pairs.met()[1] == []
+        assert c.router.warm_ups.pairs()[1] == []
