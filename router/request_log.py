@@ -1,40 +1,41 @@
-"""Where a request leaves what was measured of it when it has ended: metrics, console, log line,
-span of its trace.
+"""The log of requests that end: metrics, console, log line, span of the trace.
 
-Measures nothing itself: a timeline and a walk have it all. Tokens are counted before that, by
-router/flow.py. Without tracing a request costs nothing for it.
+Output tokens are counted once a second, by what each answer has more than before. Counting each
+token would cost as much as all else that the router does for one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.openai_api.stages import STAGES, StageTime
 from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_headers, trace_id_of
 from kvrelay.router.console.lookout import Lookout
 from kvrelay.router.console.recent import Ended
-from kvrelay.router.flow import Flow
 from kvrelay.router.metrics import Metrics
-from kvrelay.router.relay import CLIENT_GONE, AnyRun
+from kvrelay.router.relay import CLIENT_GONE, Run
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.log_lines import Fields
 
-__all__ = ["RequestLog", "RequestTrace", "shown_error"]
+__all__ = ["COUNT_S", "RequestLog", "RequestTrace", "TokenCounter", "shown_error"]
 
+COUNT_S = 1.0
 _SHOWN_CHARS = 200
-_OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
+_OWN_WORDS = (401, 403, 404, 429)  # their messages have names and numbers, never a prompt
 
 _log = logging.getLogger("kvrelay.router")
 
 
 class RequestTrace:
-    """The trace that a request is part of: the client's, or a new one if there is tracing here, or
-    none.
-    """
+    """A request's trace: the client's, else a new one if there is tracing."""
 
     def __init__(
         self,
@@ -43,21 +44,73 @@ class RequestTrace:
         header: Callable[[str], str | None],
         arrived: float,
     ) -> None:
-        """`arrived`: monotonic seconds."""
+        """`arrived` is in monotonic seconds."""
         self.headers = trace_headers(header)
-        """What nodes are told of it."""
+        """Headers for the nodes."""
         self.span: RequestSpan | None = None
         if tracing is not None:
             self.span = tracing.begin(f"POST {path}", self.headers, arrived)
             self.headers = self.span.headers
 
 
+class _Counted(Protocol):
+    @property
+    def output_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Known:
+    key: str
+    model: str
+    tokens: int = 0
+
+
+class TokenCounter:
+    """A count of the output tokens of all running requests of one process."""
+
+    def __init__(self, metrics: Metrics, on_tokens: Callable[[float, int], None]) -> None:
+        """`on_tokens` is called with the monotonic time and the number of new tokens."""
+        self._metrics, self._on_tokens = metrics, on_tokens
+        self._known: dict[_Counted, _Known] = {}
+        metrics.running.read = lambda: Counter(known.model for known in self._known.values())
+
+    def add(self, run: _Counted, key: str, model: str) -> None:
+        """Begin to count a request of this API key and model; `remove` must follow."""
+        self._known[run] = _Known(key, model)
+
+    def remove(self, run: _Counted, now: float) -> str:
+        """Count the rest of a request that ended, and return its model."""
+        known = self._known.pop(run)
+        self._count(run, known, now)
+        return known.model
+
+    def count(self, now: float) -> None:
+        """Count the tokens that are new since the last time."""
+        for run, known in self._known.items():
+            self._count(run, known, now)
+
+    def _count(self, run: _Counted, known: _Known, now: float) -> None:
+        more = run.output_tokens - known.tokens
+        if more <= 0:  # also while another node repeats tokens that were counted
+            return
+        known.tokens += more
+        self._metrics.output_tokens.add(more, known.model)
+        self._metrics.admission.tokens.add(more, known.key, "output")
+        self._on_tokens(now, more)
+
+    async def run(self) -> None:
+        """Count every COUNT_S until cancelled."""
+        while True:
+            await asyncio.sleep(COUNT_S)
+            self.count(time.monotonic())
+
+
 class RequestLog:
-    """A router's record of the requests that end."""
+    """A record of requests that are refused or end."""
 
     def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
         self._metrics, self._lookout = metrics, lookout
-        self.flow = Flow(metrics, lookout.recent.flowed)
+        self.tokens = TokenCounter(metrics, lookout.recent.flowed)
 
     def refused(
         self,
@@ -65,41 +118,40 @@ class RequestLog:
         path: str,
         key: str,
         why: KvrelayError,
-        traced: RequestTrace | None,
+        trace: RequestTrace | None,
         job: Job | None,
     ) -> None:
-        """Note a request that was refused before it began; `job`: what was understood of it."""
+        """Record a request that was refused before it ran; `job` is None if it was not parsed."""
         self._metrics.refused(path, why.status, "" if job is None else job.model)
         more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
-        more["error"] = shown_error(why)
+        error = more["error"] = shown_error(why)
         _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
-        if traced is not None and traced.span is not None:
-            traced.span.end(
-                (), _attributes(job_id, path, why.status), time.monotonic(), shown_error(why)
-            )
+        if trace is not None and trace.span is not None:
+            about = _attributes(job_id, path, why.status)
+            trace.span.end((), about, time.monotonic(), error)
 
     def finished(
         self,
-        walk: AnyRun,
+        run: Run,
         key: str,
         path: str,
         status: int,
         why: KvrelayError | None,
-        traced: RequestTrace,
+        trace: RequestTrace,
     ) -> None:
-        """Note a request that began and has ended."""
-        timeline, now = walk.timeline, time.monotonic()
+        """Record a request that ran."""
+        timeline, now = run.timeline, time.monotonic()
         stages_s = timeline.stages_s(now)
-        failed = "" if why is None else shown_error(why)
-        model = self.flow.ends(walk, now)
-        request = self._lookout.ended(walk, path, status, key, failed, stages_s, now)
+        error = "" if why is None else shown_error(why)
+        model = self.tokens.remove(run, now)
+        request = self._lookout.ended(run, path, status, key, error, stages_s, now)
         self._metrics.finished(model, request)
         more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
         more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}
-        if traced.headers:
-            more["trace"] = trace_id_of(traced.headers["traceparent"])
-        if why is not None:
-            more["error"] = failed
+        if trace.headers:
+            more["trace"] = trace_id_of(trace.headers["traceparent"])
+        if error:
+            more["error"] = error
         more["placed"] = repr(request.placed)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s "
@@ -114,20 +166,18 @@ class RequestLog:
             request.decode,
             more,
         )
-        if traced.span is not None:
-            told = _attributes(request.id, path, status) | _about(request, walk.job.max_tokens)
-            traced.span.end(_stage_times(timeline, stages_s, now), told, now, failed)
+        if trace.span is not None:
+            about = _attributes(request.id, path, status) | _about(request, run.job.max_tokens)
+            trace.span.end(_stage_times(timeline, stages_s, now), about, now, error)
 
 
 def shown_error(why: KvrelayError) -> str:
-    """Return an error for a log line. Of a client's mistake, whose words it may repeat, its kind
-    alone is told.
-    """
+    """Return an error for a log line; a client's mistake may quote its prompt, so only its kind."""
     if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
-        told = why.body()
+        body = why.body()
         return (
-            f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} "
-            f"code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+            f"{body.type} param={(body.param or '-')[:_SHOWN_CHARS]!r} "
+            f"code={str(body.code or '-')[:_SHOWN_CHARS]!r}"
         )
     return repr(why.message[:_SHOWN_CHARS])
 
@@ -135,18 +185,13 @@ def shown_error(why: KvrelayError) -> str:
 def _stage_times(
     timeline: Timeline, stages_s: Mapping[str, float], ended: float
 ) -> list[StageTime]:
-    """Return what is seen from here; the nodes' spans have the rest."""
-    times = [
-        StageTime("queue", timeline.arrived, ended if timeline.sent is None else timeline.sent)
-    ]
-    if timeline.prefilled is not None and "announce" in stages_s:
-        times.append(
-            StageTime("announce", timeline.prefilled, timeline.prefilled + stages_s["announce"])
-        )
-    if timeline.first_token is not None:
-        times.append(
-            StageTime("answer", timeline.first_token, timeline.last_token or timeline.first_token)
-        )
+    # Stages that the router sees; the nodes' spans have the others.
+    sent, prefilled = timeline.sent, timeline.prefilled
+    times = [StageTime("queue", timeline.arrived, ended if sent is None else sent)]
+    if prefilled is not None and "announce" in stages_s:
+        times.append(StageTime("announce", prefilled, prefilled + stages_s["announce"]))
+    if (first := timeline.first_token) is not None:
+        times.append(StageTime("answer", first, timeline.last_token or first))
     return times
 
 
@@ -160,8 +205,8 @@ def _attributes(job_id: str, path: str, status: int) -> dict[str, Attribute]:
 
 
 def _about(request: Ended, max_tokens: int | None) -> dict[str, Attribute]:
-    """Return what a request was, by OpenTelemetry's names for generative AI where it has any."""
-    told: dict[str, Attribute | None] = {
+    # OpenTelemetry's names for generative AI where it has any.
+    values: dict[str, Attribute | None] = {
         "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": max_tokens or None,
         "gen_ai.usage.input_tokens": request.prompt_tokens,
@@ -174,4 +219,4 @@ def _about(request: Ended, max_tokens: int | None) -> dict[str, Attribute]:
     stages = {
         f"kvrelay.stage.{name}_ms": round(took * 1e3, 3) for name, took in request.stages_s.items()
     }
-    return stages | {name: value for name, value in told.items() if value is not None}
+    return stages | {name: value for name, value in values.items() if value is not None}

@@ -48,7 +48,7 @@ from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.questions import ask_any
-from kvrelay.router.relay import CLIENT_GONE, AnyRun, Relay
+from kvrelay.router.relay import CLIENT_GONE, Relay, Run
 from kvrelay.router.reload import Reread, changes
 from kvrelay.router.request.deaths import CrashRecord
 from kvrelay.router.request.job import (
@@ -119,7 +119,7 @@ class Router:
         self.ending = False
         """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.warm_ups, self.metrics, self.shared)
-        self.endings = RequestLog(self.metrics, self.lookout)
+        self.log = RequestLog(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -148,7 +148,7 @@ class Router:
                 running_task(warm_up_for_ever(self.pool, self.warm_ups, legs, self._warmed_up))
                 if leads
                 else nullcontext(),
-                running_task(self.endings.flow.look_for_ever()),
+                running_task(self.log.tokens.run()),
                 hearing_pings(
                     self.pool,
                     config.host,
@@ -217,8 +217,8 @@ class Router:
         )
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(header("x-request-id", ""))
-        traced: RequestTrace | None = None
-        walk: AnyRun | None = None
+        trace: RequestTrace | None = None
+        walk: Run | None = None
         try:
             body = await self.body(request)
             fingerprint = partial(fingerprint_of, caller.sha256, body)
@@ -252,14 +252,12 @@ class Router:
                 job = with_salt_of(job, caller.sha256)
             if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            traced = RequestTrace(self.tracing, path, header, timeline.arrived)
-            walk = self._walk(
-                job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths
-            )
+            trace = RequestTrace(self.tracing, path, header, timeline.arrived)
+            walk = self._walk(job, {"x-request-id": job.node_id, **trace.headers}, timeline, deaths)
             turn = await self.gate.enter(caller, job, walk.wanted(), timeline.arrived)
         except KvrelayError as why:
             job_of = None if walk is None else walk.job
-            self.endings.refused(request.state.job_id, path, caller.name, why, traced, job_of)
+            self.log.refused(request.state.job_id, path, caller.name, why, trace, job_of)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)
@@ -267,7 +265,7 @@ class Router:
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, body_excerpt(body))
         self.live.add(job.id)
-        self.endings.flow.begins(walk, caller.name, self.metrics.model_of(job.model))
+        self.log.tokens.add(walk, caller.name, self.metrics.model_of(job.model))
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
@@ -277,13 +275,13 @@ class Router:
             self.live.discard(job.id)
             if status == 200 and why is None:
                 deaths.answered()
-            self.endings.finished(walk, caller.name, path, status, why, traced)
+            self.log.finished(walk, caller.name, path, status, why, trace)
 
         return Relay(walk, turn, finished, dialect)
 
     def _walk(
         self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: CrashRecord
-    ) -> AnyRun:
+    ) -> Run:
         """Return the walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means = self._means
         assert means is not None

@@ -19,9 +19,7 @@ from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.request.multi_prompt import MultiPromptRun
-from kvrelay.router.request.run import RequestRun
-from kvrelay.router.request.vllm_run import VllmRun
+from kvrelay.router.relay import Run
 from kvrelay.router.roles import RoleChanges
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import failed_pairs, nodes_of, of_models
@@ -47,7 +45,7 @@ class Lookout:
 
     def ended(
         self,
-        walk: RequestRun | MultiPromptRun | VllmRun,
+        run: Run,
         path: str,
         status: int,
         key: str,
@@ -58,18 +56,17 @@ class Lookout:
         """Note a request that is over, and return what is kept of it. `error` is what a log may say
         of it.
         """
-        timeline, job, (prefill, decode) = walk.timeline, walk.job, walk.nodes
-        first, tokens = timeline.first_token, walk.output_tokens
+        timeline, job, (prefill, decode) = run.timeline, run.job, run.nodes
+        first, tokens = timeline.first_token, run.output_tokens
         cached = fetched = 0
-        if not isinstance(walk, VllmRun):
-            for part in walk.parts:
-                cached += part.cached_tokens or 0
-                told_ms = part.timeline.decode_ms
-                if "transfer" in told_ms:
-                    size = int(told_ms.get(MOVED, 0))
-                    took_s, exposed_s = told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3
-                    self.recent.moved(now, Edge(*part.nodes, 0, 1, size, took_s, exposed_s))
-                    fetched += size
+        for part in run.parts:
+            cached += part.cached_tokens or 0
+            told_ms = part.timeline.decode_ms
+            if "transfer" in told_ms:
+                size = int(told_ms.get(MOVED, 0))
+                took_s, exposed_s = told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3
+                self.recent.moved(now, Edge(*part.nodes, 0, 1, size, took_s, exposed_s))
+                fetched += size
         request = Ended(
             id=job.id,
             path=path,
@@ -81,15 +78,15 @@ class Lookout:
             local=timeline.local,
             ended=time.time(),
             ttft_s=None if first is None else first - timeline.arrived,
-            inter_token_s=timeline.inter_token_s(tokens, walk.answers),
-            prompt_tokens=walk.prompt_tokens,
+            inter_token_s=timeline.inter_token_s(tokens, run.answers),
+            prompt_tokens=run.prompt_tokens,
             cached_tokens=cached,
             output_tokens=tokens,
             prefill=prefill,
             decode=decode,
             kv_bytes=fetched,
             stages_s=stages_s,
-            placed=walk.placement,
+            placed=run.placement,
         )
         self.recent.ended(now, request)
         return request

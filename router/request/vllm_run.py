@@ -82,6 +82,7 @@ class VllmRun:
         self.placed: PlacementLeases | None = None
         """None: it is placed leg by leg."""
         self.placement = "-"
+        self.parts = ()
         self.prompt_tokens: int | None = None
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""

@@ -10,9 +10,9 @@ import pytest
 from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
 
 from kvrelay.router.admission.keys import hash_of
-from kvrelay.router.flow import Flow
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.request_log import TokenCounter
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.key_config import KeyConfig
 
@@ -28,14 +28,14 @@ def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
     pool = Pool([], [])
     metrics, answer = Metrics(pool, []), Growing()
     seen: list[tuple[float, int]] = []
-    flow = Flow(metrics, lambda now, tokens: seen.append((now, tokens)))
-    flow.begins(answer, "alice", "m")
+    counter = TokenCounter(metrics, lambda now, tokens: seen.append((now, tokens)))
+    counter.add(answer, "alice", "m")
     for now, tokens in ((1.0, 0), (2.0, 5), (3.0, 0), (4.0, 4), (5.0, 9)):
         answer.output_tokens = tokens
-        flow.look(now)
+        counter.count(now)
     answer.output_tokens = 12
-    assert flow.ends(answer, 5.5) == "m"
-    flow.look(6.0)
+    assert counter.remove(answer, 5.5) == "m"
+    counter.count(6.0)
     assert seen == [(2.0, 5), (5.0, 4), (5.5, 3)]
     told = metrics.registry.get_sample_value
     assert told(TOKENS, {"model_name": "m"}) == 12
@@ -43,7 +43,7 @@ def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
 
 
 async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.router.flow.LOOK_S", 0.02)
+    monkeypatch.setattr("kvrelay.router.request_log.COUNT_S", 0.02)
     more, last = asyncio.Event(), asyncio.Event()
 
     async def slow(call: Call) -> None:
