@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.openai_api.dialects.base import AS_IS, Dialect, openai_error
 from kvrelay.openai_api.sse import error_event
-from kvrelay.router.admission.gate import Turn
+from kvrelay.router.admission.controller import AdmissionSlot
 from kvrelay.router.client_connection import Reply, take_client
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
@@ -120,13 +120,13 @@ def id_headers(job_id: str) -> dict[str, str]:
 class Relay(Response):
     """An answer that runs its own request, in the client's dialect."""
 
-    def __init__(self, run: Run, turn: Turn, finished: Finished, dialect: Dialect) -> None:
+    def __init__(self, run: Run, slot: AdmissionSlot, finished: Finished, dialect: Dialect) -> None:
         """`finished` is called once, however the request ends."""
         super().__init__()
         self._dialect = dialect
         self._run = run
-        self._turn = turn
-        self._extra = id_headers(run.job.id) | turn.headers
+        self._slot = slot
+        self._extra = id_headers(run.job.id) | slot.headers
         self._finished = finished
         self._running = False
         self._left = False  # the client went away before the end
@@ -169,8 +169,8 @@ class Relay(Response):
     async def _failure_of_run(self) -> KvrelayError | None:
         self._running = True
         try:
-            await self._turn.begun()
-            self._run.placed = self._turn.placed
+            await self._slot.begun()
+            self._run.placed = self._slot.placed
             await self._run.run()
         except KvrelayError as why:
             return why

@@ -28,9 +28,8 @@ from kvrelay.openai_api.dialects.responses import Recall, translate_body
 from kvrelay.openai_api.json_body import check_shape, off_loop, unless_disconnected
 from kvrelay.openai_api.routes import body_excerpt
 from kvrelay.openai_api.tracing import start_tracing
-from kvrelay.router.admission.gate import Gate
+from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
-from kvrelay.router.admission.poison import DEATHS, fingerprint_of
 from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.console.lookout import Lookout
@@ -63,6 +62,7 @@ from kvrelay.router.request.job import (
 from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.placer import Placer
+from kvrelay.router.request.poison import DEATHS, fingerprint_of
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_requests import VllmLegs
@@ -112,7 +112,7 @@ class Router:
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.metrics.waiting_for_room.read = lambda: self.placer.waiting
         self.tracing = start_tracing(config.otlp_traces_endpoint, "kvrelay-router")
-        self.gate = Gate(config, self.pool, self.placer, self.metrics.admission)
+        self.admission = AdmissionController(config, self.pool, self.placer, self.metrics.admission)
         self.background = BackgroundTasks()
         self.live: set[str] = set()
         """The ids of requests that are being answered."""
@@ -159,7 +159,7 @@ class Router:
             ):
                 yield
         finally:
-            await self.gate.close()
+            await self.admission.close()
             if events is not None:
                 await events.close()
             await self.background.finish(_SHUTDOWN_DEADLINE_S)
@@ -174,7 +174,7 @@ class Router:
         self.config = config
         self.keyring.take_over(config.api_key, config.keys)
         self.models.aliases = config.aliases
-        self.gate.take_over(config)
+        self.admission.take_over(config)
         self.placer.take_over(config)
         if self._means is not None:
             self._means = replace(self._means, config=config)
@@ -232,7 +232,7 @@ class Router:
                 request.state.job_id
             )  # it may be in use since the body was waited for
             session = header(SESSION_HEADER, "")
-            targets = self.gate.targets(*targets_of(header))
+            targets = self.admission.slo(*targets_of(header))
             job = parse_job(
                 body,
                 leg_path,
@@ -254,7 +254,7 @@ class Router:
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             trace = RequestTrace(self.tracing, path, header, timeline.arrived)
             walk = self._walk(job, {"x-request-id": job.node_id, **trace.headers}, timeline, deaths)
-            turn = await self.gate.enter(caller, job, walk.wanted(), timeline.arrived)
+            slot = await self.admission.admit(caller, job, walk.wanted(), timeline.arrived)
         except KvrelayError as why:
             job_of = None if walk is None else walk.job
             self.log.refused(request.state.job_id, path, caller.name, why, trace, job_of)
@@ -269,15 +269,15 @@ class Router:
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
-            self.gate.leave(
-                turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens
+            self.admission.release(
+                slot, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens
             )
             self.live.discard(job.id)
             if status == 200 and why is None:
                 deaths.answered()
             self.log.finished(walk, caller.name, path, status, why, trace)
 
-        return Relay(walk, turn, finished, dialect)
+        return Relay(walk, slot, finished, dialect)
 
     def _walk(
         self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: CrashRecord
@@ -307,7 +307,7 @@ class Router:
         """
         body = await self.body(request)
         body = await off_loop(len(body), translate, body)
-        async with self.gate.question(caller_of(request)):
+        async with self.admission.question(caller_of(request)):
             # What ends one node ends the next: no more of them than a request may have that is
             # answered by tokens.
             attempts = min(self.config.attempts, DEATHS)

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
-from kvrelay.router.admission.poison import Poison
 from kvrelay.router.console.picture import WorkerSeen
 from kvrelay.router.membership.warm_up import NO_PAIRS, WarmPairs
+from kvrelay.router.request.poison import Poison
 
 __all__ = ["Shared"]
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 
-from kvrelay.router.admission.poison import DEATHS, REFUSED_S, Poison
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.node import Lease
+from kvrelay.router.request.poison import DEATHS, REFUSED_S, Poison
 from kvrelay.wire.errors import PoisonRequest
 
 __all__ = ["CrashRecord"]

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvrelay.openai_api.sse import joined_body, joined_end
-from kvrelay.router.admission.poison import DEATHS
 from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.poison import DEATHS
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
 

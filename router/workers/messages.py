@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.router.admission.poison import Suspect
 from kvrelay.router.console.picture import WorkerSeen
 from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import NodeEvent
+from kvrelay.router.request.poison import Suspect
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import RouterConfig

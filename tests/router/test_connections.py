@@ -293,7 +293,7 @@ async def test_a_client_that_does_not_read_holds_nothing_for_ever(
             client.sendall(CHAT + length + b"\r\n" + body + CHAT + LENGTH + last + b"\r\n" + BODY)
             await until(lambda: len(d.calls) == 2)
             await until(lambda: not c.router.live, 5)
-            assert not c.router.gate.waiting()
+            assert not c.router.admission.waiting()
             async with asyncio.timeout(5):
                 while status(await said(c, b"GET /ping HTTP/1.0\r\n\r\n")) != 200:
                     await asyncio.sleep(0.02)

@@ -68,7 +68,7 @@ def calls(*nodes: FakeNode) -> int:
 async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.admission.poison.REFUSED_S", 2.0)
+    monkeypatch.setattr("kvrelay.router.request.poison.REFUSED_S", 2.0)
     nodes = [fragile(prefill()) for _ in range(3)] + [fragile(decode()) for _ in range(3)]
     async with cluster(*nodes) as c:
         status, body, headers = await asked(c, POISON)

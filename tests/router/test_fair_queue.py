@@ -9,7 +9,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.admission.fair_queue import Entrant, FairQueue
+from kvrelay.router.admission.fair_queue import FairQueue, QueuedRequest
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
@@ -17,11 +17,11 @@ sizes = st.integers(1, 1000)
 
 def entrant(
     key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0
-) -> Entrant:
-    return Entrant(key, arrived, weight, priority, tokens=tokens)
+) -> QueuedRequest:
+    return QueuedRequest(key, arrived, weight, priority, tokens=tokens)
 
 
-def begin_next(queue: FairQueue[Entrant]) -> Entrant:
+def begin_next(queue: FairQueue[QueuedRequest]) -> QueuedRequest:
     first = queue.first()
     assert first is not None
     queue.begin(first)
@@ -37,7 +37,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     asked: list[tuple[str, int]], weights: list[float]
 ) -> None:
     weight = dict(zip(KEYS, weights, strict=True))
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     for key, tokens in asked:
         queue.push(entrant(key, tokens, weight[key]))
     got = dict.fromkeys(KEYS, 0.0)
@@ -57,7 +57,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
 def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_other_way_round() -> (
     None
 ):
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     for _ in range(50):
         queue.push(entrant("heavy"))
     for _ in range(20):
@@ -72,7 +72,7 @@ def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_ot
 
 
 def test_what_begins_without_waiting_counts_too() -> None:
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     queue.begin(entrant("heavy", 1000))
     queue.push(entrant("heavy", 10))
     queue.push(entrant("light", 10))
@@ -84,7 +84,7 @@ def test_what_begins_without_waiting_counts_too() -> None:
 def test_the_more_important_begin_first_and_of_a_key_the_older(
     asked: list[tuple[str, int, int]],
 ) -> None:
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     for at, (key, priority, tokens) in enumerate(asked):
         queue.push(entrant(key, tokens, priority=priority, arrived=float(at)))
     begun = [begin_next(queue) for _ in asked]
@@ -98,9 +98,9 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(
 @settings(max_examples=50)
 @given(st.data())
 def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
-    queue: FairQueue[Entrant] = FairQueue()
-    waiting: list[Entrant] = []
-    begun: list[Entrant] = []
+    queue: FairQueue[QueuedRequest] = FairQueue()
+    waiting: list[QueuedRequest] = []
+    begun: list[QueuedRequest] = []
     for at in range(data.draw(st.integers(1, 40))):
         act = data.draw(st.sampled_from(["push", "push", "remove", "begin", "correct"]))
         if act == "push":
@@ -126,7 +126,7 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
 
 
 def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> None:
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     short, long = entrant("short", 1000), entrant("long", 10)
     queue.begin(short)
     queue.begin(long)
@@ -138,7 +138,7 @@ def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> 
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     low = [
         entrant("a", priority=5, arrived=1),
         entrant("b", priority=5, arrived=2),
@@ -151,7 +151,7 @@ def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> Non
 
 
 def test_among_equals_the_key_with_most_places_for_its_weight_makes_room() -> None:
-    queue: FairQueue[Entrant] = FairQueue()
+    queue: FairQueue[QueuedRequest] = FairQueue()
     many = [entrant("heavy", arrived=float(at)) for at in range(4)]
     for each in many:
         queue.push(each)

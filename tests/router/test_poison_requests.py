@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.admission import poison as poison_module
-from kvrelay.router.admission.poison import REFUSED_S, Poison, fingerprint_of
+from kvrelay.router.request import poison as poison_module
+from kvrelay.router.request.poison import REFUSED_S, Poison, fingerprint_of
 
 A, B = fingerprint_of("key", b"a"), fingerprint_of("key", b"b")
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from kvrelay.openai_api.dialects.response_store import Stored
-from kvrelay.router.admission.poison import Suspect
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import Node, NodeEvent
 from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.request.poison import Suspect
 from kvrelay.router.router import Router
 from kvrelay.router.workers import parent as parent_module
 from kvrelay.router.workers.messages import (

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 if "router" in sys.orig_argv:
-    from kvrelay.router.admission import poison
+    from kvrelay.router.request import poison
 
     poison.REFUSED_S = float(os.environ["POISON_REFUSED_S"])
 elif {"prefill", "decode"} & set(sys.orig_argv):

@@ -19,7 +19,7 @@ from router_doubles import (
     until,
 )
 
-from kvrelay.router.admission.gate import _LOOK_S
+from kvrelay.router.admission.controller import _LOOK_S
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.key_config import KeyConfig
@@ -91,7 +91,7 @@ async def test_a_request_waits_while_there_is_no_room_and_begins_when_there_is()
         assert [(await each)[0] for each in (first, second)] == [200, 200]
         assert c.metric("kvrelay_router_admitted_total", how="queued") == 1
         assert c.metric("kvrelay_router_queue_wait_seconds_count") == 1
-        assert not c.router.gate.waiting()
+        assert not c.router.admission.waiting()
 
 
 async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_another() -> None:
@@ -106,7 +106,7 @@ async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_anothe
         )  # a turn that is given back looks at its own queue only
         assert (await other)[0] == 200
         await asyncio.sleep(5 * _LOOK_S)
-        assert (sum(c.router.gate.waiting().values()), len(p.calls)) == (1, 1)
+        assert (sum(c.router.admission.waiting().values()), len(p.calls)) == (1, 1)
         held.permits.release()
         held.permits.release()
         assert [(await each)[0] for each in (first, second)] == [200, 200]
@@ -143,7 +143,7 @@ async def test_those_that_wait_begin_by_priority_and_then_in_turns_of_their_keys
         for user, headers, priority in (
             ("a1", ALICE, 0), ("a2", ALICE, 0), ("a3", ALICE, 0), ("b1", BOB, 0), ("b2", BOB, 5), ("a4", ALICE, -1)
         ):  # fmt: skip
-            before = sum(c.router.gate.waiting().values())
+            before = sum(c.router.admission.waiting().values())
             tasks.append(
                 soon(
                     asked(c, {"user": user, "priority": priority, "max_tokens": 4}, headers=headers)
@@ -212,7 +212,7 @@ async def test_who_waits_until_the_deadline_is_told_so() -> None:
         status, body, _ = await asked(c)
         assert (status, body["error"]["type"]) == (504, "deadline_exceeded")
         assert (await first)[0] == 504
-        assert not c.router.gate.waiting()
+        assert not c.router.admission.waiting()
 
 
 async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_computed() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.admission.admission import Admission
-from kvrelay.router.admission.fair_queue import Entrant
+from kvrelay.router.admission.admission_queue import AdmissionQueue
+from kvrelay.router.admission.fair_queue import QueuedRequest
 from kvrelay.router.admission.rate_limits import Refusal
 from kvrelay.router.placement import Refuse, Wait
 
@@ -20,13 +20,15 @@ class ModelCluster:
     """Seats that a request takes for a second; a router's admission in front of them."""
 
     def __init__(self, max_queue: int, seats: int = 1) -> None:
-        self.admission: Admission[Entrant, str] = Admission(max_queue, self.look)
+        self.admission: AdmissionQueue[QueuedRequest, str] = AdmissionQueue(
+            max_queue, lambda request: self.look(request)
+        )
         self.now, self.seats = 0.0, seats
-        self.running: list[tuple[Entrant, float]] = []
-        self.begun: list[Entrant] = []
-        self.refused: list[tuple[Entrant, Refusal]] = []
+        self.running: list[tuple[QueuedRequest, float]] = []
+        self.begun: list[QueuedRequest] = []
+        self.refused: list[tuple[QueuedRequest, Refusal]] = []
 
-    def look(self, entrant: Entrant) -> str | Wait | Refuse:
+    def look(self, entrant: QueuedRequest) -> str | Wait | Refuse:
         soonest = (
             0.0
             if len(self.running) < self.seats
@@ -41,7 +43,7 @@ class ModelCluster:
             )
         return Wait("all seats are taken") if soonest else "a seat"
 
-    def ask(self, entrant: Entrant, max_of_key: int = 0) -> str | Wait | Refusal:
+    def ask(self, entrant: QueuedRequest, max_of_key: int = 0) -> str | Wait | Refusal:
         found = self.admission.arrive(entrant, max_of_key)
         if not isinstance(found, Wait | Refusal):
             assert found == "a seat"
@@ -54,20 +56,20 @@ class ModelCluster:
             for each, _ in [item for item in self.running if item[1] <= self.now]:
                 self.running = [item for item in self.running if item[0] is not each]
                 self.admission.queue.correct(each, each.tokens)
-            for each, found in self.admission.turns(self.now):
+            for each, found in self.admission.leaving(self.now):
                 if isinstance(found, Refusal):
                     self.refused.append((each, found))
                 else:
                     assert found == "a seat"
                     self._begin(each)
 
-    def _begin(self, entrant: Entrant) -> None:
+    def _begin(self, entrant: QueuedRequest) -> None:
         self.begun.append(entrant)
         self.running.append((entrant, self.now + TAKES_S))
 
 
-def entrant(tokens: int = 100, key: str = "a", **fields: float) -> Entrant:
-    return Entrant(key, fields.pop("arrived", 0.0), tokens=tokens, **fields)  # type: ignore[arg-type]
+def entrant(tokens: int = 100, key: str = "a", **fields: float) -> QueuedRequest:
+    return QueuedRequest(key, fields.pop("arrived", 0.0), tokens=tokens, **fields)  # type: ignore[arg-type]
 
 
 def refusal(found: object) -> Refusal:
@@ -125,7 +127,7 @@ def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_i
 
 def test_a_token_that_takes_too_long_anywhere_is_refused_for_good() -> None:
     found = refusal(
-        Admission(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(entrant())
+        AdmissionQueue(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(entrant())
     )
     assert (found.reason, found.retry_after_s) == ("tpot_never", None)
     assert "12.0 ms" in found.message
@@ -138,7 +140,7 @@ def test_a_full_queue_makes_room_for_the_more_important() -> None:
     assert found.reason == "queue_full"
     assert isinstance(cluster.ask(urgent := entrant(1000, priority=-1)), Wait)
     assert cluster.admission.queue.first() is urgent
-    ((displaced, why),) = cluster.admission.turns(cluster.now)
+    ((displaced, why),) = cluster.admission.leaving(cluster.now)
     assert refusal(why).reason == "displaced"
     assert displaced not in cluster.admission.queue
     assert len(cluster.admission.queue) == 3
@@ -176,10 +178,10 @@ def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
     for each in (hopeless := entrant(), behind := entrant()):
         assert isinstance(cluster.ask(each), Wait)
 
-    def look(entrant: Entrant) -> str | Wait | Refuse:
+    def look(entrant: QueuedRequest) -> str | Wait | Refuse:
         return Refuse("tpot", 9.0, 8.0, never=True) if entrant is hopeless else "a seat"
 
-    cluster.admission.look = look
-    first, second = cluster.admission.turns(1.0)
+    cluster.look = look
+    first, second = cluster.admission.leaving(1.0)
     assert (first[0], refusal(first[1]).reason) == (hopeless, "tpot_never")
     assert second == (behind, "a seat")

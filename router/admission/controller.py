@@ -1,0 +1,249 @@
+"""The asyncio shell of admission: a request gets a slot here, and gives it back in any case.
+
+Limits of its key first (router/admission/rate_limits.py), then the queue of its model's nodes
+(router/admission/admission_queue.py). Owns the clock, waiting and metrics; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from kvrelay.router.admission.admission_queue import AdmissionQueue
+from kvrelay.router.admission.fair_queue import QueuedRequest
+from kvrelay.router.admission.keys import Caller
+from kvrelay.router.admission.metrics import AdmissionMetrics
+from kvrelay.router.admission.rate_limits import KeyLimits, Refusal
+from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.nodes.node import NodeKind
+from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.placement import Refuse, Wait
+from kvrelay.router.request.job import Job, Slo
+from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery, Placer
+from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
+from kvrelay.wire.router_config import RouterConfig
+
+__all__ = ["AdmissionController", "AdmissionSlot"]
+
+_LOOK_S = 0.01
+"""The time between two looks at the queue while a request waits, and none ends."""
+_LONGEST_S = 60.0
+"""The longest Retry-After; OpenAI's clients take more for a mistake, and return at once."""
+
+_log = logging.getLogger("kvrelay.router")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class AdmissionSlot(QueuedRequest):
+    """A request's slot, or its place in the queue; `AdmissionController.release` ends it."""
+
+    wanted: PlacementQuery
+    queue: ModelQueue
+    limit_tokens: int
+    """Tokens taken of the key's limits."""
+    headers: dict[str, str]
+    """Headers for the answer."""
+    placed: PlacementLeases | None = None
+    """The places on nodes; None before the request begins, and for nodes of another project."""
+    has_begun: bool = False
+    result: asyncio.Future[KvrelayError | None] = field(default_factory=asyncio.Future)
+    """None once the request has begun, or why it will not begin."""
+
+    async def begun(self) -> None:
+        """Wait until the request may begin. Raises KvrelayError if it may not."""
+        if (why := await self.result) is not None:
+            raise why
+
+    def settle(self, why: KvrelayError | None = None) -> None:
+        """End the wait."""
+        if not self.result.done():  # cancelled: its client is just leaving
+            self.result.set_result(why)
+
+
+ModelQueue = AdmissionQueue[AdmissionSlot, ChosenNodes | None]
+"""The queue for the nodes of one model."""
+
+
+class AdmissionController:
+    """A router's admission of requests. `close` it at the end."""
+
+    def __init__(
+        self, config: RouterConfig, pool: Pool, placer: Placer, metrics: AdmissionMetrics
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._placer = placer
+        self._limits = KeyLimits()
+        self._metrics = metrics
+        self._queues: dict[str, ModelQueue] = {}
+        self._looking: asyncio.Task[None] | None = None
+        metrics.waiting.read = self.waiting
+
+    def take_over(self, config: RouterConfig) -> None:
+        """Use the limits and targets of a new configuration for requests that come from now on."""
+        self._config = config
+        for queue in self._queues.values():
+            queue.max_queue = config.max_queue
+
+    def waiting(self) -> dict[str, int]:
+        """Return the number of requests in each model's queue."""
+        return {model: len(each.queue) for model, each in self._queues.items() if each.queue}
+
+    def slo(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
+        """Return the targets of a request that asks for these."""
+        # The router's time per token is a promise to all who are served: a laxer one is no reason
+        # to break it.
+        tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
+        return Slo(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
+
+    async def admit(
+        self, caller: Caller, job: Job, wanted: PlacementQuery, arrived: float
+    ) -> AdmissionSlot:
+        """Let a request begin now, or queue it.
+
+        Raises Overloaded, RateLimited, with the time after which to return; NoNode, KvNotLoaded.
+        """
+        base = self._pool.base_of(job.model)
+        queue = self._queues.get(base)
+        if queue is None:
+            queue = self._queues[base] = AdmissionQueue(self._config.max_queue, self._find)
+        wanted = self._placer.limited(wanted, job.targets)
+        output = min(wanted.request.output, wanted.request.most_output)
+        tokens = limit_tokens = job.prompt_tokens + math.ceil(output)
+        if caller.tokens_per_minute:
+            # A long answer may be expected that never comes: alone it is no reason to refuse.
+            limit_tokens = max(job.prompt_tokens, min(tokens, caller.tokens_per_minute))
+        slot = AdmissionSlot(
+            key=caller.name,
+            arrived=arrived,
+            weight=caller.weight,
+            priority=job.priority,
+            tokens=tokens,
+            ttft_s=job.targets.ttft_s,
+            deadline=arrived + self._config.request_deadline_s,
+            wanted=wanted,
+            queue=queue,
+            limit_tokens=limit_tokens,
+            headers=self._take_limits(caller, limit_tokens),
+        )
+        try:
+            found = queue.arrive(slot, caller.max_queue)
+            if isinstance(found, Refusal):
+                raise self._refused(slot, found)
+        except BaseException:
+            self._limits.give_back(slot.key, limit_tokens, None, time.monotonic())
+            raise
+        if not isinstance(found, Wait):
+            self._begin(slot, found)
+            self._metrics.admitted(slot.key)
+        elif self._looking is None:
+            self._looking = asyncio.create_task(self._look_on())
+        return slot
+
+    def release(self, slot: AdmissionSlot, prompt_tokens: int, output_tokens: int) -> None:
+        """Give back a slot, however the request ended, after so many tokens."""
+        now, tokens = time.monotonic(), prompt_tokens + output_tokens
+        if slot.placed is not None:
+            self._placer.give_back(slot.placed)
+        if slot.has_begun:
+            slot.queue.queue.correct(slot, tokens)
+            self._metrics.tokens.add(prompt_tokens, slot.key, "prompt")
+        elif slot in slot.queue.queue:
+            slot.queue.queue.remove(slot)
+            self._metrics.refused(slot.key, "client_gone")
+        used = tokens if slot.has_begun else None
+        self._limits.give_back(slot.key, slot.limit_tokens, used, now)
+        self._pump(slot.queue, now)
+
+    @asynccontextmanager
+    async def question(self, caller: Caller) -> AsyncIterator[None]:
+        """Admit a short question for the length of the block; it waits in no queue.
+
+        It counts as a request of no tokens for its key's limits. Raises RateLimited.
+        """
+        self._take_limits(caller, 0)
+        try:
+            yield
+        finally:
+            self._limits.give_back(caller.name, 0, 0, time.monotonic())
+
+    async def close(self) -> None:
+        """Stop looking at the queues."""
+        if self._looking is not None:
+            await cancel_and_wait([self._looking])
+
+    def _find(self, slot: AdmissionSlot) -> ChosenNodes | Wait | Refuse | None:
+        """Return where a request would be placed now; None: its run chooses its nodes itself."""
+        wanted, limit_ms = slot.wanted, slot.wanted.request.ttft_limit_ms
+        if self._pool.kind_for(wanted.model) is not NodeKind.KVRELAY:
+            return None
+        left_ms = limit_ms - (time.monotonic() - slot.arrived) * 1e3
+        request = replace(wanted.request, ttft_limit_ms=left_ms)
+        try:
+            found = self._placer.find(replace(wanted, request=request))
+        except Overloaded as why:
+            return Wait(why.message)
+        if isinstance(found, Refuse) and found.what == "ttft":
+            never = found.never and found.expected_ms > limit_ms
+            return replace(found, limit_ms=limit_ms, never=never)
+        return found
+
+    def _begin(self, slot: AdmissionSlot, found: ChosenNodes | None) -> None:
+        slot.placed = None if found is None else self._placer.take(found)
+        slot.has_begun = True
+        slot.settle()
+
+    def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:
+        """Take tokens of a key's limits, and return the headers about them. Raises RateLimited."""
+        refusal = self._limits.take(caller, tokens, time.monotonic())
+        headers = self._limits.headers(caller.name)
+        if refusal is None:
+            return headers
+        self._metrics.refused(caller.name, refusal.reason)
+        raise _with_retry_after(RateLimited(refusal.message), refusal.retry_after_s, headers)
+
+    def _refused(self, slot: AdmissionSlot, refusal: Refusal) -> KvrelayError:
+        self._metrics.refused(slot.key, refusal.reason)
+        if refusal.reason == "deadline":
+            return DeadlineExceeded(refusal.message)
+        after_s = refusal.retry_after_s
+        error = Overloaded(refusal.message, code=refusal.reason)
+        longest_s = None if after_s is None else min(after_s, _LONGEST_S)
+        return _with_retry_after(error, longest_s, slot.headers)
+
+    async def _look_on(self) -> None:
+        try:
+            while self.waiting():
+                await asyncio.sleep(_LOOK_S)
+                for queue in self._queues.values():
+                    self._pump(queue, time.monotonic())
+        finally:
+            self._looking = None
+
+    def _pump(self, queue: ModelQueue, now: float) -> None:
+        """Begin what may begin, and end what has waited for too long."""
+        try:
+            for slot, found in queue.leaving(now):
+                if isinstance(found, Refusal):
+                    slot.settle(self._refused(slot, found))
+                elif isinstance(found, KvrelayError):
+                    slot.settle(found)
+                else:
+                    self._begin(slot, found)
+                    self._metrics.admitted(slot.key, now - slot.arrived)
+        except Exception:  # noqa: BLE001 - must end neither the looking nor the request just ended
+            _log.exception("a queue could not be looked at")
+
+
+def _with_retry_after(
+    error: KvrelayError, retry_after_s: float | None, headers: dict[str, str]
+) -> KvrelayError:
+    # Without a time OpenAI's clients must not try again.
+    error.headers = headers if retry_after_s is not None else headers | {"x-should-retry": "false"}
+    error.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
+    return error
