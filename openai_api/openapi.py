@@ -1,13 +1,13 @@
-"""The OpenAPI document of the router's and the nodes' routes. Pure.
+"""The OpenAPI document of the routes that the router and nodes serve to clients. Pure.
 
-Made of the types that requests are decoded with. FastAPI cannot see these, because it does not read
-the bodies. What the cluster says to itself (/kv) is left out. A test compares the paths here with
-those that are served.
+msgspec makes the schemas from the types that decode requests. FastAPI cannot, because it does not
+read the bodies. The cluster's own routes (/kv) are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvrelay.openai_api.dialects.anthropic import CountRequest, MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.generate import GENERATE_PATH, Generated, GenerateRequest
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
+from kvrelay.openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH
 from kvrelay.openai_api.types import (
     AdapterAnswer,
     ChatCompletion,
@@ -36,7 +37,7 @@ from kvrelay.openai_api.types import (
 from kvrelay.wire.errors import ErrorBody
 from kvrelay.wire.sampling import MAX_LOGPROBS
 
-__all__ = ["document"]
+__all__ = ["OPERATIONS", "document"]
 
 Schema = dict[str, Any]
 
@@ -89,7 +90,7 @@ _LIMITS: dict[str, dict[str, Schema]] = {
     "ContentPart": {"type": {"enum": ["text"]}},
     "DetokenizeRequest": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
 }
-"""What is checked beyond the types, where a schema can say it."""
+"""Limits beyond the types, where a schema can state them."""
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -98,17 +99,10 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorBody
 
 
-class AnthropicErrorBody(msgspec.Struct):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
 class AnthropicErrorAnswer(msgspec.Struct):
     """Any error on /v1/messages."""
 
-    error: AnthropicErrorBody
+    error: dict[str, str]
     type: str = "error"
 
 
@@ -137,20 +131,6 @@ class AnthropicMessage(msgspec.Struct):
     usage: dict[str, int]
 
 
-class InputTokens(msgspec.Struct):
-    """How long a prompt is."""
-
-    input_tokens: int
-
-
-class Deleted(msgspec.Struct):
-    """A response that is kept no more."""
-
-    id: str
-    object: str
-    deleted: bool
-
-
 class ItemPage(msgspec.Struct):
     """Some of a response's input items."""
 
@@ -171,7 +151,7 @@ class TokenizePrompt(msgspec.Struct):
 
 
 class TokenizeChat(msgspec.Struct):
-    """The tokens of a chat, behind its template."""
+    """The tokens of a chat, after its template."""
 
     messages: list[Message]
     model: str | None = None
@@ -181,121 +161,69 @@ class TokenizeChat(msgspec.Struct):
     return_token_strs: bool | None = None
 
 
-class Version(msgspec.Struct):
-    """Of the server."""
-
-    version: str
-
-
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """`asks`: types of the JSON body, one of them. `answers`: of the JSON answer, or else a media
-    type.
-    """
-
     method: str
     path: str
     about: str
     asks: tuple[Any, ...] = ()
+    """Types of the JSON body; a request has one of them."""
     answers: Any = None
+    """The type of the JSON answer, or a media type."""
     streams: bool = False
-    parameters: tuple[Schema, ...] = ()
-    guarded: bool = True
-    error: Any = field(default=ErrorAnswer)
+    query: Mapping[str, Schema] = field(default_factory=dict)
 
-
-def _parameter(name: str, where: str, schema: Schema, about: str = "") -> Schema:
-    return {
-        "name": name,
-        "in": where,
-        "required": where == "path",
-        "schema": schema,
-        "description": about,
-    }
+    @property
+    def error(self) -> Any:
+        return AnthropicErrorAnswer if self.path.startswith(ANTHROPIC_PATH) else ErrorAnswer
 
 
 _TEXT = {"type": "string"}
-# Of each event of a stream.
 _EVENT: Schema = {
     "type": "object",
     "properties": {"event": _TEXT, "data": _TEXT},
     "required": ["data"],
 }
-_MODEL = (_parameter("model", "path", _TEXT),)
-_RESPONSE_ID = (_parameter("response_id", "path", _TEXT),)
-_PAGE = (
-    _parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
-    _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}),
-    _parameter("after", "query", _TEXT, "The id of the last item of the page before."),
-)
-_NO_SUCH_FIELD = (
-    "Fields without a name of their own here mean what they mean in a chat completion: "
-)
-_OPERATIONS = (
+_RESPONSE = f"{RESPONSES_PATH}/{{response_id}}"
+_PAGE: Mapping[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": _TEXT | {"description": "The id of the last item of the page before."},
+}
+_FIELDS = f"Fields not listed here mean what they mean in a chat completion: {', '.join(PASSED_ON)}"
+_LOAD = "Load a LoRA adapter, which is a model's name from then on; where nodes allow it."
+OPERATIONS = (
     _Operation(
-        "post",
-        "/v1/chat/completions",
-        "Answer a chat.",
-        (ChatRequest,),
-        ChatCompletion,
-        streams=True,
+        "post", "/v1/chat/completions", "Answer a chat.", (ChatRequest,), ChatCompletion, True
+    ),
+    _Operation(
+        "post", "/v1/completions", "Continue a text.", (CompletionRequest,), Completion, True
     ),
     _Operation(
         "post",
-        "/v1/completions",
-        "Continue a text.",
-        (CompletionRequest,),
-        Completion,
-        streams=True,
-    ),
-    _Operation(
-        "post",
-        "/v1/responses",
-        f"Answer in the Responses API. {_NO_SUCH_FIELD}{', '.join(PASSED_ON)}.",
+        RESPONSES_PATH,
+        f"Answer in the Responses API. {_FIELDS}.",
         (ResponsesRequest,),
         ResponseObject,
-        streams=True,
+        True,
     ),
-    _Operation(
-        "get",
-        "/v1/responses/{response_id}",
-        "A kept response.",
-        (),
-        ResponseObject,
-        parameters=_RESPONSE_ID,
-    ),
-    _Operation(
-        "delete",
-        "/v1/responses/{response_id}",
-        "Forget a response.",
-        (),
-        Deleted,
-        parameters=_RESPONSE_ID,
-    ),
-    _Operation(
-        "get",
-        "/v1/responses/{response_id}/input_items",
-        "What a kept response answers.",
-        (),
-        ItemPage,
-        parameters=_RESPONSE_ID + _PAGE,
-    ),
+    _Operation("get", _RESPONSE, "A stored response.", (), ResponseObject),
+    _Operation("delete", _RESPONSE, "Delete a response.", (), dict[str, str | bool]),
+    _Operation("get", f"{_RESPONSE}/input_items", "A response's input.", (), ItemPage, query=_PAGE),
     _Operation(
         "post",
-        "/v1/messages",
-        f"Answer in the Anthropic API. {_NO_SUCH_FIELD}{', '.join(PASSED_ON)}.",
+        ANTHROPIC_PATH,
+        f"Answer in the Anthropic API. {_FIELDS}.",
         (MessagesRequest,),
         AnthropicMessage,
-        streams=True,
-        error=AnthropicErrorAnswer,
+        True,
     ),
     _Operation(
         "post",
-        "/v1/messages/count_tokens",
-        "Tokens of a prompt in the Anthropic API.",
+        f"{ANTHROPIC_PATH}/count_tokens",
+        "Count the tokens of a prompt in the Anthropic API.",
         (CountRequest,),
-        InputTokens,
-        error=AnthropicErrorAnswer,
+        dict[str, int],
     ),
     _Operation(
         "post",
@@ -303,17 +231,11 @@ _OPERATIONS = (
         "Continue token ids with token ids, as vLLM's route does.",
         (GenerateRequest,),
         Generated,
-        streams=True,
+        True,
     ),
     _Operation("get", "/v1/models", "The served models.", (), ModelList),
-    _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard, parameters=_MODEL),
-    _Operation(
-        "post",
-        "/v1/load_lora_adapter",
-        "Load a LoRA adapter, which is a model's name from then on; where nodes allow it.",
-        (LoadAdapterRequest,),
-        AdapterAnswer,
-    ),
+    _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard),
+    _Operation("post", "/v1/load_lora_adapter", _LOAD, (LoadAdapterRequest,), AdapterAnswer),
     _Operation(
         "post",
         "/v1/unload_lora_adapter",
@@ -331,118 +253,97 @@ _OPERATIONS = (
     _Operation(
         "post", "/detokenize", "Token ids as a text.", (DetokenizeRequest,), DetokenizeResponse
     ),
+    _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any]),
+    _Operation("get", "/ping", "The same without a body."),
+    _Operation("post", "/ping", "The same without a body."),
     _Operation(
-        "get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False
+        "get", "/live", "200 unless only a new process can help: also while it loads or drains."
     ),
-    _Operation("get", "/ping", "The same without a body.", guarded=False),
-    _Operation("post", "/ping", "The same without a body.", guarded=False),
-    _Operation(
-        "get",
-        "/live",
-        "200 unless only a new process can help: also while it loads or drains.",
-        guarded=False,
-    ),
-    _Operation("get", "/version", "Of the server.", (), Version, guarded=False),
-    _Operation("get", "/metrics", "Prometheus metrics.", (), "text/plain", guarded=False),
-    _Operation("get", "/openapi.json", "This document.", (), dict[str, Any], guarded=False),
-    _Operation("get", "/docs", "This document as a page.", (), "text/html", guarded=False),
+    _Operation("get", "/version", "Version of the server.", (), dict[str, str]),
+    _Operation("get", "/metrics", "Prometheus metrics.", (), "text/plain"),
+    _Operation("get", "/openapi.json", "This document.", (), dict[str, Any]),
+    _Operation("get", "/docs", "This document as a page.", (), "text/html"),
 )
 
 
 def document(title: str, version: str, models: Sequence[str] = (), root_path: str = "") -> Schema:
-    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not
-    known yet.
+    """Return the OpenAPI 3.1 document.
 
-    `root_path`: what stands before the paths.
+    `models` are the names that requests may use, empty if not known yet; `root_path` is the prefix
+    of all paths.
     """
-    types = list(dict.fromkeys(kind for each in _OPERATIONS for kind in _types_of(each)))
+    types = list(dict.fromkeys(kind for each in OPERATIONS for kind in _types_of(each)))
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     schema_of = dict(zip(types, schemas, strict=True))
-    for name, limits in _LIMITS.items():
-        _limit(components[name]["properties"], limits)
+    for kind, limits in _LIMITS.items():
+        properties = components[kind]["properties"]
+        for name in limits.keys() & properties.keys():
+            properties[name] |= limits[name]
     for request in (
-        "ChatRequest",
-        "CompletionRequest",
-        "ResponsesRequest",
-        "MessagesRequest",
-        "CountRequest",
-        "GenerateRequest",
+        *("ChatRequest", "CompletionRequest", "ResponsesRequest"),
+        *("MessagesRequest", "CountRequest", "GenerateRequest"),
     ):
-        named: Schema = {"enum": list(models)} if models else {"type": "string"}
-        components[request]["properties"]["model"] = named
-        components[request]["required"] = sorted({*components[request]["required"], "model"})
-    for request in ("ChatRequest", "CompletionRequest"):
-        # Between the router and its nodes only; from a client the router refuses it.
-        del components[request]["properties"]["kv_transfer_params"]
-    used = _reachable(schemas, components)
+        component = components[request]
+        component["properties"]["model"] = {"enum": list(models)} if models else _TEXT
+        component["required"] = sorted({*component["required"], "model"})
+        # Only the router may send it to its nodes; from a client the router refuses it.
+        component["properties"].pop("kv_transfer_params", None)
     paths: dict[str, Schema] = {}
-    for each in _OPERATIONS:
+    for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each, schema_of)
-    key = (
-        {"type": "http", "scheme": "bearer"},
-        {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    )
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
-            "schemas": {name: components[name] for name in sorted(used)},
-            "securitySchemes": {"bearer": key[0], "x-api-key": key[1]},
+            "schemas": {name: components[name] for name in sorted(_used(paths, components))},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
 
-def _types_of(each: _Operation) -> Iterable[Any]:
+def _types_of(each: _Operation) -> Iterator[Any]:
     yield from each.asks
     if each.answers is not None and not isinstance(each.answers, str):
         yield each.answers
     yield each.error
 
 
-def _limit(properties: dict[str, Schema], limits: dict[str, Schema]) -> None:
-    for name, limit in limits.items():
-        if name in properties:
-            properties[name] |= limit
-
-
-def _reachable(schema: Any, components: dict[str, Schema]) -> set[str]:
+def _used(schema: Any, components: Mapping[str, Schema]) -> set[str]:
     """Names of the components that a schema refers to, directly or through others."""
     found: set[str] = set()
-    ways = [schema]
-    while ways:
-        value = ways.pop()
-        if isinstance(value, dict):
-            name = str(value.get("$ref", "")).rpartition("/")[2]
-            if name and name not in found:
+    pending = [msgspec.json.encode(schema).decode()]
+    while pending:
+        for name in re.findall(r'"#/components/schemas/(\w+)"', pending.pop()):
+            if name not in found:
                 found.add(name)
-                ways.append(components[name])
-            ways += value.values()
-        elif isinstance(value, (list, tuple)):
-            ways += value
+                pending.append(msgspec.json.encode(components[name]).decode())
     return found
 
 
-def _operation(each: _Operation, schema_of: dict[Any, Schema]) -> Schema:
-    errors = {"application/json": {"schema": schema_of[each.error]}}
+def _operation(each: _Operation, schema_of: Mapping[Any, Schema]) -> Schema:
+    content: Schema = {}
     if isinstance(each.answers, str):
-        content: Schema = {each.answers: {"schema": _TEXT}}
-    else:
-        content = (
-            {}
-            if each.answers is None
-            else {"application/json": {"schema": schema_of[each.answers]}}
-        )
+        content = {each.answers: {"schema": _TEXT}}
+    elif each.answers is not None:
+        content = {"application/json": {"schema": schema_of[each.answers]}}
     if each.streams:
         content["text/event-stream"] = {"schema": _EVENT}
-    said: Schema = {
+    errors = {"application/json": {"schema": schema_of[each.error]}}
+    schema: Schema = {
         "summary": each.about.partition(". ")[0].rstrip("."),
         "description": each.about,
-        "operationId": f"{each.method}{each.path.replace('/', '_').replace('{', '').replace('}', '')}",
-        "parameters": list(each.parameters),
+        "operationId": each.method + re.sub("[{}]", "", each.path).replace("/", "_"),
+        "parameters": [
+            *(_parameter("path", name, _TEXT) for name in re.findall(r"{(\w+)}", each.path)),
+            *(_parameter("query", name, kind) for name, kind in each.query.items()),
+        ],
         "responses": {
             "200": {"description": "The answer.", "content": content},
             "4XX": {"description": "Something is wrong with the request.", "content": errors},
@@ -450,9 +351,16 @@ def _operation(each: _Operation, schema_of: dict[Any, Schema]) -> Schema:
         },
     }
     if each.asks:
-        schemas = [schema_of[kind] for kind in each.asks]
-        body = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    if each.guarded:
-        said["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
-    return said
+        bodies = [schema_of[kind] for kind in each.asks]
+        body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+        schema["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": body}},
+        }
+    if each.path.startswith(GUARDED):
+        schema["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
+    return schema
+
+
+def _parameter(where: str, name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": where, "required": where == "path", "schema": schema}

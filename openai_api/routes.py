@@ -1,4 +1,8 @@
-"""Routes that the router and nodes share: dialects, tokenization, responses, version, docs."""
+"""Routes that the router and nodes share: dialects, tokenization, responses, version, docs.
+
+Chat and text completions have their routes in router/app.py and node/app.py; both serve these here
+as a `Server`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import HTMLResponse, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.anthropic import anthropic_error, count_body, translate_messages
 from kvrelay.openai_api.dialects.base import Translate, openai_error
@@ -23,11 +28,10 @@ from kvrelay.openai_api.dialects.response_store import ResponseStore
 from kvrelay.openai_api.dialects.responses import (
     Recall,
     StoredConversation,
-    stored_items,
+    input_page,
     translate_responses,
 )
-from kvrelay.openai_api.docs_page import DOCS_PAGE
-from kvrelay.openai_api.json_body import off_loop
+from kvrelay.openai_api.json_body import json_response, off_loop
 from kvrelay.openai_api.types import TokenizeResponse
 from kvrelay.wire.errors import ErrorBody, RequestError
 
@@ -37,102 +41,98 @@ __all__ = [
     "RESPONSES_PATH",
     "Server",
     "add_routes",
+    "body_excerpt",
     "error_shape",
     "key_of_headers",
     "server_info",
-    "body_excerpt",
     "version",
 ]
 
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
 GUARDED = ("/v1", "/tokenize", "/detokenize", "/inference")
-"""Beginnings of the paths that want the API key."""
+"""Prefixes of the paths that need the API key."""
 
-_SHOWN_BYTES = 2000
-_MAX_PAGE = 100  # items of a list, of the OpenAI API
+_EXCERPT_BYTES = 2000
+_MAX_PAGE = 100  # items of a list, in the OpenAI API
+_ENV_PREFIXES = ("KVRELAY_", "VLLM_")
+_SECRET_WORDS = ("KEY", "SECRET", "TOKEN")
+_PACKAGES = ("kvrelay", "torch", "triton", "transformers", "fastapi", "uvicorn")
 
 
 class Server(Protocol):
-    """Who answers: the router, or a node."""
+    """A router or a node, as these routes see it."""
 
     def check_key(self, request: Request) -> None:
-        """Raise Unauthorized if a key is wanted and not given."""
+        """Raise Unauthorized if a key is needed and not given."""
         ...
 
     def owner(self, request: Request) -> str:
-        """Return whose the responses are that a request makes: the hash of its key, or one word for
-        all callers.
-        """
+        """Return the owner of a request's responses: the hash of its key, or one name for all."""
         ...
 
     async def complete(
         self, request: Request, translate: Translate, recall: Recall | None = None
     ) -> Response:
-        """A chat or text completion, asked for and answered in a dialect; `learn` is given the body
-        before `speak` is.
+        """Answer a request whose body means a chat or text completion. Raises KvrelayError.
 
-        Raises KvrelayError.
+        `recall` gets the body before `translate` does.
         """
         ...
 
     async def tokenized(
         self, request: Request, path: str, translate: Callable[[bytes], bytes]
     ) -> bytes | None:
-        """Return what POST /tokenize or /detokenize answers to the request's body, translated.
+        """Return what POST /tokenize or /detokenize answers to the translated body.
 
         None if the client has gone. Raises KvrelayError.
         """
         ...
 
     def served(self) -> list[str]:
-        """The names of the models that requests may ask for now."""
+        """Return the names of the models that requests may use now."""
         ...
 
     def healthy(self) -> bool:
-        """Whether requests can be served now."""
+        """Return whether requests can be served now."""
         ...
 
     def alive(self) -> bool:
-        """Whether it may still get better by itself: false if only a new process can."""
+        """Return false if only a new process can help."""
         ...
 
 
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
-    """How errors look on a path."""
-    return (
-        anthropic_error
-        if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-        else openai_error
-    )
+    """Return what encodes the errors of a path."""
+    anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return anthropic_error if anthropic else openai_error
 
 
 def key_of_headers(headers: Callable[[str], str | None]) -> str:
-    """The API key in a request's headers: a bearer token, or as Anthropic's clients send it.
+    """Return the API key of a request, from `Authorization: Bearer` or Anthropic's x-api-key.
 
-    RFC 9110, 11: the name of the scheme in any case, and one space or more behind it."""
+    By RFC 9110, 11, the scheme has any case and one space or more after it.
+    """
     scheme, _, token = (headers("authorization") or "").partition(" ")
     return token.lstrip(" ") if scheme.lower() == "bearer" else headers("x-api-key") or ""
 
 
 def body_excerpt(body: bytes) -> str:
-    """A request's body for a log line."""
-    return repr(body[:_SHOWN_BYTES].decode("utf-8", "replace"))
+    """Return the beginning of a request's body for a log line."""
+    return repr(body[:_EXCERPT_BYTES].decode("utf-8", "replace"))
 
 
 def version() -> str:
-    """Of the installed package."""
-    try:
-        return importlib.metadata.version("kvrelay")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    """Return the version of the installed package."""
+    return _version("kvrelay") or "unknown"
 
 
 def add_routes(
     app: FastAPI, server: Server, responses: ResponseStore | None = None, *, root_path: str = ""
 ) -> None:
-    """Add them all. `responses`: where they are kept, in this process if nowhere else; `root_path`:
-    a proxy's.
+    """Add the shared routes to an app.
+
+    `responses` stores responses, by default in memory; `root_path` is the prefix of a proxy.
     """
     _add_responses(app, server, responses or ResponseStore())
     _add_anthropic(app, server)
@@ -145,15 +145,15 @@ def add_routes(
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)
-        told = await server.tokenized(request, request.url.path, lambda body: body)
-        return Response(status_code=499) if told is None else _json(told)
+        tokens = await server.tokenized(request, request.url.path, lambda body: body)
+        return Response(status_code=499) if tokens is None else json_response(msgspec.Raw(tokens))
 
     app.post("/tokenize", response_model=None)(tokenization)
     app.post("/detokenize", response_model=None)(tokenization)
 
     @app.get("/version", response_model=None)
-    async def said_version() -> Response:
-        return _json(msgspec.json.encode({"version": version()}))
+    async def get_version() -> Response:
+        return json_response({"version": version()})
 
     @app.api_route("/ping", methods=["GET", "POST"], response_model=None)
     async def ping() -> Response:
@@ -168,16 +168,16 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
-        shelf = StoredConversation(store, server.owner(request))
+        conversation = StoredConversation(store, server.owner(request))
         translate = partial(
             translate_responses,
-            store=shelf,
+            store=conversation,
             response_id=f"resp_{uuid.uuid4().hex}",
-            created_at=_now(),
+            created_at=int(time.time()),
         )
-        return await server.complete(request, translate, shelf.recall)
+        return await server.complete(request, translate, conversation.recall)
 
-    # One route for both methods: a refusal of a third one names them all.
+    # One route for both methods: the refusal of a third one names them all.
     @app.api_route(
         f"{RESPONSES_PATH}/{{response_id}}", methods=["GET", "DELETE"], response_model=None
     )
@@ -185,20 +185,18 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
         server.check_key(request)
         if request.method == "DELETE":
             store.delete(server.owner(request), response_id)
-            return _json(
-                msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
-            )
+            return json_response({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") in ("true", "1"):
             raise RequestError(
                 "a response that is over is not streamed again; leave stream out", param="stream"
             )
-        return _json(store.get(server.owner(request), response_id).body)
+        return json_response(msgspec.Raw(store.get(server.owner(request), response_id).body))
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
     async def input_items(request: Request, response_id: str) -> Response:
         server.check_key(request)
-        asked = request.query_params
-        limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
             raise RequestError(
                 f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit"
@@ -206,10 +204,8 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
         stored = store.get(server.owner(request), response_id)
-        page = await off_loop(
-            len(stored.input), stored_items, stored, int(limit), order, asked.get("after")
-        )
-        return _json(msgspec.json.encode(page))
+        size, after = len(stored.input), query.get("after")
+        return json_response(await off_loop(size, input_page, stored, int(limit), order, after))
 
 
 def _add_anthropic(app: FastAPI, server: Server) -> None:
@@ -223,63 +219,42 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
     async def count(request: Request) -> Response:
         server.check_key(request)
-        told = await server.tokenized(request, "/tokenize", count_body)
-        if told is None:
+        tokens = await server.tokenized(request, "/tokenize", count_body)
+        if tokens is None:
             return Response(status_code=499)
-        counted = msgspec.json.decode(told, type=TokenizeResponse)
-        return _json(msgspec.json.encode({"input_tokens": counted.count}))
+        counted = msgspec.json.decode(tokens, type=TokenizeResponse)
+        return json_response({"input_tokens": counted.count})
 
 
 def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
-    """The document, with the model names that are served now, and its page, which loads nothing
-    from elsewhere.
-    """
-
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        from kvrelay.openai_api.openapi import (
-            document,
-        )  # here, because a router starts without it in 10 ms less
+        # Imported here, because a router starts 10 ms faster without it.
+        from kvrelay.openai_api.openapi import document
 
-        return _json(
-            msgspec.json.encode(document(app.title, version(), server.served(), root_path))
-        )
+        return json_response(document(app.title, version(), server.served(), root_path))
 
     @app.get("/docs", response_model=None)
     async def docs() -> Response:
-        return HTMLResponse(DOCS_PAGE)
-
-
-def _now() -> int:
-    return int(time.time())
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
-
-
-_FORMATS = ("text", "json")
-_PREFIXES = ("KVRELAY_", "VLLM_")
-_SECRET = ("KEY", "SECRET", "TOKEN")
-"""Variables with such a word in their names are not told."""
-_PACKAGES = ("kvrelay", "torch", "triton", "transformers", "fastapi", "uvicorn")
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
 
 def server_info(config: Any, config_format: str) -> dict[str, Any]:
-    """Tell of a process with this configuration, a dataclass, as text or JSON. Raises RequestError.
+    """Return what GET /server_info answers, with vLLM's field names. Raises RequestError.
 
-    Fields that are left out of a configuration's repr are secrets, and left out here."""
-    if config_format not in _FORMATS:
+    `config` is a dataclass; fields without a repr are secrets and left out.
+    """
+    if config_format not in ("text", "json"):
         raise RequestError(
-            f"config_format must be {' or '.join(_FORMATS)}, got {config_format[:40]!r}",
+            f"config_format must be text or json, got {config_format[:40]!r}",
             param="config_format",
         )
     return {
-        "vllm_config": str(config) if config_format == "text" else _told(config),
+        "vllm_config": str(config) if config_format == "text" else _builtins(config),
         "vllm_env": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_PREFIXES) and not any(word in name for word in _SECRET)
+            if name.startswith(_ENV_PREFIXES) and not any(word in name for word in _SECRET_WORDS)
         },
         "system_env": {
             "os": platform.platform(),
@@ -291,16 +266,13 @@ def server_info(config: Any, config_format: str) -> dict[str, Any]:
     }
 
 
-def _told(value: Any) -> Any:
+def _builtins(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {
-            each.name: _told(getattr(value, each.name))
-            for each in dataclasses.fields(value)
-            if each.repr
-        }
-    return (
-        [_told(item) for item in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
-    )
+        fields = [each.name for each in dataclasses.fields(value) if each.repr]
+        return {name: _builtins(getattr(value, name)) for name in fields}
+    if isinstance(value, tuple):
+        return [_builtins(item) for item in value]
+    return msgspec.to_builtins(value)
 
 
 def _version(package: str) -> str | None:

@@ -24,7 +24,7 @@ from kvrelay.node.probe_calls import _Fetch, _Offer
 from kvrelay.openai_api.dialects.anthropic import MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
-from kvrelay.openai_api.openapi import _OPERATIONS
+from kvrelay.openai_api.openapi import OPERATIONS
 from kvrelay.openai_api.structured import _KINDS, _Tag, _Tags
 from kvrelay.openai_api.types import CalledFunction, ChatRequest, SamplingFields
 from kvrelay.router.admin import _Add, _Flip, _Name
@@ -347,7 +347,7 @@ def _passing_on(asks: type[msgspec.Struct]) -> type[msgspec.Struct]:
 ROUTES = (
     *(
         Route(each.path, "user", _passing_on(asks) if asks in (ResponsesRequest, MessagesRequest) else asks)
-        for each in _OPERATIONS
+        for each in OPERATIONS
         for asks in each.asks
     ),
     *(

@@ -28,7 +28,7 @@ __all__ = [
     "StoredConversation",
     "Shelf",
     "translate_responses",
-    "stored_items",
+    "input_page",
     "translate_body",
 ]
 
@@ -180,7 +180,7 @@ def _said(item: Item) -> Item:
     }
 
 
-def stored_items(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:
+def input_page(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:
     """The page of a response's own input items behind the one with the id `after`."""
     items = _items.decode(stored.input)
     if order == "desc":

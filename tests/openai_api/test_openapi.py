@@ -53,16 +53,12 @@ def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
     } == served
 
 
-def test_the_page_and_the_document_are_served_without_a_key_and_load_nothing_from_elsewhere() -> (
-    None
-):
+def test_the_page_and_the_document_are_served_without_a_key() -> None:
     client = TestClient(create_router(RouterConfig(api_key="key")))
-    told = client.get("/openapi.json").json()
-    assert told["openapi"].startswith("3.1")
+    assert client.get("/openapi.json").json()["openapi"].startswith("3.1")
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert not re.search(r"(src|href)=\"(https?:)?//", page.text)
-    assert "import " not in page.text
+    assert "url: 'openapi.json'" in page.text
 
 
 def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvrelay.openai_api.dialects import responses_answer
 from kvrelay.openai_api.dialects.base import KEEP_ALIVE, Dialect
 from kvrelay.openai_api.dialects.response_store import ResponseStore, Stored
-from kvrelay.openai_api.dialects.responses import stored_items, translate_responses
+from kvrelay.openai_api.dialects.responses import input_page, translate_responses
 from kvrelay.openai_api.sse import error_event
 from kvrelay.wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded, Unavailable
 from tests.openai_api.chat_chunks import (
@@ -235,14 +235,14 @@ def test_nothing_is_kept_that_failed_or_that_the_client_does_not_want_kept() -> 
 def test_input_items_come_in_pages() -> None:
     items = [{"id": f"in_{i}"} for i in range(5)]
     stored = Stored(b"", msgspec.json.encode(items), ())
-    first = stored_items(stored, 2, "asc", None)
+    first = input_page(stored, 2, "asc", None)
     assert ([item["id"] for item in first["data"]], first["has_more"]) == (["in_0", "in_1"], True)
-    rest = stored_items(stored, 9, "asc", first["last_id"])
+    rest = input_page(stored, 9, "asc", first["last_id"])
     assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (
         ["in_2", "in_3", "in_4"],
         False,
     )
-    assert stored_items(stored, 1, "desc", None)["first_id"] == "in_4"
+    assert input_page(stored, 1, "desc", None)["first_id"] == "in_4"
 
 
 def test_the_store_gives_way_in_number_and_in_bytes_to_what_is_newer_or_asked_for() -> None:
