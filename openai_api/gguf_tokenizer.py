@@ -1,4 +1,9 @@
-"""A tokenizer from the metadata of a GGUF file."""
+"""A tokenizer from the metadata of a GGUF file, equal to the one that the file was made from.
+
+GGUF names the pre-tokenizer (`tokenizer.ggml.pre`) instead of spelling it out, so the known ones
+are here. transformers' own GGUF conversion ignores that name: for SmolLM2 it does not split digits,
+and so gives other token ids than the model was trained with.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,14 @@ from typing import Any
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from kvrelay.openai_api.tokenizer import Pieces, TokenizerParts
+from kvrelay.openai_api.tokenizer import Tokenizer, byte_level, sentencepiece
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.gguf_header import read_gguf_header
 
 __all__ = ["gguf_tokenizer", "read_gguf_metadata"]
 
+_KEYS = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-
 # The same but for digits: runs of up to three in Llama 3, single ones in Qwen 2.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -25,124 +30,108 @@ _SPLIT = (
 )
 
 
-def gguf_tokenizer(path: Path) -> TokenizerParts:
-    """Read a .gguf file. Raises ConfigError if it has no tokenizer, or one of a kind that is not
-    known here.
-    """
-    metadata = _Metadata(path)
-    model = metadata.text("tokenizer.ggml.model")
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Return all keys and values of a GGUF file. Raises ConfigError."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return read_gguf_header(content).metadata
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
+
+
+def gguf_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a GGUF file. Raises ConfigError if it has none of a known kind."""
+    metadata = read_gguf_metadata(path)
+    ggml = {name.removeprefix(_KEYS): value for name, value in metadata.items()}
+    tokens: list[str] = ggml.get("tokens") or []
+    if not tokens:
+        raise ConfigError(
+            f"{path} holds no tokenizer ({_KEYS}tokens); use another file or a folder"
+        )
+    model = ggml.get("model")
     if model == "gpt2":
-        backend, pieces = _byte_level(metadata), Pieces.BYTE_LEVEL
+        backend = _byte_level_backend(tokens, ggml, path)
     elif model == "llama":
-        backend, pieces = _sentencepiece(metadata), Pieces.SENTENCEPIECE
+        backend = _sentencepiece_backend(tokens, ggml)
     else:
         raise ConfigError(
             f"{path}: tokenizer {model!r} is not supported; gpt2 and llama are. Use the model's "
             f"folder"
         )
-    tokens = metadata.tokens
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    added = [(tokens[i], kind) for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
-    backend.add_special_tokens(
-        [AddedToken(text, normalized=False) for text, kind in added if kind == _CONTROL]
-    )
-    backend.add_tokens(
-        [AddedToken(text, normalized=False) for text, kind in added if kind == _USER_DEFINED]
-    )
-    _add_bos_and_eos(backend, metadata, model)
-    return TokenizerParts(
+    types: list[int] = ggml.get("token_type", [])
+    for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        add([AddedToken(tokens[i], normalized=False) for i, t in enumerate(types) if t == kind])
+    _add_bos_and_eos(backend, tokens, ggml)
+    ends = (_token_id(tokens, ggml, name) for name in ("eos", "eot"))
+    return Tokenizer(
         backend,
-        pieces,
-        eos_token_ids=tuple(
-            dict.fromkeys(
-                i for name in ("eos", "eot") if (i := metadata.token_id(name)) is not None
-            )
-        ),
-        bos_token=metadata.token("bos"),
-        eos_token=metadata.token("eos"),
+        byte_level if model == "gpt2" else sentencepiece,
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        bos_token=_token(tokens, ggml, "bos"),
+        eos_token=_token(tokens, ggml, "eos"),
         chat_template=metadata.get("tokenizer.chat_template"),
         tool_template=metadata.get("tokenizer.chat_template.tool_use"),
-        leading_space=pieces is Pieces.SENTENCEPIECE and metadata.space_prefix,
-        model_type=metadata.text("general.architecture"),
+        leading_space=model == "llama" and _space_prefix(ggml),
+        model_type=str(metadata.get("general.architecture", "")),
     )
 
 
-class _Metadata:
-    """The keys of one file; errors name it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._values = read_gguf_metadata(path)
-        self.tokens: list[str] = self._values.get("tokenizer.ggml.tokens") or []
-        if not self.tokens:
-            raise ConfigError(
-                f"{path} holds no tokenizer (tokenizer.ggml.tokens); use another file or a folder"
-            )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(key, default)
-
-    def text(self, key: str) -> str:
-        return str(self._values.get(key, ""))
-
-    def token_id(self, name: str) -> int | None:
-        found = self._values.get(f"tokenizer.ggml.{name}_token_id")
-        return found if isinstance(found, int) and 0 <= found < len(self.tokens) else None
-
-    def token(self, name: str) -> str:
-        found = self.token_id(name)
-        return "" if found is None else self.tokens[found]
-
-    @property
-    def space_prefix(self) -> bool:
-        return bool(self._values.get("tokenizer.ggml.add_space_prefix", True))
+def _token_id(tokens: list[str], ggml: dict[str, Any], name: str) -> int | None:
+    found = ggml.get(f"{name}_token_id")
+    return found if isinstance(found, int) and 0 <= found < len(tokens) else None
 
 
-def _byte_level(metadata: _Metadata) -> Backend:
-    vocab = {token: i for i, token in enumerate(metadata.tokens)}
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    pre = metadata.text("tokenizer.ggml.pre") or "default"
+def _token(tokens: list[str], ggml: dict[str, Any], name: str) -> str:
+    found = _token_id(tokens, ggml, name)
+    return "" if found is None else tokens[found]
+
+
+def _space_prefix(ggml: dict[str, Any]) -> bool:
+    return bool(ggml.get("add_space_prefix", True))
+
+
+def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> Backend:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    # A merge is two pieces with a space between them; the first may begin with one.
+    cuts = ((merge, merge.index(" ", 1)) for merge in ggml.get("merges", []))
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    pre = ggml.get("pre") or "default"
     # Llama 3's vocabulary holds words that no merge leads to.
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if pre == "smollm":
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), words]
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif pre in ("llama-bpe", "qwen2"):
-        pattern = Regex(_SPLIT.replace("DIGITS", r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}"))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(pattern, "isolated"), whole]
-        )
+        pattern = _SPLIT.replace("DIGITS", r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}")
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
         if pre == "qwen2":
             backend.normalizer = normalizers.NFC()
     elif pre in ("gpt-2", "default"):
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = words
     else:
         raise ConfigError(
-            f"{metadata.path}: pre-tokenizer {pre!r} is not supported; smollm, llama-bpe, qwen2, "
-            f"gpt-2 and default "
-            "are. Use the model's folder in Hugging Face layout"
+            f"{path}: pre-tokenizer {pre!r} is not supported; smollm, llama-bpe, qwen2, gpt-2 and "
+            f"default are. Use the model's folder in Hugging Face layout"
         )
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    cut = merge.index(" ", 1)
-    return merge[:cut], merge[cut + 1 :]
-
-
-def _sentencepiece(metadata: _Metadata) -> Backend:
-    vocab = {token: i for i, token in enumerate(metadata.tokens)}
-    scores: list[float] = metadata.get("tokenizer.ggml.scores", [0.0] * len(metadata.tokens))
+def _sentencepiece_backend(tokens: list[str], ggml: dict[str, Any]) -> Backend:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    scores: list[float] = ggml.get("scores", [0.0] * len(tokens))
     merges = [(left, right) for *_, left, right in sorted(_splits(vocab, scores))]
-    unknown = metadata.token("unknown") or None
+    unknown = _token(tokens, ggml, "unknown") or None
     backend = Backend(
         models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-    if metadata.space_prefix:
+    if _space_prefix(ggml):
         steps.insert(0, normalizers.Prepend("▁"))
     backend.normalizer = normalizers.Sequence(steps)
     return backend
@@ -159,35 +148,16 @@ def _splits(
                 yield -scores[i], vocab[left], vocab[right], left, right
 
 
-def _add_bos_and_eos(backend: Backend, metadata: _Metadata, model: str) -> None:
+def _add_bos_and_eos(backend: Backend, tokens: list[str], ggml: dict[str, Any]) -> None:
     """The flags' defaults are llama.cpp's: the file may leave them out."""
-    by_default = model == "llama" or metadata.text("tokenizer.ggml.pre") == "llama-bpe"
-    bos, eos = metadata.token("bos"), metadata.token("eos")
-    with_bos = bool(bos) and metadata.get("tokenizer.ggml.add_bos_token", by_default)
-    with_eos = bool(eos) and metadata.get("tokenizer.ggml.add_eos_token", False)
-    if with_bos or with_eos:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos if with_bos else ''} $A {eos if with_eos else ''}".strip(),
-            special_tokens=[(token, vocab_id) for token, vocab_id in _ids(backend, bos, eos)],
-        )
-
-
-def _ids(backend: Backend, *tokens: str) -> Iterator[tuple[str, int]]:
-    for token in dict.fromkeys(tokens):
-        found = backend.token_to_id(token)
-        if token and found is not None:
-            yield token, found
-
-
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """All keys and values (bool, int, float, str, or a list of one of these). Raises ConfigError
-    naming the file.
-    """
-    try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            return read_gguf_header(content).metadata
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
+    by_default = ggml["model"] == "llama" or ggml.get("pre") == "llama-bpe"
+    bos, eos = _token(tokens, ggml, "bos"), _token(tokens, ggml, "eos")
+    with_bos = bool(bos) and ggml.get("add_bos_token", by_default)
+    with_eos = bool(eos) and ggml.get("add_eos_token", False)
+    if not (with_bos or with_eos):
+        return
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos))]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos if with_bos else ''} $A {eos if with_eos else ''}".strip(),
+        special_tokens=[(token, found) for token, found in ids if token and found is not None],
+    )

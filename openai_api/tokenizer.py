@@ -1,134 +1,117 @@
-"""Text to token ids and back."""
+"""Text to token ids and back, and what each token of a vocabulary is in bytes.
+
+Encoding is done by the `tokenizers` library, decoding here: an answer's text is the concatenation
+of its tokens' bytes, read as UTF-8. That costs one look-up per token and, unlike a decoder of the
+library, has no state to hand over.
+"""
 
 from __future__ import annotations
 
-import enum
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from tokenizers import Tokenizer as Backend
 
-__all__ = ["BYTE_CHARS", "Pieces", "Tokenizer", "TokenizerParts", "piece_bytes"]
-
-
-class Pieces(enum.Enum):
-    """How a vocabulary writes bytes: each as one printable character, or as text with a marked
-    space and <0xNN>.
-    """
-
-    BYTE_LEVEL = enum.auto()
-    SENTENCEPIECE = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """What a model's files say about its tokenizer. `leading_space`: encoding puts a space before a
-    text.
-
-    `tool_template` is for chats with tools, if the model has one of its own for them. `model_type`
-    is its family, by config.json or the architecture in a GGUF file; empty if they do not say.
-    """
-
-    backend: Backend
-    pieces: Pieces
-    eos_token_ids: tuple[int, ...]
-    bos_token: str = ""
-    eos_token: str = ""
-    chat_template: str | None = None
-    tool_template: str | None = None
-    leading_space: bool = False
-    model_type: str = ""
+__all__ = ["BYTE_CHARS", "Tokenizer", "byte_level", "sentencepiece"]
 
 
 def _byte_chars() -> list[str]:
-    """Byte -> character in byte-level vocabularies: printable Latin-1 is itself, the rest counts up
-    from U+0100.
-    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 BYTE_CHARS = _byte_chars()
+"""Characters of byte-level vocabularies: printable Latin-1 is itself, the rest counts from U+0100."""
 _CHAR_BYTES = {char: byte for byte, char in enumerate(BYTE_CHARS)}
 
 
-def piece_bytes(kind: Pieces, piece: str) -> bytes:
-    """The bytes of one vocabulary entry that is not an added token."""
-    if kind is Pieces.SENTENCEPIECE:
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode()
+def byte_level(piece: str) -> bytes:
+    """Return the bytes of an entry that writes each byte as one printable character."""
     try:
         return bytes([_CHAR_BYTES[char] for char in piece])
-    except KeyError:  # not written in byte characters, so it means itself
+    except KeyError:  # not written in byte characters
         return piece.encode()
 
 
-class Tokenizer:
-    """One model's tokenizer, for any number of threads."""
+def sentencepiece(piece: str) -> bytes:
+    """Return the bytes of an entry that writes a space as U+2581, or one byte as <0xNN>."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("▁", " ").encode()
 
-    def __init__(self, parts: TokenizerParts) -> None:
-        self._parts = parts
-        self._backend = parts.backend
-        self.vocab_size: int = parts.backend.get_vocab_size(with_added_tokens=True)
-        """Ids from here on mean nothing; a model's own vocabulary may be padded beyond."""
-        self.eos_token_ids = parts.eos_token_ids
-        self.bos_token, self.eos_token = parts.bos_token, parts.eos_token
-        self.chat_template = parts.chat_template
-        self.tool_template = parts.tool_template or parts.chat_template
-        """For chats with tools; few models have two."""
-        self.model_type = parts.model_type
-        added = parts.backend.get_added_tokens_decoder()
+
+class Tokenizer:
+    """A model's tokenizer. Any number of threads may use it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        piece_bytes: Callable[[str], bytes],
+        eos_token_ids: tuple[int, ...],
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        chat_template: str | None = None,
+        tool_template: str | None = None,
+        leading_space: bool = False,
+        model_type: str = "",
+    ) -> None:
+        """`piece_bytes` returns the bytes of a vocabulary entry that is not an added token.
+
+        `leading_space`: encoding puts a space before a text. `tool_template` is for chats with
+        tools, by default `chat_template`. `model_type` is config.json's, or a GGUF's architecture.
+        """
+        self.backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """Ids from here on mean nothing; a model's own vocabulary may be padded."""
+        self.eos_token_ids = eos_token_ids
+        self.bos_token, self.eos_token = bos_token, eos_token
+        self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
+        self.model_type = model_type
+        added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        """Control tokens, which are left out of text unless a request asks for them."""
+        """Control tokens, which have no text unless a request asks for it."""
+        self._piece_bytes = piece_bytes
+        self._leading_space = leading_space
         self._bytes: dict[int, bytes] = {i: token.content.encode() for i, token in added.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the model wants around a text (its BOS), which
-        templates write.
-        """
-        # As a batch of one: only that call lets other threads run meanwhile (1 MB of text takes 0.7
-        # s).
-        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[
-            0
-        ].ids
+        """Return token ids; `add_special_tokens` adds BOS and the like, which templates write."""
+        # A batch of one, because only that call releases the GIL (1 MB of text takes 0.7 s).
+        batch = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The inverse of encode: the space that encoding puts before a text is taken away again."""
+        """Return the text of token ids, without the space that encoding puts before it."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        text = b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode(
-            "utf-8", "replace"
-        )
-        return text[1:] if self._parts.leading_space and text.startswith(" ") else text
+        raw = b"".join(self.token_bytes(i) for i in ids if i not in skipped)
+        text = raw.decode("utf-8", "replace")
+        return text[1:] if self._leading_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's part of a text, perhaps a part of a character. Empty for ids outside the
-        vocabulary.
-        """
+        """Return a token's bytes, perhaps a part of a character; empty for unknown ids."""
         found = self._bytes.get(token_id)
         if found is None:
-            piece = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
-            found = b"" if piece is None else piece_bytes(self._parts.pieces, piece)
+            piece = self.backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+            found = b"" if piece is None else self._piece_bytes(piece)
             self._bytes[token_id] = found
         return found
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """No token stands for more bytes of text. Takes about 2 us per token of the vocabulary,
-        once.
-        """
+        """The most bytes that a token stands for. The first call takes 2 us per token."""
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=1)
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written like this, if there is one."""
-        found = self._backend.token_to_id(text)
+        """Return the id of the special token with this text, if there is one."""
+        found = self.backend.token_to_id(text)
         return found if found in self.special_ids else None
 
     def token_text(self, token_id: int) -> str:
-        """How log-probabilities name a token: its text, or `bytes:\\xNN...` (as OpenAI does) where it is not UTF-8."""
+        """Return how log-probabilities name a token: its text, or `bytes:\\xNN...` if not UTF-8."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
