@@ -16,7 +16,7 @@ from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.message_stream import MessageForm, MessageParser, message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from kvrelay.openai_api.reasoning import Opening
-from kvrelay.openai_api.tokenizer import BYTE_CHARS, Pieces, Tokenizer, TokenizerParts
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
 from kvrelay.openai_api.types import Delta
 from kvrelay.wire.errors import RequestError
 
@@ -210,7 +210,7 @@ def with_markers() -> Tokenizer:
     ]
     backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in markers])
     backend.add_tokens([AddedToken("</tool_call>", normalized=False)])
-    return Tokenizer(TokenizerParts(backend, Pieces.BYTE_LEVEL, (2,)))
+    return Tokenizer(backend, byte_level, (2,))
 
 
 def test_markers_that_are_special_tokens_are_rendered_and_hidden(with_markers: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from kvrelay.openai_api.body import decode_chat, sampling_params
 from kvrelay.openai_api.message_stream import message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
-from kvrelay.openai_api.tokenizer import BYTE_CHARS, Pieces, Tokenizer, TokenizerParts
+from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
 from kvrelay.openai_api.writer import AnswerWriter
 from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar
@@ -53,7 +53,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     added = [AddedToken(marker, normalized=False) for marker in MARKERS]
     (backend.add_special_tokens if request.param == "special" else backend.add_tokens)(added)
-    return Tokenizer(TokenizerParts(backend, Pieces.BYTE_LEVEL, (2,)))
+    return Tokenizer(backend, byte_level, (2,))
 
 
 def writer(
