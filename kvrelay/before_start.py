@@ -15,10 +15,10 @@ from operator import mul
 from pathlib import Path
 from typing import TypeVar
 
+from kvrelay.cluster_plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.memory import Memory, NotNow, check_memory, memory_here
-from kvrelay.plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
-from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, Role
+from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.config_checks import gib, require
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.profiler_config import ProfilerConfig
@@ -52,20 +52,23 @@ def with_model_here(config: Config) -> Config:
     from kvrelay.paged_engine.hub import resolve_model
     from kvrelay.paged_engine.prefetch import PrefetchFailed, model_files
 
-    here = host()
+    here, engine = host(), _node_of(config).engine
 
     def at(model: str) -> Config:
-        return replace(config, engine=replace(config.engine, model=model, revision="", hf_token=""))
+        found = replace(engine, model=model, revision="", hf_token="")
+        if isinstance(config, ClusterConfig):
+            return replace(config, node=replace(config.node, engine=found))
+        return replace(config, engine=found)
 
-    path = resolve_model(config.engine, lambda engine: check_start(at(engine.model), here))
+    path = resolve_model(engine, lambda checked: check_start(at(checked.model), here))
     found = at(str(path))
     try:
         check_start(found, here)
-        model_files(path, found.engine, tokenizer=not isinstance(config, RanksConfig))
+        model_files(path, _node_of(found).engine, tokenizer=not isinstance(config, RanksConfig))
     except PrefetchFailed as why:
         raise ConfigError(why.message) from why
     except OSError as why:  # nobody lets us look into the folder
-        raise ConfigError(f"model {config.engine.model!r} cannot be read: {why}") from why
+        raise ConfigError(f"model {engine.model!r} cannot be read: {why}") from why
     return found
 
 
@@ -81,7 +84,8 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     from kvrelay.paged_engine.lora_files import check_adapter
     from kvrelay.paged_engine.rank_address import is_of_this_host
 
-    engine = config.engine
+    node = _node_of(config)
+    engine = node.engine
     device = _device(engine, here)
     engines = _engines(config)
     models = list(
@@ -90,18 +94,18 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
             engines,
         )
     )
-    if not isinstance(config, RanksConfig):
-        served_name(config.served_model_name or models[0].name, engine)
-        read_template(config.chat_template)
-        _check_plugin(config.tool_parser_plugin)
+    if isinstance(node, NodeConfig):
+        served_name(node.served_model_name or models[0].name, engine)
+        read_template(node.chat_template)
+        _check_plugin(node.tool_parser_plugin)
         require(
-            is_of_this_host(config.transfer.kv_host),
-            f"kv_host {config.transfer.kv_host!r} is no address of this machine; take one that "
+            is_of_this_host(node.transfer.kv_host),
+            f"kv_host {node.transfer.kv_host!r} is no address of this machine; take one that "
             f"its peers reach",
         )
         sampling_defaults(engine)
-    if isinstance(config, NodeConfig) and config.profiler_config is not None:
-        _check_profiler(config.profiler_config, device)
+        if node.profiler_config is not None:
+            _check_profiler(node.profiler_config, device)
     for _, folder in engine.adapters:
         check_adapter(folder, engine.max_lora_rank)
     ranks = list(map(_ranks_here, engines))
@@ -150,13 +154,14 @@ def _device(engine: EngineConfig, here: Host) -> str:
     return "cpu" if engine.device == "cpu" or here.gpus is None else "cuda"
 
 
+def _node_of(config: NodeConfig | RanksConfig | ClusterConfig) -> NodeConfig | RanksConfig:
+    return config.node if isinstance(config, ClusterConfig) else config
+
+
 def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineConfig]:
     if not isinstance(config, ClusterConfig):
         return [config.engine]
-    return [
-        config.engine_of(role)
-        for role in [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
-    ]
+    return [config.node_of(role).engine for role in config.roles]
 
 
 def _ranks_here(engine: EngineConfig) -> int:

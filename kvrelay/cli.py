@@ -21,6 +21,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvrelay.cluster_plan import (
+    ADMIN_KEY,
+    API_KEY,
+    CLUSTER_SECRET,
+    NODE_API_KEY,
+    RUNTIME_LORA,
+    ClusterConfig,
+)
 from kvrelay.commands import OF_ANOTHER, add_commands
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
@@ -33,14 +41,6 @@ from kvrelay.node.file_limit import raise_file_limit
 from kvrelay.node.last_words import leave
 from kvrelay.node.parent import die_with_parent
 from kvrelay.node.process_log import LOG_FORMAT, log_to_stderr
-from kvrelay.plan import (
-    ADMIN_KEY,
-    API_KEY,
-    CLUSTER_SECRET,
-    NODE_API_KEY,
-    RUNTIME_LORA,
-    ClusterConfig,
-)
 from kvrelay.settings import CPU, Setting, build, lines_in, merge, nearest, settings_of
 from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from kvrelay.wire.config_checks import base_url
@@ -67,7 +67,7 @@ _UsageError: Any = typer.BadParameter.__mro__[
 _EXPLAINED: dict[str, tuple[type, dict[str, Setting]] | None] = dict.fromkeys(
     ("up", "serve", "prefill", "decode", "router", "rank")
 )
-_DRAWN = {"up": "cluster_secret", "router": "admin_key"}
+_DRAWN = {"up": ("cluster_secret", "admin_key", "node_api_key"), "router": ("admin_key",)}
 """What they draw at their start if it was not given."""
 
 app = typer.Typer(
@@ -122,15 +122,7 @@ def _serving_router(
     config = _router_config(values)
     from kvrelay.drawn_keys import drawn_key
 
-    port = check_port(config.host, config.port)
-    if config.heartbeat_port:
-        check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
-    if config.kubernetes_selector:
-        from kvrelay.router.membership.kubernetes_lists import server_of
-
-        server_of(config.kubernetes_namespace)  # before anything is started
-    if config.p2p_nccl_port:
-        check_port(config.host, config.p2p_nccl_port)
+    port = _check_router(config)
     log_to_stderr("router", config.log_format)
     raise_file_limit()
     if config.workers > 1:
@@ -147,6 +139,26 @@ def _serving_router(
         return run_router(
             settled(config), None if again is None else lambda: settled(_router_config(again()))
         )
+
+
+def _check_router(config: RouterConfig) -> int:
+    """Return its port. Raises ConfigError for what would end a router later."""
+    port = check_port(config.host, config.port)
+    if config.heartbeat_port:
+        check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
+    if config.kubernetes_selector:
+        from kvrelay.router.membership.kubernetes_lists import server_of
+
+        server_of(config.kubernetes_namespace)
+    if config.p2p_nccl_port:
+        check_port(config.host, config.p2p_nccl_port)
+    if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:
+        from kvrelay.openai_api.tls import server_context
+        from kvrelay.router.transport.node_client import node_tls
+
+        server_context(config)
+        node_tls(config)
+    return port
 
 
 def _router_config(values: Mapping[str, object]) -> RouterConfig:
@@ -177,8 +189,8 @@ def _serving_ranks(values: dict[str, object]) -> int:
 def _running_cluster(values: dict[str, object]) -> int:
     # A cluster that nobody gave a secret draws its own: no other node of this machine can join it.
     config = build(ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _named(values))
-    check_port(config.host, config.port)
-    log_to_stderr("up")
+    _check_router(config.router)
+    log_to_stderr("up", config.router.log_format)
     raise_file_limit()
     config = _with_model_here(config)
     from kvrelay.cluster import up
@@ -355,7 +367,14 @@ _add(
     ClusterConfig,
     _running_cluster,
     _CLUSTER_SKIP,
-    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
+    {
+        "api_key": API_KEY,
+        "admin_key": ADMIN_KEY,
+        "node_api_key": NODE_API_KEY,
+        "cluster_secret": CLUSTER_SECRET,
+        "allow_runtime_lora": RUNTIME_LORA,
+        "log_format": LOG_FORMAT,
+    },
 )
 _add(
     "compose",
@@ -536,6 +555,12 @@ def _config(
         ),
     ],
 ) -> int:
+    """Print what would be in force for a command and why: each setting, its value, and where that
+    comes from.
+
+    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown.
+    Starts nothing; the exit code is 2, as the command's own, if a value is wrong.
+    """
     name, *words = command
     explained = _EXPLAINED.get(name)
     if explained is None:
@@ -550,7 +575,7 @@ def _config(
     values = merge(known, _flags(given), file)
     named = _named(values) if "model" in known else values
     build(config, named | ({"role": Role(name)} if name in list(Role) else {}))
-    sources = {_DRAWN[name]: "drawn at each start"} if name in _DRAWN else {}
+    sources = dict.fromkeys(_DRAWN.get(name, ()), "drawn at each start")
     sources |= {
         _in_full(key): f"{file}:{line}" for key, line in (lines_in(file) if file else {}).items()
     }

@@ -21,10 +21,15 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.chat import Endpoint, open_session, proof
+from kvrelay.cluster_plan import (
+    ClusterConfig,
+    plan,
+    reachable,
+    waves,
+)
 from kvrelay.drawn_keys import Kind, drawn_key
 from kvrelay.machine import this_machine
 from kvrelay.node.private_files import private_folder
-from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 
 __all__ = ["up"]
@@ -38,56 +43,53 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
     Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child
     is left.
     """
-    machine, console, log_dir = (
-        this_machine(config),
-        Console(highlight=False, soft_wrap=True),
-        _log_dir(config),
-    )
+    machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
+    log_dir, router = _log_dir(config), config.router
 
-    def drawn(kind: Kind, variable: str) -> AbstractContextManager[str]:
-        given = machine.environ.get(variable)
+    def drawn(kind: Kind, given: str) -> AbstractContextManager[str]:
         return nullcontext("") if given else drawn_key(kind, machine.ports[0])
 
     # They are drawn here: a process that is started again keeps them.
-    with drawn("admin", ADMIN_KEY) as admin_key, drawn("nodes", NODE_API_KEY) as node_key:
-        keys = {
-            name: key for name, key in ((ADMIN_KEY, admin_key), (NODE_API_KEY, node_key)) if key
-        }
-        machine = replace(machine, environ={**machine.environ, **keys})
-        return asyncio.run(_run(config, machine, log_dir, admin_key, console, planned))
+    with drawn("admin", router.admin_key) as admin, drawn("nodes", router.node_api_key) as nodes:
+        router = replace(
+            router,
+            port=machine.ports[0],
+            admin_key=router.admin_key or admin,
+            node_api_key=router.node_api_key or nodes or secrets.token_urlsafe(24),
+        )
+        config = replace(config, router=router)
+        specs = planned(config, machine, log_dir)
+        console.print(
+            f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in "
+            f"{log_dir}"
+        )
+        # The router comes last, so that it need not warn of nodes that still load.
+        steps = [*waves(specs[:-1], machine), specs[-1:]]
+        return asyncio.run(_run(config, steps, admin, console))
 
 
 async def _run(
     config: ClusterConfig,
-    machine: Machine,
-    log_dir: Path,
+    steps: Sequence[Sequence[ChildSpec]],
     drawn: str,
     console: Console,
-    planned: Callable[..., list[ChildSpec]],
 ) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    specs = planned(config, machine, log_dir, secrets.token_urlsafe(24))
-    endpoint = Endpoint(reachable(config.host, machine.ports[0]), config.api_key)
-    console.print(
-        f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}"
-    )
 
     def say(line: str) -> None:
         console.print(Text(line))
 
-    async with open_session() as session:
+    async with open_session(verify=False) as session:
 
         async def healthy(url: str) -> bool:
             return await _answers(session, url)
 
         async with Supervisor(
-            healthy, say, config.start_deadline_s, config.stop_deadline_s
+            healthy, say, config.node.start_deadline_s, config.stop_deadline_s
         ) as supervisor:
-            serving = asyncio.create_task(
-                _serve(config, console, supervisor, specs, machine, endpoint, drawn)
-            )
+            serving = asyncio.create_task(_serve(config, console, supervisor, steps, drawn))
             stopped = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,18 +108,13 @@ async def _serve(
     config: ClusterConfig,
     console: Console,
     supervisor: Supervisor,
-    specs: Sequence[ChildSpec],
-    machine: Machine,
-    endpoint: Endpoint,
+    steps: Sequence[Sequence[ChildSpec]],
     drawn: str,
 ) -> None:
-    *nodes, router = specs
-    for wave in waves(nodes, machine):
-        await _all_ready(console, [supervisor.start(node) for node in wave])
-    await _all_ready(
-        console, [supervisor.start(router)]
-    )  # later, so that it need not warn of nodes that still load
-    async with open_session() as session:
+    for step in steps:
+        await _all_ready(console, [supervisor.start(spec) for spec in step])
+    endpoint = Endpoint(reachable(config.router), config.router.api_key)
+    async with open_session(verify=False) as session:
         _invite(console, endpoint, await endpoint.model(session), drawn)
         if config.demo or config.demo_exit:
             await proof(session, endpoint, console)

@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from kvrelay.cluster_plan import ADMIN_KEY, API_KEY, NODE_API_KEY
 from kvrelay.drawn_keys import stored_key
 from kvrelay.embedded import embedded_model
 from kvrelay.help import GroupedCommand
-from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
+from kvrelay.settings import build
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.config_checks import base_url, is_base_url, is_loopback
 from kvrelay.wire.key_config import KeyConfig
@@ -78,6 +79,7 @@ def _chat(
         typer.Option(min=1, help="Longest answer. [default: the model's own]", show_default=False),
     ] = None,
 ) -> int:
+    """Talk to a running cluster in the terminal. From a pipe: one question per line."""
     from kvrelay.chat import Endpoint, chat
 
     given = {"temperature": temperature, "max_tokens": max_tokens}
@@ -87,6 +89,9 @@ def _chat(
 
 
 def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
+    """Draw an API key for the router, and print it once with what its configuration needs of it:
+    not the key.
+    """
     from kvrelay.router.admission.keys import draw_key, hash_of
 
     key = draw_key()
@@ -110,6 +115,9 @@ def _doctor(
     node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
+    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and
+    how fast?
+    """
     from kvrelay.doctor import run as run_doctor
 
     router = _address(router)
@@ -134,6 +142,9 @@ def _drain(
     ] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
+    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped
+    at no cost.
+    """
     from kvrelay.drain import run as run_drain
 
     console = Console(highlight=False, soft_wrap=True)
@@ -144,10 +155,16 @@ def _drain(
 
 
 def _address(typed: str) -> str:
+    """Read the address of a router or a node, if one is named, with or without http://. Raises
+    ConfigError.
+    """
     return base_url(typed) if typed else ""
 
 
 def _drawn_node_key(router: str, nodes: Sequence[str]) -> str:
+    """Find what `kvrelay up` has drawn for the nodes behind its router. Empty if one of these is on
+    another machine.
+    """
     here = all(is_base_url(node) and is_loopback(urlsplit(node).hostname or "") for node in nodes)
     return stored_key("nodes", router or _ROUTER) if here else ""
 
@@ -183,6 +200,11 @@ def _plan(
     ] = 0.0,
     as_json: _AsJson = False,
 ) -> int:
+    """How many prefill and decode nodes should there be? Simulates all splits of some GPUs for a
+    workload and targets.
+
+    The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
+    """
     from kvrelay.planning.planner import Goal
     from kvrelay.sizing import Wanted, read_cards, workload_of
     from kvrelay.sizing import run as run_plan
@@ -204,6 +226,9 @@ def _replay(
         Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")
     ] = None,
 ) -> int:
+    """What if there had been other nodes, or another policy? Replays what a router has logged, in
+    the simulator.
+    """
     from kvrelay.planning.rate_card import read_card
     from kvrelay.replay import run as run_replay
 
@@ -217,6 +242,9 @@ def _top(
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
 ) -> int:
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a
+    pipe: once.
+    """
     from kvrelay.top import run as run_top
 
     router = _address(router)
@@ -244,6 +272,9 @@ def _role(
         bool, typer.Option("--force", help="Also if it is the last node of its role.")
     ] = False,
 ) -> int:
+    """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights
+    and its KV.
+    """
     from kvrelay.role import run as run_role
 
     console = Console(highlight=False, soft_wrap=True)
@@ -267,14 +298,15 @@ def _prefetch(
     ] = "",
     as_json: _AsJson = False,
 ) -> int:
+    """Bring the files of a model to this machine and check that they are whole. Prints their path
+    and size.
+
+    The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
+    """
     from kvrelay.paged_engine.prefetch import prefetch
 
-    config = EngineConfig(
-        model or str(embedded_model()),
-        load_format=load_format,
-        revision=revision,
-        hf_token=hf_token,
-    )
+    given = {"load_format": load_format, "revision": revision, "hf_token": hf_token}
+    config = build(EngineConfig, {"model": model or str(embedded_model()), **given})
     found = prefetch(config)
     count = len(found["files"])
     size = f"{found['bytes'] / 1e6:.1f} MB in {count} file{'s' if count > 1 else ''}"
@@ -288,6 +320,9 @@ def _version(
     ] = False,
     as_json: _AsJson = False,
 ) -> int:
+    """Print the version; with --verbose also of Python, torch, CUDA, the driver, the connectors and
+    the protocols.
+    """
     found: dict[str, str | None] = {"kvrelay": RELEASE}
     if verbose:
         from kvrelay.installed import installed

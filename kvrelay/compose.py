@@ -15,23 +15,22 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from kvrelay.plan import (
+from kvrelay.cluster_plan import (
     ADMIN_KEY,
     API_KEY,
     CLUSTER_SECRET,
     NODE_API_KEY,
+    NOT_FLAGS,
     ClusterConfig,
     NodeGpus,
     cores_of,
     gpus_of_nodes,
-    node_config,
     sharing_memory,
 )
 from kvrelay.settings import flags_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import require
 from kvrelay.wire.kv_events_config import KvEventsConfig
-from kvrelay.wire.router_config import RouterConfig
 
 __all__ = [
     "IMAGE_TAG",
@@ -43,10 +42,15 @@ __all__ = [
 ]
 
 IMAGE_TAG = "0.1.0"
-# Settings of `kvrelay up` that containers decide, or that .env has because they are secret.
+# Settings of `kvrelay up` that containers decide, that .env has because they are secret, or that
+# name files, ports or peers outside the containers.
 NOT_FOR_COMPOSE = (
-    *("kv_host", "api_key", "cluster_secret", "hf_token"),
+    *("kv_host", "api_key", "admin_key", "node_api_key", "cluster_secret", "hf_token"),
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    *("node_ssl_certfile", "node_ssl_keyfile", "tool_parser_plugin", "profiler_config"),
+    *("heartbeat_port", "kubernetes_selector", "kubernetes_namespace", "p2p_nccl_port"),
+    *("otlp_traces_endpoint",),
 )
 _PORT = 8000  # inside: each container has an address of its own
 _KV_EVENTS = KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
@@ -58,8 +62,6 @@ _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = (
     "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 )
-# The role is the command, and the rest comes with the environment.
-_NOT_FLAGS = frozenset({"role", "api_key", "hf_token", "cluster_secret"})
 _TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
 _PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
 _GRAFANA = "docker.io/grafana/grafana:12.1.0"
@@ -103,11 +105,11 @@ class ComposeConfig:
             f"gpus names one twice: {','.join(ids)}; nodes share GPUs if there are too few",
         )
         require(
-            self.cluster.engine.device != "cuda" or bool(ids),
+            self.cluster.node.engine.device != "cuda" or bool(ids),
             "device cuda needs --gpus, for example --gpus 0,1, so that each node has its own",
         )
         require(
-            not (ids and self.cluster.engine.device == "cpu"),
+            not (ids and self.cluster.node.engine.device == "cpu"),
             "device cpu and gpus contradict each other",
         )
         for path in host_paths(self):
@@ -144,7 +146,7 @@ class ComposeConfig:
         if not ids:
             return None
         inside = [str(index) for index in range(len(ids))] if ids[0].isdigit() else list(ids)
-        ranks = [self.cluster.engine_of(role).tensor_parallel_size for role, _ in self.roles]
+        ranks = [self.cluster.node_of(role).engine.tensor_parallel_size for role, _ in self.roles]
         return gpus_of_nodes(ranks, inside)
 
 
@@ -177,13 +179,13 @@ def host_paths(config: ComposeConfig) -> list[str]:
     """Files and folders of the host that nodes read: model, generation config, adapters, chat
     template. Mounted where they are.
     """
-    engine = config.cluster.engine
+    engine = config.cluster.node.engine
     named = [
         name
         for name in (engine.model, engine.generation_config)
         if name.startswith(("/", ".", "~"))
     ]
-    named.append(config.cluster.chat_template)
+    named.append(config.cluster.node.chat_template)
     return list(
         dict.fromkeys(path for path in [*named, *(path for _, path in engine.adapters)] if path)
     )
@@ -223,7 +225,7 @@ def environment_of(
 
 
 def _shared(config: ComposeConfig) -> dict[str, str]:
-    if config.cluster.transfer.kv_connector not in ("auto", "direct"):
+    if config.cluster.node.transfer.kv_connector not in ("auto", "direct"):
         return {}
     return dict.fromkeys(("pid", "ipc"), f"container:{config.name}-namespaces")
 
@@ -261,7 +263,8 @@ def _node(
     cores: int,
     earlier: Sequence[str],
 ) -> dict[str, Any]:
-    engine = replace(config.cluster.engine_of(role), device="cuda" if share else "cpu")
+    node = config.cluster.node_of(role)
+    engine = replace(node.engine, device="cuda" if share else "cpu")
     if share:
         engine = sharing_memory(engine, share.sharers)
     elif cores and not engine.threads:
@@ -270,12 +273,16 @@ def _node(
         )
     # The secret itself comes with the environment; without one nodes may not listen on more than
     # the loopback.
-    transfer = replace(
-        config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}"
+    transfer = replace(node.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
+    node = replace(
+        node,
+        engine=engine,
+        transfer=transfer,
+        host="0.0.0.0",
+        port=_PORT,
+        kv_events_config=_KV_EVENTS,
     )
-    node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
-    node = replace(node, host="0.0.0.0", kv_events_config=_KV_EVENTS)
-    flags = flags_of(node, skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
+    flags = flags_of(node, skip=NOT_FLAGS if engine.model else NOT_FLAGS | {"model"})
     shared = _shared(config)
     after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(
         earlier, "service_healthy"
@@ -317,24 +324,19 @@ def _on_gpus(config: ComposeConfig, environment: dict[str, str], share: NodeGpus
 
 def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
     cluster = config.cluster
-    router = RouterConfig(
+    router = replace(
+        cluster.router,
         prefill=tuple(urls[: cluster.prefill]),
         decode=tuple(urls[cluster.prefill :]),
         host="0.0.0.0",
         port=_PORT,
-        max_body_bytes=cluster.max_body_bytes,
-        request_deadline_s=cluster.request_deadline_s,
-        strict_roles=cluster.strict_roles,
     )
-    host = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
+    host = f"[{cluster.router.host}]" if ":" in cluster.router.host else cluster.router.host
     return {
         "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
         "command": [
             "router",
-            *(
-                flag.replace("$", "$$")
-                for flag in flags_of(router, skip=_NOT_FLAGS | {"node_api_key"})
-            ),
+            *(flag.replace("$", "$$") for flag in flags_of(router, skip=NOT_FLAGS)),
         ],
         "environment": {
             API_KEY: f"${{{API_KEY}:-}}",
@@ -342,7 +344,7 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
             NODE_API_KEY: _wanted(NODE_API_KEY),
             **_TRACES,
         },
-        "ports": [f"{host}:{cluster.port}:{_PORT}"],
+        "ports": [f"{host}:{cluster.router.port}:{_PORT}"],
     } | _contained()
 
 

@@ -22,7 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from kvrelay.plan import NODE_API_KEY
+from kvrelay.cluster_plan import NODE_API_KEY
 from kvrelay.verdict import NodeSeen, PairSeen, Report, Sample, judge
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import base_url

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrelay.cluster_plan import ClusterConfig, Machine
 from kvrelay.installed import cuda_of_torch
-from kvrelay.plan import ClusterConfig, Machine
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import ConfigError
 
@@ -47,11 +47,13 @@ def this_machine(config: ClusterConfig) -> Machine:
     """
     with ExitStack() as held:
         # All are held at once, so that no port is found twice.
-        wanted = [(config.host, config.port)] + [("127.0.0.1", 0)] * (
+        wanted = [(config.router.host, config.router.port)] + [("127.0.0.1", 0)] * (
             config.prefill + config.decode
         )
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
-    gpus = () if config.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
+    gpus = (
+        () if config.node.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
+    )
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, child_environ())
 
 

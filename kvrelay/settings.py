@@ -31,8 +31,18 @@ from kvrelay.flag_names import VALUES, answer_for
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [
-    "CPU", "Setting", "build", "convert", "flags_of", "lines_in", "merge", "nearest", "read_file", "settings_of",
-]  # fmt: skip
+    "CPU",
+    "Setting",
+    "build",
+    "convert",
+    "flags_of",
+    "lines_in",
+    "merge",
+    "nearest",
+    "read_file",
+    "settings_of",
+    "without",
+]
 
 _Config = TypeVar("_Config")
 _KINDS: dict[object, str] = {
@@ -98,25 +108,36 @@ CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
-    """All settings of a config type by name, those of nested config types among them, without the
-    names in `skip`.
+    """Return all settings of a config type by name, nested ones included, but those in `skip`.
+
+    The metadata of a nested field may leave out further ones (`without`). A name that two nested
+    types have is one setting of both.
     """
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(kind := hints[field.name]):
-            found |= settings_of(typing.cast(type, kind), skip)
+            left_out = {*skip, *field.metadata.get("skip", ())}
+            inner = settings_of(typing.cast(type, kind), left_out)
+            found |= {name: each for name, each in inner.items() if name not in found}
         elif field.name not in skip:
             group = config.__name__.removesuffix("Config")
             about = _docs(config).get(field.name, "")
             found[field.name] = Setting(
-                field.name, _without_none(kind), field.default, about, group, secret=not field.repr
+                field.name, _typed_as(kind), field.default, about, group, secret=not field.repr
             )
     return found
 
 
-def _without_none(kind: Any) -> Any:
-    return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+def without(*names: str) -> dict[str, tuple[str, ...]]:
+    """Return metadata for the field of a nested config, of which these are no settings here."""
+    return {"skip": names}
+
+
+def _typed_as(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):  # with None
+        return typing.get_args(kind)[0]
+    return type(typing.get_args(kind)[0]) if typing.get_origin(kind) is typing.Literal else kind
 
 
 @cache
@@ -326,7 +347,9 @@ def build(config: type[_Config], values: Mapping[str, object]) -> _Config:
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(typing.cast(Any, config)):
         if dataclasses.is_dataclass(kind := hints[field.name]):
-            arguments[field.name] = build(typing.cast(type, kind), values)
+            left_out = field.metadata.get("skip", ())
+            own = {name: value for name, value in values.items() if name not in left_out}
+            arguments[field.name] = build(typing.cast(type, kind), own)
         elif field.name in values:
             arguments[field.name] = values[field.name]
     return config(**arguments)

@@ -280,13 +280,10 @@ def _to_start(split: Split, goal: Goal) -> list[str]:
     ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
     return [
         f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} "
-        f"--gpus {ids}{tp}",
+        f"--gpus {ids}{tp} --ttft-target-ms {goal.ttft_ms:g} --tpot-target-ms {goal.tpot_ms:g}",
         f"kubectl -n kvrelay scale deployment/kvrelay-prefill --replicas={split.prefill}",
         f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
-        "The simulated router knows the targets. These lines give the real one none: add to its "
-        "command in compose.yaml"
-        f" --ttft-target-ms={goal.ttft_ms:g} --tpot-target-ms={goal.tpot_ms:g}, on Kubernetes "
-        f"both to its router.yaml",
+        "The simulated router knows the targets; on Kubernetes write both into its router.yaml.",
     ]
 
 

@@ -14,8 +14,9 @@ import logging
 import os
 import threading
 import time
+from typing import get_args
 
-from kvrelay.wire.config_checks import check_log_format
+from kvrelay.wire.config_checks import LogFormat, require
 from kvrelay.wire.log_lines import JsonLines, formatter
 
 __all__ = ["LOG_FORMAT", "LogThread", "log_as", "log_is_written", "log_to_stderr"]
@@ -38,7 +39,8 @@ def log_to_stderr(process: str, log_format: str = "", worker: int | None = None)
     `worker`: the number of one of several processes that do the same.
     """
     log_format = log_format or os.environ.get(LOG_FORMAT) or "text"
-    check_log_format(log_format)
+    known = get_args(LogFormat)
+    require(log_format in known, f"log_format {log_format!r} is not one of {', '.join(known)}")
     os.environ[LOG_FORMAT] = log_format
     handler = LogThread(_STDERR)
     handler.setFormatter(formatter(log_format, process, worker))

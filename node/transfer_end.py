@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -110,7 +110,7 @@ class End:
             tp_size=1,
         )
         region = PoolRegion(self._pool.data_ptr(), len(self._rows), block_bytes, str(self._device))
-        config = TransferConfig(kv_connector=kind, kv_checksums=checksums)
+        config = TransferConfig(kv_connector=cast(Any, kind), kv_checksums=checksums)
         self._connector = open_connector(self._name, fingerprint, region, config, self._woken.set)
         return len(self._rows)
 

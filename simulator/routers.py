@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -26,7 +27,7 @@ from kvrelay.simulator.stream import Stream
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
 from kvrelay.wire.outputs import Load
-from kvrelay.wire.router_config import RouterConfig
+from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
 __all__ = ["Router", "url_of"]
@@ -58,7 +59,7 @@ class Router:
         for at, role in enumerate(roles):
             named[role].append(url_of(at))
         self.pool = Pool(named[Role.PREFILL], named[Role.DECODE])
-        policy, rng = setting.policy, random.Random(seed)
+        policy, rng = cast(Policy, setting.policy), random.Random(seed)
         config = RouterConfig(
             prefill_policy=policy, decode_policy=policy, strict_roles=setting.strict_roles
         )

@@ -7,16 +7,21 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
+    LogFormat,
+    OrDefault,
+    Port,
+    Positive,
+    check_fields,
     check_front,
     check_keys,
-    check_log_format,
     check_ssl,
     is_address,
     is_loopback,
-    positive,
     require,
     udp_address,
 )
@@ -78,7 +83,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int = 0
     """Tokens that a decode step proposes per request at most, and checks in the same step."""
-    method: str = "ngram"
+    method: Literal["ngram"] = "ngram"
     """ngram: what followed the newest tokens where they stood before."""
     prompt_lookup_max: int = 4
     """Longest run of newest tokens that is looked up."""
@@ -123,7 +128,7 @@ class EngineConfig:
     """Branch, tag or commit of a model on the Hub; empty takes main."""
     hf_token: str = field(default="", repr=False)
     """For private and gated models on the Hub; better put it into the environment as HF_TOKEN."""
-    load_format: str = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
     generation_config: str = "auto"
     """Where the sampling comes from that a request leaves out: auto (the model's
@@ -136,43 +141,43 @@ class EngineConfig:
     """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and
     max_new_tokens, the most tokens that any answer may have. For example {"temperature": 0.5}.
     """
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
-    max_model_len: int = 0
+    max_model_len: Annotated[int, Meta(ge=0, description="0 takes the model's own")] = 0
     """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if
     the KV pool is too small for it.
     """
-    block_size: int = 0
+    block_size: Literal[0, 16, 32, 64] = 0
     """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU,
     64 on CUDA.
     """
-    kv_cache_memory_bytes: int = 0
+    kv_cache_memory_bytes: OrDefault = 0
     """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what
     gpu_memory_utilization leaves for it.
     """
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that one process may use, KV pool included."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on
     all nodes.
     """
-    quantization: str = ""
+    quantization: Literal["", "fp8"] = ""
     """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA
     only).
     """
-    max_num_batched_tokens: int = 0
+    max_num_batched_tokens: OrDefault = 0
     """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0
     takes 128 on CPU, 8192 on CUDA.
     """
-    max_gap_ms: float = 0.0
+    max_gap_ms: Annotated[float, Meta(ge=0, description="0 takes the default")] = 0.0
     """Milliseconds that a step takes at most where somebody decodes: so much of prompts is computed
     in it. 0 takes 50 on CUDA; on CPU twice a decode step, at least 200.
     """
-    max_num_seqs: int = 0
+    max_num_seqs: OrDefault = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Meta(gt=0)] = 1
     """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
     """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this
@@ -191,7 +196,7 @@ class EngineConfig:
     vLLM's names, for example {"method": "ngram", "num_speculative_tokens": 4}. The answer stays the
     same.
     """
-    threads: int = 0
+    threads: Annotated[int, Meta(ge=0, description="0 takes all cores")] = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
     enable_lora: bool = False
     """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
@@ -199,11 +204,11 @@ class EngineConfig:
     """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as
     their model. Give it again for more; equal on all nodes of a cluster.
     """
-    max_loras: int = 0
+    max_loras: Annotated[int, Meta(ge=0, description="0 takes as many as lora_modules names")] = 0
     """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as
     lora_modules names, and at least 1.
     """
-    max_lora_rank: int = 16
+    max_lora_rank: Annotated[int, Meta(gt=0, le=MAX_LORA_RANK)] = 16
     """Highest rank of an adapter; each slot takes memory for it."""
     allow_runtime_lora: bool = False
     """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: who may ask this node may have
@@ -211,7 +216,7 @@ class EngineConfig:
     """
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_parallel_size", "max_lora_rank")
+        check_fields(self)
         self._check_adapters()
         for name in self.override_generation_config or ():
             require(
@@ -246,55 +251,6 @@ class EngineConfig:
             not self.tensor_parallel_address or is_address(self.tensor_parallel_address),
             f"tensor_parallel_address must be host:port, got {self.tensor_parallel_address!r}",
         )
-        for name in ("kv_cache_memory_bytes", "max_num_seqs"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
-        require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization must be above 0 and at most 1, got "
-            f"{self.gpu_memory_utilization}",
-        )
-        require(
-            self.kv_cache_dtype in ("auto", "fp8"),
-            f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of auto, fp8",
-        )
-        require(
-            self.quantization in ("", "fp8"),
-            f"quantization {self.quantization!r} is not fp8 or empty",
-        )
-        require(
-            self.load_format in ("auto", "safetensors", "gguf", "dummy"),
-            f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
-        )
-        require(
-            self.device in ("auto", "cpu", "cuda"),
-            f"device {self.device!r} is not one of auto, cpu, cuda",
-        )
-        require(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
-        )
-        require(
-            self.block_size in (0, 16, 32, 64),
-            f"block_size must be 16, 32 or 64, got {self.block_size}",
-        )
-        require(
-            self.max_num_batched_tokens >= 0,
-            f"max_num_batched_tokens must not be negative, got {self.max_num_batched_tokens}; 0 "
-            f"takes the default",
-        )
-        require(
-            self.max_gap_ms >= 0,
-            f"max_gap_ms must not be negative, got {self.max_gap_ms:g}; 0 takes the default",
-        )
-        require(
-            self.max_model_len >= 0,
-            f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
-        )
-        require(
-            self.threads >= 0,
-            f"threads must not be negative, got {self.threads}; 0 takes all cores",
-        )
 
     def _check_adapters(self) -> None:
         names = [name for name, _ in self.adapters]
@@ -307,14 +263,6 @@ class EngineConfig:
         require(
             not twice,
             f"lora_modules names {', '.join(twice)} twice; give each adapter a name of its own",
-        )
-        require(
-            self.max_lora_rank <= MAX_LORA_RANK,
-            f"max_lora_rank must be at most {MAX_LORA_RANK}, got {self.max_lora_rank}",
-        )
-        require(
-            self.max_loras >= 0,
-            f"max_loras must not be negative, got {self.max_loras}; 0 takes the named",
         )
         require(
             not self.max_loras or len(names) <= self.max_loras,
@@ -410,15 +358,13 @@ REASONING_PARSERS = (
         "qwen3",
     ),
 )
-_CONNECTORS = ("auto", "direct", "nixl", "nccl")
-_FAILURE_POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """The hand-over: who may take KV from here, and for how long it is kept."""
 
-    kv_connector: str = "auto"
+    kv_connector: Literal["auto", "direct", "nixl", "nccl"] = "auto"
     """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each
     pair of nodes takes the first of these that both have.
     """
@@ -426,45 +372,32 @@ class TransferConfig:
     """Address at which peers reach this node; data planes listen on its network interface, and on
     all with 0.0.0.0.
     """
-    kv_port: int = 0
+    kv_port: Port = 0
     """Port of the control channel; 0 takes a free one."""
     cluster_secret: str = field(default="", repr=False)
     """One secret for all nodes of a cluster, at least 16 characters: it encrypts their control
     channels and signs their tickets; better put it into the environment as KVRELAY_CLUSTER_SECRET.
     Without one a node hands KV over on its own machine only.
     """
-    lease_s: float = 5.0
+    lease_s: Positive = 5.0
     """KV is kept this long after the last heartbeat for it."""
-    heartbeat_s: float = 1.0
+    heartbeat_s: Positive = 1.0
     """Time between two heartbeats of a node that wants KV."""
-    transfer_deadline_s: float = 10.0
+    transfer_deadline_s: Positive = 10.0
     """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
-    transfer_floor_bytes_s: float = 100e6
+    transfer_floor_bytes_s: Positive = 100e6
     """The slowest transfer, in bytes per second, that is waited for."""
-    kv_load_failure_policy: str = "recompute"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What a decode node does when KV does not come: recompute (from the first missing block on) or
     fail (end the request with an error).
     """
-    kv_checksums: float = 0.0
+    kv_checksums: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of fetched KV blocks, 0 to 1, that are compared with their source by checksum; what
     differs is not used. The source must have it above 0, too.
     """
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.kv_checksums <= 1,
-            f"kv_checksums is a share of all blocks, between 0 (none) and 1 (all), got "
-            f"{self.kv_checksums:g}",
-        )
-        require(
-            self.kv_connector in _CONNECTORS,
-            f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",
-        )
-        require(
-            self.kv_load_failure_policy in _FAILURE_POLICIES,
-            f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of "
-            f"{', '.join(_FAILURE_POLICIES)}",
-        )
+        check_fields(self)
         # Never the secret itself in an error: it would end in a log.
         require(
             not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,
@@ -478,10 +411,6 @@ class TransferConfig:
             f"set the same "
             "KVRELAY_CLUSTER_SECRET on all nodes",
         )
-        require(
-            0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}"
-        )
-        positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
         require(
             self.lease_s >= 3 * self.heartbeat_s,
             f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got "
@@ -499,7 +428,7 @@ class NodeConfig:
     transfer: TransferConfig = TransferConfig()
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 8000
+    port: Port = 8000
     """Port to listen on."""
     served_model_name: str = ""
     """The name that clients use; empty takes the model's own."""
@@ -530,7 +459,7 @@ class NodeConfig:
     """The PEM file with the certificate's private key, if that is a file of its own."""
     ssl_ca_certs: str = ""
     """A PEM file with the authorities whose certificates clients must have, with ssl_cert_reqs."""
-    ssl_cert_reqs: int = 0
+    ssl_cert_reqs: Literal[0, 1, 2] = 0
     """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one
     that a client brings, 0 asks for none.
     """
@@ -551,11 +480,11 @@ class NodeConfig:
     """Let these pages send what the browser adds by itself, such as a client's certificate; not
     with ["*"].
     """
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: Annotated[int, Meta(gt=0)] = 16 << 20
     """Longest request body. What a leg is handed over beside it does not count."""
-    request_deadline_s: float = 600.0
+    request_deadline_s: Positive = 600.0
     """A request may take this long."""
-    start_deadline_s: float = 600.0
+    start_deadline_s: Positive = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
     """A router to which this node announces itself, as udp://HOST:PORT with the router's
@@ -573,7 +502,7 @@ class NodeConfig:
     profiler_config: ProfilerConfig | None = None
     """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
     {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
-    log_format: str = "text"
+    log_format: LogFormat = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
     """Send a trace of each request there by OTLP over HTTP, for example
@@ -582,8 +511,7 @@ class NodeConfig:
     """
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        check_fields(self)
         check_keys(self, "api_key")
         check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
@@ -592,7 +520,6 @@ class NodeConfig:
             "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs "
             "2, too",
         )
-        check_log_format(self.log_format)
         for router in self.router:
             host, _ = udp_address(router)
             require(

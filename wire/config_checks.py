@@ -5,28 +5,39 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
+from msgspec import Meta
+
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.log_lines import LOG_FORMATS
 
 __all__ = [
     "MAX_URL_CHARS",
+    "LogFormat",
+    "OrDefault",
+    "Port",
+    "Positive",
     "base_url",
+    "check_fields",
     "check_front",
     "check_keys",
-    "check_log_format",
     "check_ssl",
     "gib",
     "is_address",
     "is_base_url",
     "is_loopback",
-    "positive",
     "require",
     "udp_address",
 ]
 
 MAX_URL_CHARS = 512
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[float, Meta(gt=0)]
+OrDefault = Annotated[int, Meta(ge=0, description="0 takes the default")]
+LogFormat = Literal["text", "json"]
 
 
 def require(ok: bool, message: str) -> None:
@@ -35,19 +46,45 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def positive(owner: object, *names: str) -> None:
-    """Raises ConfigError for a field that is zero or less."""
-    for name in names:
-        value = getattr(owner, name)
-        require(value > 0, f"{name} must be positive, got {value}")
+def check_fields(config: Any) -> None:
+    """Raise ConfigError for a field whose value its annotation (Literal or Meta) rules out."""
+    for name, allowed, limits in _declared(type(config)):  # type: ignore[arg-type]
+        value = getattr(config, name)
+        if allowed and value not in allowed:
+            known = ", ".join(str(each) or "empty" for each in allowed)
+            raise ConfigError(f"{name} {value!r} is not one of {known}")
+        if limits is not None and (wrong := _beyond(limits, value)):
+            remedy = f"; {limits.description}" if limits.description else ""
+            got = f"{value:g}" if isinstance(value, float) else value
+            raise ConfigError(f"{name} must {wrong}, got {got}{remedy}")
 
 
-def check_log_format(log_format: str) -> None:
-    """Raises ConfigError for one that there is not."""
-    require(
-        log_format in LOG_FORMATS,
-        f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}",
-    )
+@cache
+def _declared(config: Any) -> list[tuple[str, tuple[object, ...], Meta | None]]:
+    found: list[tuple[str, tuple[object, ...], Meta | None]] = []
+    for name, hint in get_type_hints(config, include_extras=True).items():
+        if get_origin(hint) is Literal:
+            found.append((name, get_args(hint), None))
+        elif get_origin(hint) is Annotated:
+            found.append((name, (), hint.__metadata__[0]))
+    return found
+
+
+def _beyond(limits: Meta, value: float) -> str:
+    """Return what the value must be instead; empty if it is within the limits. NaN never is."""
+    low, above, high = limits.ge, limits.gt, limits.le
+    within = (low is None or value >= low) and (above is None or value > above)
+    if within and (high is None or value <= high):
+        return ""
+    if high is not None:
+        return (
+            f"be between {low} and {high}"
+            if above is None
+            else f"be above {above} and at most {high:g}"
+        )
+    if above is not None:
+        return "be positive"
+    return "not be negative" if low == 0 else f"be at least {low:g}"
 
 
 def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credentials: bool) -> None:
@@ -77,7 +114,6 @@ def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> Non
         bool(certfile) or not keyfile,
         "ssl_keyfile needs ssl_certfile, the certificate that it belongs to",
     )
-    require(cert_reqs in range(3), f"ssl_cert_reqs must be 0, 1 or 2, got {cert_reqs}")
     require(
         not cert_reqs or bool(certfile and ca_certs),
         f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose "

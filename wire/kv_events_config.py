@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from kvrelay.wire.config_checks import positive, require
+from msgspec import Meta
+
+from kvrelay.wire.config_checks import check_fields, require
 
 __all__ = ["KvEventsConfig", "address_of"]
 
@@ -23,7 +26,7 @@ class KvEventsConfig:
 
     enable_kv_cache_events: bool = False
     """Tell which blocks the prefix cache holds."""
-    publisher: str = "zmq"
+    publisher: Literal["zmq", "null"] = "zmq"
     """zmq, or null: tell nobody."""
     endpoint: str = "tcp://127.0.0.1:5557"
     """Where events are told, tcp://HOST:PORT. A node always listens there; * is all addresses, port
@@ -33,11 +36,11 @@ class KvEventsConfig:
     """Where those who have lost some are told again, in the same form; empty: nowhere. A router
     needs it.
     """
-    buffer_steps: int = 10_000
+    buffer_steps: Annotated[int, Meta(gt=0)] = 10_000
     """Batches that are kept to be told again, in 4 MiB at most."""
-    hwm: int = 1_024
+    hwm: Annotated[int, Meta(gt=0)] = 1_024
     """Batches that wait for one listener; further ones are lost to it until it asks for them."""
-    max_queue_size: int = 100_000
+    max_queue_size: Annotated[int, Meta(gt=0)] = 100_000
     """Batches that wait to be published at most; a node publishes each at once, so none does."""
     topic: str = ""
     """What each message begins with, for listeners to choose by."""
@@ -45,18 +48,11 @@ class KvEventsConfig:
     """Tell the tokens of each block, too, with its adapter and salt. They are people's words, for
     all who listen.
     """
-    event_format: str = "array"
+    event_format: Literal["array", "map"] = "array"
     """array, or map: what vLLM's own types read since June 2026, and its example does not."""
 
     def __post_init__(self) -> None:
-        require(
-            self.publisher in ("zmq", "null"),
-            f"publisher {self.publisher!r} is not one of zmq, null",
-        )
-        require(
-            self.event_format in ("array", "map"),
-            f"event_format {self.event_format!r} is not one of array, map",
-        )
+        check_fields(self)
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             found = _ENDPOINT.fullmatch(value)
@@ -69,7 +65,6 @@ class KvEventsConfig:
             self.endpoint != self.replay_endpoint or not address_of(self.endpoint)[1],
             f"endpoint and replay_endpoint are both {self.endpoint}; give one of them another port",
         )
-        positive(self, "buffer_steps", "hwm", "max_queue_size")
 
     @property
     def on(self) -> bool:

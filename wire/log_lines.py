@@ -16,9 +16,7 @@ from functools import lru_cache
 
 from kvrelay.wire.errors import shortened
 
-__all__ = ["LOG_FORMATS", "Fields", "JsonLines", "Seldom", "formatter"]
-
-LOG_FORMATS = ("text", "json")
+__all__ = ["Fields", "JsonLines", "Seldom", "formatter"]
 
 _CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX]))")
 _TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"

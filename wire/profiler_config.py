@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from kvrelay.wire.config_checks import require
+from msgspec import Meta
+
+from kvrelay.wire.config_checks import check_fields, require
 
 __all__ = ["ProfilerConfig"]
-
-_PROFILERS = ("torch", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilerConfig:
     """What POST /start_profile starts on a node."""
 
-    profiler: str = "torch"
+    profiler: Literal["torch", "cuda"] = "torch"
     """torch writes a trace for each rank; cuda marks the range for a profiler that the node was
     started under.
     """
@@ -31,24 +32,17 @@ class ProfilerConfig:
     """Record the shapes of tensors."""
     torch_profiler_with_memory: bool = False
     """Record what memory is taken and given back."""
-    max_iterations: int = 1000
+    max_iterations: Annotated[int, Meta(ge=0)] = 1000
     """Steps after which a profile ends by itself; 0 sets no limit. Without one its events may fill
     the memory, and ending it may hold the engine up for so long that routers take the node for
     dead.
     """
 
     def __post_init__(self) -> None:
-        require(
-            self.profiler in _PROFILERS,
-            f"profiler {self.profiler!r} is not one of {', '.join(_PROFILERS)}",
-        )
+        check_fields(self)
         folder = self.torch_profiler_dir
         require(
             folder.startswith("/") if self.profiler == "torch" else not folder,
             f"torch_profiler_dir must be an absolute path with torch, and left out with cuda; got "
             f"{folder!r}",
-        )
-        require(
-            self.max_iterations >= 0,
-            f"max_iterations must not be negative, got {self.max_iterations}",
         )

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 from kvrelay.wire.config_checks import (
+    LogFormat,
+    Port,
+    Positive,
+    check_fields,
     check_front,
     check_keys,
-    check_log_format,
     check_ssl,
     is_base_url,
     is_loopback,
-    positive,
     require,
 )
 from kvrelay.wire.key_config import KeyConfig
 from kvrelay.wire.node_hosts import check_node_allow, is_node_allowed
 
-__all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "RouterConfig"]
+__all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "PRICE", "Policy", "RouterConfig"]
 
 # How a router may choose nodes (router/policies.py).
-PRICE = "price"
+Policy = Literal["least_queue", "prefix", "price", "round_robin", "session"]
+POLICY_NAMES: tuple[Policy, ...] = get_args(Policy)
+PRICE: Policy = "price"
 """The policy that is none: both nodes of a request are chosen at once (router/placement.py)."""
-POLICY_NAMES = ("least_queue", "prefix", PRICE, "round_robin", "session")
 MAX_WORKERS = 256
 MAX_DRAIN_S = 3600.0
 """The longest drain_deadline_s."""
@@ -54,7 +60,7 @@ class RouterConfig:
     """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
-    heartbeat_port: int = 0
+    heartbeat_port: Port = 0
     """UDP port on which nodes announce themselves (their --router), on the address of host and
     signed with node_api_key; 0 hears none.
     """
@@ -70,9 +76,9 @@ class RouterConfig:
     """
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 8000
+    port: Port = 8000
     """Port to listen on."""
-    workers: int = 1
+    workers: Annotated[int, Meta(gt=0, le=MAX_WORKERS)] = 1
     """Processes that serve the port; more than one share it, and a parent process keeps what they
     have in common.
     """
@@ -96,33 +102,33 @@ class RouterConfig:
     """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one
     the router draws one at its start, for its own user on this machine.
     """
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: Annotated[int, Meta(gt=0)] = 16 << 20
     """Longest request body."""
-    request_deadline_s: float = 600.0
+    request_deadline_s: Positive = 600.0
     """A request may take this long."""
-    drain_deadline_s: float = 30.0
+    drain_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
     """Told to end, the router takes no new connections, and what is under way may take this long;
     an hour at most.
     """
-    connect_deadline_s: float = 2.0
+    connect_deadline_s: Positive = 2.0
     """A connection to a node must stand within this time."""
-    health_interval_s: float = 0.5
+    health_interval_s: Positive = 0.5
     """Time between two health checks of a node."""
-    health_deadline_s: float = 2.0
+    health_deadline_s: Positive = 2.0
     """A health check must be answered within this time."""
-    max_queue: int = 1000
+    max_queue: Annotated[int, Meta(ge=0)] = 1000
     """Requests that wait while all nodes are busy, for each model; more are refused with 429.
     Divided among workers.
     """
-    ttft_target_ms: float = 0.0
+    ttft_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Requests whose first token would come later than this are refused at once, with 429; 0
     refuses none. Clients may send their own as x-slo-ttft-ms.
     """
-    tpot_target_ms: float = 0.0
+    tpot_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     """Requests wait while one more would make a token take longer than this; 0 is no target.
     Clients may send a stricter one as x-slo-tpot-ms.
     """
-    max_connections: int = 16384
+    max_connections: Annotated[int, Meta(gt=0)] = 16384
     """Connections of clients at once; more are refused with 503. Divided among workers."""
     ssl_certfile: str = ""
     """A PEM file with the router's certificate and its chain: it then serves https. Read again when
@@ -134,7 +140,7 @@ class RouterConfig:
     """A PEM file with the authorities to trust for https:// nodes, empty takes the system's; and
     for clients, with ssl_cert_reqs.
     """
-    ssl_cert_reqs: int = 0
+    ssl_cert_reqs: Literal[0, 1, 2] = 0
     """2 serves only clients with a certificate of ssl_ca_certs, 1 checks one that a client brings,
     0 asks for none.
     """
@@ -161,23 +167,23 @@ class RouterConfig:
     """Let these pages send what the browser adds by itself, such as a client's certificate; not
     with ["*"].
     """
-    attempts: int = 3
+    attempts: Annotated[int, Meta(gt=0)] = 3
     """How many nodes a leg is tried on before the client gets an error."""
-    prefill_policy: str = PRICE
+    prefill_policy: Policy = PRICE
     """How a prefill node is chosen: by price, or by a policy: prefix, session, least_queue or
     round_robin. With one no decode node computes a prompt that a prefill node can.
     """
-    decode_policy: str = PRICE
+    decode_policy: Policy = PRICE
     """How a decode node is chosen: one of the same."""
     strict_roles: bool = False
     """Decode nodes never compute a prompt that a prefill node can, and no node changes its role by
     itself.
     """
-    least_prefill: int = 1
+    least_prefill: Annotated[int, Meta(ge=1)] = 1
     """So many prefill nodes of each model keep their role, whatever the load."""
-    least_decode: int = 1
+    least_decode: Annotated[int, Meta(ge=1)] = 1
     """So many decode nodes of each model keep their role, whatever the load."""
-    p2p_nccl_port: int = 0
+    p2p_nccl_port: Port = 0
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their
     proxy_port) without a key.
     """
@@ -190,7 +196,7 @@ class RouterConfig:
     """Log the first 2,000 characters of each request's body. Never without being asked: they are
     people's words.
     """
-    log_format: str = "text"
+    log_format: LogFormat = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
     """Send a trace of each request there by OTLP over HTTP, for example
@@ -199,33 +205,8 @@ class RouterConfig:
     """
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        require(
-            0 <= self.p2p_nccl_port < 65536,
-            f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}",
-        )
-        positive(
-            self,
-            "max_body_bytes",
-            "request_deadline_s",
-            "connect_deadline_s",
-            "health_interval_s",
-            "health_deadline_s",
-            "attempts",
-            "max_connections",
-            "workers",
-        )
-        check_log_format(self.log_format)
+        check_fields(self)
         check_keys(self, "api_key", "node_api_key", "admin_key")
-        require(
-            0 < self.drain_deadline_s <= MAX_DRAIN_S,
-            f"drain_deadline_s must be above 0 and at most {MAX_DRAIN_S:g}, got "
-            f"{self.drain_deadline_s:g}",
-        )
-        require(
-            self.workers <= MAX_WORKERS,
-            f"workers must be at most {MAX_WORKERS}, got {self.workers}",
-        )
         self._check_entry()
         _ = self.vllm_event_ports  # raises
         check_node_allow(self.node_allow)
@@ -233,22 +214,12 @@ class RouterConfig:
             not self.isolate_keys or bool(self.api_key or self.keys),
             "isolate_keys keeps API keys apart and there is none; set api_key or keys, too",
         )
-        for role in ("prefill", "decode"):
-            name = getattr(self, f"{role}_policy")
-            require(
-                name in POLICY_NAMES,
-                f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}",
-            )
         for url in (*self.prefill, *self.decode):
             require(
                 is_base_url(url),
                 f"node address {url!r} must start with http:// or https://, and name a host and "
                 f"port",
             )
-        require(
-            0 <= self.heartbeat_port < 65536,
-            f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}",
-        )
         require(
             not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
             f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the "
@@ -260,10 +231,6 @@ class RouterConfig:
             f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which "
             f"chooses its pods",
         )
-        for name in ("least_prefill", "least_decode"):
-            require(
-                getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}"
-            )
         require(
             re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace)
             is not None,
@@ -335,9 +302,6 @@ class RouterConfig:
         return ports
 
     def _check_entry(self) -> None:
-        for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must not be negative, got {value}")
         check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(

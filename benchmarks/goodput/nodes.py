@@ -22,12 +22,13 @@ import aiohttp
 
 from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
+from kvrelay.cluster_plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from kvrelay.drawn_keys import stored_key
 from kvrelay.machine import this_machine
 from kvrelay.node.parent import PARENT_PID
-from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from kvrelay.wire.child_environ import child_environ
-from kvrelay.wire.config import EngineConfig
+from kvrelay.wire.config import EngineConfig, NodeConfig
+from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
 
@@ -163,7 +164,7 @@ def _visible(flags: Sequence[str]) -> Sequence[str]:
     """GPUs of this machine that nodes with these flags may use."""
     if {"--cpu", "--device=cpu"} & set(flags):
         return ()
-    return this_machine(ClusterConfig(EngineConfig("none"), port=0)).gpus
+    return this_machine(ClusterConfig(NodeConfig(EngineConfig("none")), RouterConfig(port=0))).gpus
 
 
 async def _ranks(session: aiohttp.ClientSession, url: str) -> int:

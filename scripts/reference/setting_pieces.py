@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.flag_names import VLLM
 from kvrelay.load.config import BenchConfig
-from kvrelay.plan import ClusterConfig
 from kvrelay.settings import Setting, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
 from kvrelay.wire.key_config import KeyConfig
@@ -27,7 +27,6 @@ CONFIGS = {
     "key-settings": KeyConfig,
     "bench-settings": BenchConfig,
 }
-_NESTED = (*settings_of(EngineConfig), *settings_of(TransferConfig))
 _IN_FILES_ONLY = (KeyConfig,)
 
 Taken = Mapping[str, Mapping[str, Parameter]]
@@ -43,13 +42,9 @@ def setting_pieces() -> dict[str, str]:
 
 
 def own_settings(config: type) -> dict[str, Setting]:
-    """The settings of a type that are not a nested type's. A node's role is said by its command."""
-    nested = any(field.name == "engine" for field in dataclasses.fields(config))
-    return {
-        name: each
-        for name, each in settings_of(config, _NESTED if nested else ()).items()
-        if name != "role"
-    }
+    """Return the settings of a type that are not a nested type's, nor a node's role (its command)."""
+    own = {field.name for field in dataclasses.fields(config)} - {"role"}
+    return {name: each for name, each in settings_of(config).items() if name in own}
 
 
 def _settings(config: type, taken: Taken) -> str:

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 import kvrelay.cli
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import ComposeConfig, compose_of
-from kvrelay.plan import ClusterConfig
-from kvrelay.wire.config import EngineConfig, NodeConfig, TransferConfig
+from kvrelay.settings import build
+from kvrelay.wire.config import NodeConfig
 from kvrelay.wire.kv_events_config import KvEventsConfig
 
 SECRET = "a-secret-of-the-cluster"
@@ -27,7 +28,9 @@ HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"
 def _written(**cluster: Any) -> dict[str, Any]:
     return compose_of(
         ComposeConfig(
-            ClusterConfig(EngineConfig("m", device="cpu"), prefill=2, decode=2, **cluster)
+            build(
+                ClusterConfig, {"model": "m", "device": "cpu", "prefill": 2, "decode": 2} | cluster
+            )
         )
     )
 
@@ -35,7 +38,7 @@ def _written(**cluster: Any) -> dict[str, Any]:
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "deploy": lambda: yaml.safe_load(HERE.read_text(encoding="utf-8")),
     "auto": _written,
-    "nixl": lambda: _written(transfer=TransferConfig("nixl")),
+    "nixl": lambda: _written(kv_connector="nixl"),
 }
 every_file = pytest.mark.parametrize("name", FILES)
 

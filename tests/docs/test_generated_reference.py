@@ -9,6 +9,7 @@ import pytest
 from documents import DOCS
 from fastapi.routing import APIRoute
 
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.metrics_reference import metrics_reference
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.router.app import create_app
@@ -37,7 +38,9 @@ def test_all_generated_parts_are_current() -> None:
 def test_every_setting_has_its_row_with_default_and_meaning(config: type) -> None:
     rows = [line for line in page("configuration").splitlines() if line.startswith("| `")]
     for field in dataclasses.fields(config):
-        if field.name in ("engine", "transfer", "role"):
+        if field.name in ("engine", "transfer", "role", "node") or (
+            config is ClusterConfig and field.name == "router"
+        ):
             continue  # others' settings; and what a command says
         setting = settings_of(config)[field.name]
         spelled = (f"| `{setting.flag}`", f"| `{field.name.replace('_', '-')}`")

@@ -150,7 +150,7 @@ def test_variables_are_read_somewhere() -> None:
 )
 def test_configuration_files_in_pages_are_valid(block: Block, tmp_path: Path) -> None:
     from kvrelay.cli import RouterConfig as OfRouter
-    from kvrelay.plan import ClusterConfig
+    from kvrelay.cluster_plan import ClusterConfig
     from kvrelay.settings import settings_of
 
     known = settings_of({"up": ClusterConfig, "router": OfRouter}[block.name])

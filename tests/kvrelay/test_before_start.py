@@ -14,9 +14,9 @@ import pytest
 
 from kvrelay import before_start, machine
 from kvrelay.before_start import Host, check_start, with_model_here
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.memory import Memory, NotNow
-from kvrelay.plan import ClusterConfig
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import ConfigError
 
@@ -169,7 +169,7 @@ def test_what_a_machine_cannot_hold_is_refused_with_the_figures(
         )
         config = RanksConfig(two)
     else:
-        config = ClusterConfig(engine) if command == "up" else NodeConfig(engine)
+        config = ClusterConfig(NodeConfig(engine)) if command == "up" else NodeConfig(engine)
     if refusal is None:
         check_start(config, here)
         return

@@ -133,13 +133,15 @@ def test_the_cluster_secret_comes_from_the_environment_and_up_draws_one(
 ) -> None:
     for _ in range(2):
         assert cli.run(["up", "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
-    one, two = (each.transfer.cluster_secret for each in served)
+    one, two = (each.node.transfer.cluster_secret for each in served)
     assert one != two
     assert len(one) == len(two) == 43
     monkeypatch.setenv("KVRELAY_CLUSTER_SECRET", "from the environment")
     for command in ("up", "prefill", "decode"):
         assert cli.run([command, "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
-    assert {each.transfer.cluster_secret for each in served[2:]} == {"from the environment"}
+    assert {getattr(each, "node", each).transfer.cluster_secret for each in served[2:]} == {
+        "from the environment"
+    }
 
 
 @pytest.mark.parametrize(

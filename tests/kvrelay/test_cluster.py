@@ -21,25 +21,26 @@ from kvrelay.cluster import _invite
 from kvrelay.drawn_keys import stored_key
 
 _UP = """
-import sys
+import os, sys
 from dataclasses import replace
 from kvrelay.cluster import up
-from kvrelay.plan import ClusterConfig, plan
-from kvrelay.wire.config import EngineConfig
+from kvrelay.cluster_plan import ClusterConfig, plan
+from kvrelay.settings import build
 from kvrelay.wire.errors import KvrelayError
 
 server, log_dir, broken, *demo = sys.argv[1:]
 
-def stand_ins(config, machine, folder, key):
-    specs = plan(config, machine, folder, key)
+def stand_ins(config, machine, folder):
+    specs = plan(config, machine, folder)
     ports = [*machine.ports[1:], machine.ports[0]]
     commands = [(sys.executable, server, str(port)) for port in ports]
     if broken == "broken":
         commands[1] = (sys.executable, "-c", "raise SystemExit('no such model folder')")
     return [replace(spec, command=command) for spec, command in zip(specs, commands)]
 
-engine = EngineConfig("m", device="cpu")
-config = ClusterConfig(engine, port=0, log_dir=log_dir, stop_deadline_s=5.0, demo_exit=bool(demo))
+settings = {"model": "m", "device": "cpu", "port": 0, "log_dir": log_dir, "stop_deadline_s": 5.0}
+keys = {"admin_key": os.environ.get("ADMIN", ""), "node_api_key": os.environ.get("NODES", "")}
+config = build(ClusterConfig, settings | keys | {"demo_exit": bool(demo)})
 try:
     sys.exit(up(config, stand_ins))
 except KvrelayError as why:
@@ -177,8 +178,8 @@ def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
 def test_it_keeps_the_keys_that_were_given(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
-    monkeypatch.setenv("KVRELAY_NODE_API_KEY", "given, too")
+    monkeypatch.setenv("ADMIN", "given")
+    monkeypatch.setenv("NODES", "given, too")
     up = Up(repository, tmp_path / "logs", "whole")
     try:
         (url,) = re.findall(

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of
 from kvrelay.compose_files import write
-from kvrelay.plan import ClusterConfig
-from kvrelay.wire.config import EngineConfig, TransferConfig
+from kvrelay.settings import build
 from kvrelay.wire.errors import ConfigError
 
 QUIET = Console(quiet=True)
@@ -29,8 +29,9 @@ def services(
     cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any
 ) -> dict[str, Any]:
     """The services of such a cluster."""
-    engine = EngineConfig(model, **cluster.pop("engine", {}))
-    config = ComposeConfig(ClusterConfig(engine, **cluster), (gpus,) if gpus else (), name)
+    config = ComposeConfig(
+        build(ClusterConfig, {"model": model, **cluster}), (gpus,) if gpus else (), name
+    )
     found: dict[str, Any] = compose_of(config, cores)["services"]
     return found
 
@@ -107,18 +108,15 @@ def test_ranks_take_as_many_gpus_as_they_are() -> None:
         ConfigError,
         match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 1",
     ):
-        services(gpus="0", engine={"tensor_parallel_size": 4})
+        services(gpus="0", tensor_parallel_size=4)
 
 
 def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
-    made = services(transfer=TransferConfig("nixl"))
+    made = services(kv_connector="nixl")
     assert "namespaces" not in made
     assert not {"pid", "ipc"} & set(made["decode-0"])
     assert made["decode-0"]["shm_size"] == "8gb"
-    assert (
-        services(transfer=TransferConfig("direct"))["decode-0"]["pid"]
-        == "container:kvrelay-namespaces"
-    )
+    assert services(kv_connector="direct")["decode-0"]["pid"] == "container:kvrelay-namespaces"
 
 
 def test_cores_are_shared_out_on_cpus() -> None:
@@ -130,7 +128,7 @@ def test_cores_are_shared_out_on_cpus() -> None:
 
 def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:
     made = compose_of(
-        ComposeConfig(ClusterConfig(EngineConfig("org/a$b"), served_model_name="$HOME"))
+        ComposeConfig(build(ClusterConfig, {"model": "org/a$b", "served_model_name": "$HOME"}))
     )
     text = yaml.safe_dump(made)
     assert "--model=org/a$$b" in made["services"]["prefill-0"]["command"]
@@ -142,7 +140,8 @@ def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:
 def test_files_of_the_host_are_mounted_where_they_are() -> None:
     made = services(
         model="/models/llama",
-        engine={"enable_lora": True, "lora_modules": ("sql=/adapters/sql",)},
+        enable_lora=True,
+        lora_modules=("sql=/adapters/sql",),
         chat_template="/t.jinja",
     )
     mounts = [
@@ -167,9 +166,9 @@ def test_wrong_gpus_are_refused(gpus: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         services(gpus=gpus)
     with pytest.raises(ConfigError, match="device cuda needs --gpus"):
-        services(engine={"device": "cuda"})
+        services(device="cuda")
     with pytest.raises(ConfigError, match="device cpu and gpus contradict each other"):
-        services(gpus="0", engine={"device": "cpu"})
+        services(gpus="0", device="cpu")
     with pytest.raises(ConfigError, match="name must be lower-case letters"):
         services(name="My cluster")
 
@@ -181,7 +180,7 @@ def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> Non
     whole = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))
     demo = whole["services"]
     for profile, gpus in (("cpu", ""), ("gpu", "0,1")):
-        config = ComposeConfig(ClusterConfig(EngineConfig("")), (gpus,) if gpus else ())
+        config = ComposeConfig(build(ClusterConfig, {"model": ""}), (gpus,) if gpus else ())
         text = yaml.safe_dump(compose_of(config)).replace("./monitoring", "../monitoring")
         written = yaml.safe_load(interpolated(text, env | environment_of(config, str, env)))
         made = written["services"]

@@ -58,9 +58,8 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
         ("serve one -dp 2", "unknown flag -dp; here it is --prefill (and --decode"),
         ("serve one --middleware x", "unknown flag --middleware\n"),
         (
-            "up --root-path /x",
-            "unknown flag --root-path; it is of `kvrelay serve`, `kvrelay prefill`, `kvrelay "
-            "decode`",
+            "up --kv-port 1",
+            "unknown flag --kv-port; it is of `kvrelay serve`, `kvrelay prefill`, `kvrelay decode`",
         ),
         (
             "router --max-num-seqs 4",

@@ -48,9 +48,9 @@ def show(config):
     return 0
 
 def show_children(config):
-    from kvrelay.plan import Machine, plan
+    from kvrelay.cluster_plan import Machine, plan
     machine = Machine(2, (), (1, 2, 3), {})
-    print(json.dumps([config.engine.model, "", "", [word for s in plan(config, machine, Path("/logs"), "key")
+    print(json.dumps([config.node.engine.model, "", "", [word for s in plan(config, machine, Path("/logs"))
                                                     for word in (*s.command, *s.env, *s.env.values())]]))
     return 0
 

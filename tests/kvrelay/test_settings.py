@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrelay.plan import ClusterConfig
+from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from kvrelay.wire.errors import ConfigError

@@ -90,7 +90,7 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(
         in out
     )
     assert "deployment/kvrelay-prefill --replicas=1" in out
-    assert "--ttft-target-ms=4000 --tpot-target-ms=400" in out
+    assert "--ttft-target-ms 4000 --tpot-target-ms 400" in out
     assert run([*asked, "--rate", "40", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["keeps_targets"] is False

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.wire.config_checks import check_log_format
+from kvrelay.node.process_log import log_to_stderr
 from kvrelay.wire.errors import ConfigError, RequestError
 from kvrelay.wire.log_lines import Fields, JsonLines, Seldom, formatter
 
@@ -96,7 +96,7 @@ def test_text_is_as_ever() -> None:
 
 def test_a_form_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="'xml' is not one of text, json"):
-        check_log_format("xml")
+        log_to_stderr("router", "xml")
 
 
 def test_what_strangers_cause_is_logged_once_a_minute_with_how_often_it_was() -> None:
