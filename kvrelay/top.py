@@ -1,5 +1,5 @@
-"""`kvrelay top`: the console's picture in a terminal, from the same JSON. Owns what is printed; it
-looks, and changes nothing. Where nobody sees it live (a pipe) it prints one picture.
+"""`kvrelay top`: the console's snapshot in a terminal, from the same JSON. Owns what is printed; it
+looks, and changes nothing. Where nobody sees it live (a pipe) it prints one snapshot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.drain import Refusal
-from kvrelay.router.console.picture import NodeSeen, Percentiles, Picture
-from kvrelay.router.console.recent import Ended
+from kvrelay.router.console.snapshot import Percentiles, Snapshot
+from kvrelay.router.recent_requests import EndedRequest
+from kvrelay.router.state import NodeStatus
 from kvrelay.wire.config_checks import is_base_url
 from kvrelay.wire.errors import ConfigError, KvrelayError
 
@@ -34,7 +35,7 @@ _SPARK_CELLS = 40
 _BAR_CELLS = 12
 _PIPE_CELLS = 200
 """A pipe has no width: all columns are written."""
-_PICTURE = msgspec.json.Decoder(Picture)
+_SNAPSHOT = msgspec.json.Decoder(Snapshot)
 
 
 class TopFailed(KvrelayError):
@@ -54,22 +55,22 @@ def run(router: str, admin_key: str, interval_s: float, console: Console) -> int
 
 async def _top(router: str, admin_key: str, interval_s: float, console: Console) -> int:
     async with aiohttp.ClientSession(timeout=_CALL) as session:
-        picture = await _look(session, router, admin_key)
+        snapshot = await _look(session, router, admin_key)
         if not console.is_terminal:
-            console.print(drawn(picture), width=max(console.width, _PIPE_CELLS))
+            console.print(drawn(snapshot), width=max(console.width, _PIPE_CELLS))
             return 0
         lost = ""
-        with Live(drawn(picture), console=console, screen=True, auto_refresh=False) as live:
+        with Live(drawn(snapshot), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
                 try:
-                    picture, lost = await _look(session, router, admin_key), ""
+                    snapshot, lost = await _look(session, router, admin_key), ""
                 except TopFailed as why:
-                    lost = f"{why.message}; what is shown is {time.time() - picture.now:.0f} s old"
-                live.update(drawn(picture, lost), refresh=True)
+                    lost = f"{why.message}; what is shown is {time.time() - snapshot.now:.0f} s old"
+                live.update(drawn(snapshot, lost), refresh=True)
 
 
-async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
+async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Snapshot:
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
         async with session.get(
@@ -80,63 +81,63 @@ async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> 
         raise TopFailed(f"{router} cannot be reached: {why or type(why).__name__}") from why
     try:
         if answer.status == 200:
-            return _PICTURE.decode(said)
+            return _SNAPSHOT.decode(said)
         raise TopFailed(f"{router}: {msgspec.json.decode(said, type=Refusal).error.message}")
     except msgspec.DecodeError as why:
         raise TopFailed(
-            f"{router} answers {answer.status} and no picture; is it a kvrelay router?"
+            f"{router} answers {answer.status} and no snapshot; is it a kvrelay router?"
         ) from why
 
 
-def drawn(picture: Picture, lost: str = "") -> RenderableType:
-    """A picture for the terminal; `lost` says why there is no newer one."""
-    parts: list[RenderableType] = [_head(picture)]
+def drawn(snapshot: Snapshot, lost: str = "") -> RenderableType:
+    """A snapshot for the terminal; `lost` says why there is no newer one."""
+    parts: list[RenderableType] = [_head(snapshot)]
     if lost:
         parts.append(Text(lost, style="red"))
-    parts += [Text(), _nodes(picture)]
-    if picture.edges:
-        parts += [Text(), _edges(picture)]
+    parts += [Text(), _nodes(snapshot)]
+    if snapshot.edges:
+        parts += [Text(), _edges(snapshot)]
     parts += [
         Text(f"{_short(pair.prefill)} -> {_short(pair.decode)}: {pair.reason}", style="red")
-        for pair in picture.failed_pairs
+        for pair in snapshot.failed_pairs
     ]
-    for of_model in picture.roles:
+    for of_model in snapshot.roles:
         parts += [Text(), Text(f"roles of {of_model.model}: {of_model.why}")]
         parts += [
             Text(
-                f"  {picture.now - each.at:.0f} s ago, {_short(each.node)} to {each.role}: "
+                f"  {snapshot.now - each.at:.0f} s ago, {_short(each.node)} to {each.role}: "
                 f"{each.outcome}"
             )
             for each in of_model.changes[:_MOST_CHANGES]
         ]
-    parts += [Text(), _requests(picture.requests[:_MOST_REQUESTS])]
+    parts += [Text(), _requests(snapshot.requests[:_MOST_REQUESTS])]
     return Group(*parts)
 
 
-def _head(picture: Picture) -> RenderableType:
-    style = {"ok": "bold green", "degraded": "bold yellow"}.get(picture.health, "bold red")
-    first = Text.assemble("kvrelay ", (picture.health.value, style))
+def _head(snapshot: Snapshot) -> RenderableType:
+    style = {"ok": "bold green", "degraded": "bold yellow"}.get(snapshot.health, "bold red")
+    first = Text.assemble("kvrelay ", (snapshot.health.value, style))
     first.append(
-        f"  {picture.running} running, {picture.waiting} waiting, {picture.waiting_for_room} for "
+        f"  {snapshot.running} running, {snapshot.waiting} waiting, {snapshot.waiting_for_room} for "
         f"KV room"
     )
-    if picture.wanted > 1:
-        silent = picture.wanted - len(picture.workers)
-        of_all = f"  {len(picture.workers)} of {picture.wanted} router processes"
+    if snapshot.wanted > 1:
+        silent = snapshot.wanted - len(snapshot.workers)
+        of_all = f"  {len(snapshot.workers)} of {snapshot.wanted} router processes"
         first.append(of_all, style="bold red" if silent else "")
     lines = [
         first,
-        Text(f"{picture.requests_per_s:8.1f} requests/s  {_sparks(picture.series.ended[:-1])}"),
+        Text(f"{snapshot.requests_per_s:8.1f} requests/s  {_sparks(snapshot.series.ended[:-1])}"),
         Text(
-            f"{picture.output_tokens_per_s:8.1f} tokens/s    "
-            f"{_sparks(picture.series.output_tokens[:-1])}"
+            f"{snapshot.output_tokens_per_s:8.1f} tokens/s    "
+            f"{_sparks(snapshot.series.output_tokens[:-1])}"
         ),
     ]
     table = _Fitting(("", ">p50", ">p90", ">p99"))
     for name, figures in (
-        ("first token", picture.ttft),
-        ("between", picture.inter_token),
-        ("total", picture.total),
+        ("first token", snapshot.ttft),
+        ("between", snapshot.inter_token),
+        ("total", snapshot.total),
     ):
         table.add(name, *map(_time, _percentiles(figures)))
     return Group(*lines, table)
@@ -146,9 +147,9 @@ def _percentiles(figures: Percentiles) -> tuple[float | None, float | None, floa
     return figures.p50_s, figures.p90_s, figures.p99_s
 
 
-def _nodes(picture: Picture) -> RenderableType:
+def _nodes(snapshot: Snapshot) -> RenderableType:
     broken = any(
-        each.state != "closed" for node in picture.nodes for each in node.breakers.values()
+        each.state != "closed" for node in snapshot.nodes for each in node.breakers.values()
     )
     table = _Fitting(
         (
@@ -167,11 +168,11 @@ def _nodes(picture: Picture) -> RenderableType:
         if broken
         else ("held", "breakers", "depth", "streams", "KV in use"),
     )
-    for node in sorted(picture.nodes, key=lambda node: (node.role != "prefill", node.url)):
+    for node in sorted(snapshot.nodes, key=lambda node: (node.role != "prefill", node.url)):
         table.add(
             _short(node.url),
             node.role,
-            _state(node, len(picture.workers)),
+            _state(node, len(snapshot.workers)),
             str(node.running),
             str(node.waiting),
             str(node.legs),
@@ -183,7 +184,7 @@ def _nodes(picture: Picture) -> RenderableType:
     return table
 
 
-def _state(node: NodeSeen, workers: int) -> Text:
+def _state(node: NodeStatus, workers: int) -> Text:
     if node.up:
         return Text(
             "up" if node.up_in == workers else f"up in {node.up_in} of {workers}", style="green"
@@ -197,7 +198,7 @@ def _state(node: NodeSeen, workers: int) -> Text:
     )
 
 
-def _kv(node: NodeSeen) -> Text:
+def _kv(node: NodeStatus) -> Text:
     if not node.total_blocks:
         return Text("-")
     share = 1 - node.free_blocks / node.total_blocks
@@ -208,27 +209,27 @@ def _kv(node: NodeSeen) -> Text:
     )
 
 
-def _breakers(node: NodeSeen) -> Text:
+def _breakers(node: NodeStatus) -> Text:
     bad = [f"{leg} {each.state}" for leg, each in node.breakers.items() if each.state != "closed"]
     return Text(", ".join(bad), style="red") if bad else Text("closed", style="dim")
 
 
-def _edges(picture: Picture) -> RenderableType:
+def _edges(snapshot: Snapshot) -> RenderableType:
     table = _Fitting(("from", "to", ">hand-overs/min", ">MB/s", ">fetch", ">exposed"))
-    for edge in picture.edges[:_MOST_REQUESTS]:
+    for edge in snapshot.edges[:_MOST_REQUESTS]:
         known = edge.bytes > 0
         table.add(
             _short(edge.prefill),
             _short(edge.decode),
-            f"{edge.handovers * 60 / picture.edge_window_s:.1f}",
-            f"{edge.bytes / picture.edge_window_s / 1e6:.2f}" if known else "-",
+            f"{edge.handovers * 60 / snapshot.edge_window_s:.1f}",
+            f"{edge.bytes / snapshot.edge_window_s / 1e6:.2f}" if known else "-",
             _time(edge.transfer_s / edge.fetches if known else None),
             _time(edge.exposed_s / edge.fetches if known else None),
         )
     return table
 
 
-def _requests(requests: Iterable[Ended]) -> RenderableType:
+def _requests(requests: Iterable[EndedRequest]) -> RenderableType:
     times = (">first token", ">between", ">queue", ">prefill", ">hand-over", ">decode", ">total")
     table = _Fitting(
         ("request", ">status", ">in", ">out", *times),

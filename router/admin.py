@@ -17,13 +17,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from kvrelay.openai_api.json_body import json_response
-from kvrelay.router.console.picture import NodeSeen, joined_nodes
 from kvrelay.router.guard import peer_of, read_body
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import Node, NodeKind
 from kvrelay.router.roles import BEGUN, ask_role
 from kvrelay.router.router import Router
-from kvrelay.router.state import node_of
+from kvrelay.router.state import NodeStatus, joined_nodes, node_status
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     ConfigError,
@@ -84,9 +83,9 @@ class _Desk:
     async def nodes(self) -> Response:
         """Tell of all nodes, as all workers see them."""
         router = self._router
-        own, workers = router.lookout.seen(), router.shared.seen_elsewhere()
+        own, workers = router.console.status(), router.shared.other_workers()
         rows = joined_nodes(own, workers or [own])
-        if (legs := router.shared.legs_elsewhere()) is not None:  # newer than what they see
+        if (legs := router.shared.running_elsewhere()) is not None:  # newer than what they see
             rows = [msgspec.structs.replace(row, legs=legs.get(row.url, 0)) for row in rows]
         return json_response({"nodes": rows})
 
@@ -204,8 +203,8 @@ class _Desk:
         )
         return json_response({"changed": changed})
 
-    def _row(self, node: Node) -> NodeSeen:
-        return node_of(node, self._pool, time.monotonic())
+    def _row(self, node: Node) -> NodeStatus:
+        return node_status(node, self._pool, time.monotonic())
 
     def _known(self, url: str) -> Node:
         node = self._pool.find(url)

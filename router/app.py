@@ -102,7 +102,7 @@ def create_app(
         _add_operators_routes(app, router)
     else:
         _forward_operators(app, router, router.shared.forward)
-    add_console_routes(app, router.lookout.picture, config.root_path)
+    add_console_routes(app, router.console.snapshot, config.root_path)
     if router.shared.serves:
         _add_clients_routes(app, router)
     return app

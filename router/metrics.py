@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge, FastHistogram
 from kvrelay.openai_api.stages import STAGES
 from kvrelay.router.admission.metrics import AdmissionMetrics
-from kvrelay.router.console.recent import Ended
 from kvrelay.router.nodes.breaker import State
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.metrics import PrefixMetrics
+from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
@@ -211,7 +211,7 @@ class Metrics:
         """Count a prompt that is computed on a decode node."""
         self.local_prefills.add(1, self.model_of(asked), reason)
 
-    def finished(self, model: str, request: Ended) -> None:
+    def finished(self, model: str, request: EndedRequest) -> None:
         """Count one finished request, whose tokens were counted already."""
         self.requests.add(1, model, request.path, str(request.status))
         for name, seconds in request.stages_s.items():

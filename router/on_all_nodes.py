@@ -126,7 +126,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
     @app.get("/load", response_model=None)
     async def tell_load() -> Response:
-        load = len(router.live) + sum(worker.running for worker in router.shared.seen_elsewhere())
+        load = len(router.live) + sum(worker.running for worker in router.shared.other_workers())
         return json_response({"server_load": load, "nodes": await told("/load")})
 
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from kvrelay.openai_api.stages import STAGES, StageTime
 from kvrelay.openai_api.tracing import Attribute, RequestSpan, Tracing, trace_headers, trace_id_of
-from kvrelay.router.console.lookout import Lookout
-from kvrelay.router.console.recent import Ended
+from kvrelay.router.console.state import ConsoleState
 from kvrelay.router.metrics import Metrics
+from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.router.relay import CLIENT_GONE, Run
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.timeline import Timeline
@@ -108,9 +108,9 @@ class TokenCounter:
 class RequestLog:
     """A record of requests that are refused or end."""
 
-    def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
-        self._metrics, self._lookout = metrics, lookout
-        self.tokens = TokenCounter(metrics, lookout.recent.flowed)
+    def __init__(self, metrics: Metrics, console: ConsoleState) -> None:
+        self._metrics, self._console = metrics, console
+        self.tokens = TokenCounter(metrics, console.recent.add_tokens)
 
     def refused(
         self,
@@ -144,7 +144,7 @@ class RequestLog:
         stages_s = timeline.stages_s(now)
         error = "" if why is None else shown_error(why)
         model = self.tokens.remove(run, now)
-        request = self._lookout.ended(run, path, status, key, error, stages_s, now)
+        request = self._console.add(run, path, status, key, error, stages_s, now)
         self._metrics.finished(model, request)
         more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
         more |= {"model": request.model, "client_gone": "yes" if status == CLIENT_GONE else "no"}
@@ -204,7 +204,7 @@ def _attributes(job_id: str, path: str, status: int) -> dict[str, Attribute]:
     }
 
 
-def _about(request: Ended, max_tokens: int | None) -> dict[str, Attribute]:
+def _about(request: EndedRequest, max_tokens: int | None) -> dict[str, Attribute]:
     # OpenTelemetry's names for generative AI where it has any.
     values: dict[str, Attribute | None] = {
         "gen_ai.request.model": request.model,

@@ -18,7 +18,6 @@ from math import fsum, inf
 
 import msgspec
 
-from kvrelay.router.console.picture import RoleChange
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.node_load import LEAST_LEFT, UNKNOWN, NodeLoad, default_targets
 from kvrelay.router.nodes.node import Node, NodeKind
@@ -28,7 +27,17 @@ from kvrelay.wire.config import Role
 from kvrelay.wire.errors import Conflict
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["BEGUN", "EVERY_S", "LOOKS", "OTHER", "RoleChanges", "Roles", "ask_role", "work_of"]
+__all__ = [
+    "BEGUN",
+    "EVERY_S",
+    "LOOKS",
+    "OTHER",
+    "RoleChange",
+    "RoleChanges",
+    "Roles",
+    "ask_role",
+    "work_of",
+]
 
 EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
 LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
@@ -56,6 +65,17 @@ def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> d
         Role.PREFILL: prompts,
         Role.DECODE: max(seats, tokens / max(LEAST_LEFT, left / max(1, len(decode)))),
     }
+
+
+class RoleChange(msgspec.Struct, frozen=True):
+    """A decision that a node should take a role, and what the node answered."""
+
+    at: float
+    """Unix time."""
+    role: str
+    node: str
+    why: str
+    outcome: str
 
 
 class Roles:

@@ -32,7 +32,7 @@ from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.client_connection import Reply, headers_of
-from kvrelay.router.console.lookout import Lookout
+from kvrelay.router.console.state import ConsoleState
 from kvrelay.router.guard import caller_of, read_body
 from kvrelay.router.membership.health_checks import watching
 from kvrelay.router.membership.heartbeats import hearing
@@ -118,8 +118,10 @@ class Router:
         """The ids of requests that are being answered."""
         self.ending = False
         """It was told to end, and serves what it has begun."""
-        self.lookout = Lookout(self.pool, self.models, self.warm_ups, self.metrics, self.shared)
-        self.log = RequestLog(self.metrics, self.lookout)
+        self.console = ConsoleState(
+            self.pool, self.models, self.warm_ups, self.metrics, self.shared
+        )
+        self.log = RequestLog(self.metrics, self.console)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -134,7 +136,7 @@ class Router:
         if self.shared.serves:
             events = KvEvents(self.pool.prefixes, self.metrics.prefix, config.vllm_event_ports)
         roles = RoleChanges(lambda: self.config, self.pool, legs, self.metrics, lambda: self.ending)
-        self.lookout.roles = roles if leads else None
+        self.console.roles = roles if leads else None
         try:
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),

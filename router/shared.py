@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from kvrelay.openai_api.dialects.response_store import IN_MEMORY, ResponseStore
-from kvrelay.router.console.picture import WorkerSeen
 from kvrelay.router.membership.warm_up import NO_PAIRS, WarmPairs
 from kvrelay.router.request.poison import Poison
+from kvrelay.router.state import WorkerStatus
 
 __all__ = ["Shared"]
 
@@ -40,11 +40,11 @@ class Shared:
         self.poison = Poison()
         self.responses = ResponseStore(responses)
 
-    def legs_elsewhere(self) -> Mapping[str, int] | None:
+    def running_elsewhere(self) -> Mapping[str, int] | None:
         """Count the legs by the addresses of their nodes, if other processes have them."""
         return None
 
-    def seen_elsewhere(self) -> Sequence[WorkerSeen]:
+    def other_workers(self) -> Sequence[WorkerStatus]:
         """Return what the other processes see, as far as they answer requests."""
         return ()
 

@@ -1,30 +1,139 @@
-"""What the router tells of its nodes and models, as plain values: the bodies of GET /health and GET
-/admin/nodes.
+"""What the router tells of its nodes, models and processes, as plain values.
+
+These are bodies or parts of GET /health, GET /admin/nodes and GET /console/state, and what workers
+report to their parent.
 """
 
 from __future__ import annotations
 
+import enum
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvrelay.router.console.picture import FailedPair, Health, NodeSeen
 from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.node_load import UNKNOWN
+from kvrelay.router.nodes.breaker import BreakerState
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import DRAINS, Pool
+from kvrelay.router.recent_requests import Edge, EndedRequest, TimeSlot
+from kvrelay.router.roles import RoleChange
 from kvrelay.wire.config import Role
+from kvrelay.wire.step_costs import StepCosts
 
-__all__ = ["failed_pairs", "health_of", "node_of", "nodes_of", "of_models"]
+__all__ = [
+    "FailedPair",
+    "Health",
+    "NodeStatus",
+    "RoleStatus",
+    "WorkerStatus",
+    "failed_pairs",
+    "health_of",
+    "joined_nodes",
+    "model_health",
+    "node_status",
+    "node_statuses",
+]
 
 _MOST_SHOWN = 20
+_SEVERITY = {"closed": 0, "half_open": 1, "open": 2}
 
 
-def node_of(node: Node, pool: Pool, now: float) -> NodeSeen:
-    """Return one node as it is told: what it is, who names it, what runs there."""
+class NodeStatus(msgspec.Struct, frozen=True):
+    """A node: load as it has last told; `legs` are the router's requests that run there now."""
+
+    url: str
+    role: str
+    kind: str
+    model: str
+    adapters: list[str]
+    up: bool
+    draining: bool
+    reason: str
+    """Why the node is not up."""
+    for_s: float | None
+    sources: Sequence[str]
+    legs: int
+    held_blocks: int
+    queue_depth: float
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+    breakers: dict[Role, BreakerState]
+    up_in: int = 1
+    """How many workers see the node up."""
+    flips_to: str | None = None
+    """The role that the node is changing to."""
+    prompt_share: float = 0.0
+    """The share of the node's time that arriving prompts take."""
+    limit_left: float = 0.0
+    """The share of the node's time left for prompts until tokens take too long there."""
+    generation: str = ""
+    release: str = ""
+    leg_version: int = 1
+    kv_events: bool = False
+    """The router knows what the node's prefix cache holds."""
+    costs: StepCosts | None = None
+    load: dict[str, float] = {}
+
+
+class FailedPair(msgspec.Struct, frozen=True):
+    """A pair of nodes that could not hand over a block when they were warmed up."""
+
+    prefill: str
+    decode: str
+    reason: str
+
+
+class RoleStatus(msgspec.Struct, frozen=True):
+    """The roles of one model's nodes."""
+
+    model: str
+    why: str
+    """Why nothing changes now, or what does."""
+    use: dict[Role, float]
+    """The share of each role's nodes that the work takes."""
+    changes: list[RoleChange]
+    """The newest first."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """A process and what it sees. `counts` since its start: by metric, then by label value."""
+
+    index: int
+    uptime_s: float
+    running: int
+    waiting: int
+    waiting_for_room: int
+    nodes: list[NodeStatus]
+    slots: list[TimeSlot]
+    requests: list[EndedRequest]
+    edges: list[Edge]
+    """The newest EDGE_SLOTS; `slots` have none."""
+    counts: dict[str, dict[str, float]]
+    failed_pairs: list[FailedPair]
+    roles: list[RoleStatus] = []
+    """Those of the process that changes roles, by model."""
+
+
+class Health(enum.StrEnum):
+    """A cluster's health; DEGRADED: decode nodes answer alone, no model has both roles."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    UNAVAILABLE = "unavailable"
+
+
+def node_status(node: Node, pool: Pool, now: float) -> NodeStatus:
+    """Return one node as operators see it."""
     load, state = node.load, node.state
-    return NodeSeen(
+    return NodeStatus(
         url=node.url,
         role=node.role,
         kind=node.kind,
@@ -44,7 +153,7 @@ def node_of(node: Node, pool: Pool, now: float) -> NodeSeen:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         block_size=load.block_size,
-        breakers={leg: breaker.shown(now) for leg, breaker in node.breakers.items()},
+        breakers={role: breaker.shown(now) for role, breaker in node.breakers.items()},
         up_in=int(node.up),
         flips_to=node.flips_to,
         prompt_share=round(state.prompt_share, 3),
@@ -58,32 +167,52 @@ def node_of(node: Node, pool: Pool, now: float) -> NodeSeen:
     )
 
 
-def nodes_of(pool: Pool, now: float) -> list[NodeSeen]:
-    """Return all nodes, also those that only end what they have."""
-    return [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
+def node_statuses(pool: Pool, now: float) -> list[NodeStatus]:
+    """Return all nodes, also those that only finish what they have."""
+    return [node_status(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
+
+
+def joined_nodes(own: WorkerStatus, workers: Sequence[WorkerStatus]) -> list[NodeStatus]:
+    """Return all nodes as all workers see them: requests are summed, breakers are the worst."""
+    rows = {node.url: node for node in own.nodes}
+    up_in: Counter[str] = Counter()
+    for each in workers:
+        for node in each.nodes:
+            up_in[node.url] += node.up
+            known = rows.setdefault(node.url, node)
+            if known is node or each is own:
+                continue
+            breakers = dict(known.breakers)
+            for role, breaker in node.breakers.items():
+                worst = breakers.setdefault(role, breaker)
+                if _SEVERITY.get(breaker.state, 0) > _SEVERITY.get(worst.state, 0):
+                    breakers[role] = breaker
+            rows[node.url] = msgspec.structs.replace(
+                known,
+                legs=known.legs + node.legs,
+                breakers=breakers,
+                kv_events=known.kv_events or node.kv_events,
+            )
+    return [msgspec.structs.replace(row, up_in=up_in[row.url]) for row in rows.values()]
 
 
 def failed_pairs(pairs: WarmPairs) -> list[FailedPair]:
-    """Return the first of the pairs of nodes that could not meet."""
+    """Return the first of the pairs that could not be warmed up."""
     return [FailedPair(*pair[:3]) for pair in pairs[1][:_MOST_SHOWN]]
 
 
-def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
-    """Say whether requests for any model can be served now, and for which."""
+def model_health(models: Models) -> tuple[Health, dict[str, bool]]:
+    """Return whether requests can be served now: for any model, and for each."""
     by_model = models.ready()
-    return Health.OK if any(
-        by_model.values()
-    ) else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+    if any(by_model.values()):
+        return Health.OK, by_model
+    return Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
 
 
 def health_of(
     pool: Pool, models: Models, pairs: WarmPairs, requests: int, now: float
 ) -> tuple[bool, dict[str, Any]]:
-    """Say whether requests for any model can be served now; and the state of every model and node.
-
-    `status` is "degraded" if no model has both a prefill and a decode node, and a decode node
-    answers alone.
-    """
+    """Return whether requests for any model can be served, and the body of GET /health."""
     counts = {
         role.value: {
             "up": len(pool.up(role)),
@@ -91,13 +220,13 @@ def health_of(
         }
         for role in (Role.PREFILL, Role.DECODE)
     }
-    status, by_model = of_models(models)
+    status, by_model = model_health(models)
     body = {
         "status": status,
         **counts,
         "models": by_model,
         "pairs": {"met": pairs[0], "failed": failed_pairs(pairs)},
         "requests": requests,
-        "nodes": nodes_of(pool, now),
+        "nodes": node_statuses(pool, now),
     }
     return status is not Health.UNAVAILABLE, body

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
-from kvrelay.router.console.picture import Picture
+from kvrelay.router.console.snapshot import Snapshot
 from kvrelay.wire.errors import RequestError
 
 __all__ = ["CONSOLE_PATH", "STATE_PATH", "add_console_routes"]
@@ -44,8 +44,8 @@ _HEADERS = {
 }
 
 
-def add_console_routes(app: FastAPI, picture: Callable[[float], Picture], root_path: str) -> None:
-    """Add them all. `picture` is asked for with the Unix time after which requests are news."""
+def add_console_routes(app: FastAPI, snapshot: Callable[[float], Snapshot], root_path: str) -> None:
+    """Add them all. `snapshot` is asked for with the Unix time after which requests are news."""
 
     async def home(_: Request) -> Response:
         return RedirectResponse(root_path + CONSOLE_PATH)
@@ -54,7 +54,7 @@ def add_console_routes(app: FastAPI, picture: Callable[[float], Picture], root_p
 
     @app.get(STATE_PATH, response_model=None)
     async def state(request: Request) -> Response:
-        body = msgspec.json.encode(picture(_since(request)))
+        body = msgspec.json.encode(snapshot(_since(request)))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     # No path of a request ever names a file of the system.

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.router.console.picture import WorkerSeen
 from kvrelay.router.membership.warm_up import WarmPairs
 from kvrelay.router.nodes.members import NodeSpec, Source
 from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.router.request.poison import Suspect
+from kvrelay.router.state import WorkerStatus
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import RouterConfig
@@ -79,7 +79,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     """By address of a node."""
     death: tuple[bytes, str] | None = None
     """A request's fingerprint, and which process has just died of it; empty: it was answered."""
-    seen: WorkerSeen | None = None
+    seen: WorkerStatus | None = None
     """For the console, once in a while, and so are the metrics."""
     families: list[Family] = []
 

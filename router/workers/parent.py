@@ -24,11 +24,11 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as CounterMetric
 
-from kvrelay.router.console.picture import WorkerSeen
 from kvrelay.router.reload import Reread
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
+from kvrelay.router.state import WorkerStatus
 from kvrelay.router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received
 from kvrelay.router.workers.metric_sums import collected, lasting, summed, text_of
 from kvrelay.wire.router_config import RouterConfig
@@ -58,7 +58,7 @@ class _Peer:
     sent: int = -1
     report: Report | None = None
     """The last one; before the first it takes no connections."""
-    seen: WorkerSeen | None = None
+    seen: WorkerStatus | None = None
     families: list[Family] = field(default_factory=list)
     deaths: int = 0
     """That it has told of."""
@@ -262,7 +262,7 @@ class Parent(Shared):
                 peer.heard_at = math.inf
                 peer.end()
 
-    def legs_elsewhere(self) -> Mapping[str, int]:
+    def running_elsewhere(self) -> Mapping[str, int]:
         """Count the legs of all workers, by the addresses of their nodes."""
         legs: Counter[str] = Counter()
         for peer in self._peers.values():
@@ -270,7 +270,7 @@ class Parent(Shared):
                 legs.update(peer.report.legs)
         return legs
 
-    def seen_elsewhere(self) -> Sequence[WorkerSeen]:
+    def other_workers(self) -> Sequence[WorkerStatus]:
         """Return what the workers saw when they last told."""
         return [peer.seen for peer in self._peers.values() if peer.seen is not None]
 

@@ -131,7 +131,7 @@ class Worker(Shared):
         }
         report = Report(0 if self._known is None else self._known.version, legs, death)
         if whole and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
-            seen, families = router.lookout.seen(), collected(router.metrics.registry)
+            seen, families = router.console.status(), collected(router.metrics.registry)
             report = msgspec.structs.replace(report, seen=seen, families=families)
         self._writer.write(framed(report))
 

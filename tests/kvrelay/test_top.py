@@ -13,7 +13,8 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.drawn_keys import drawn_key
-from kvrelay.router.console.picture import FailedPair, RoleChange, RolesSeen
+from kvrelay.router.roles import RoleChange
+from kvrelay.router.state import FailedPair, RoleStatus
 from kvrelay.top import drawn
 from tests.router.router_doubles import cluster, decode, prefill
 
@@ -71,7 +72,7 @@ def test_who_is_not_there_and_what_is_no_address(capsys: pytest.CaptureFixture[s
 
 async def test_it_says_that_a_picture_is_old_and_that_a_process_is_silent() -> None:
     async with cluster() as c:
-        seen = c.router.lookout.picture(0.0)
+        seen = c.router.console.snapshot(0.0)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
         console.print(
@@ -88,7 +89,7 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
         await c.text()
-        seen = c.router.lookout.picture(0.0)
+        seen = c.router.console.snapshot(0.0)
     pair = FailedPair(p.url, d.url, "no way")
     nodes = [
         msgspec.structs.replace(node, total_blocks=9, up=False, reason="no answer")
@@ -116,7 +117,7 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
 async def test_an_ipv6_address_is_shown_whole() -> None:
     p, d = prefill(), decode()
     async with cluster(p, d) as c:
-        seen = c.router.lookout.picture(0.0)
+        seen = c.router.console.snapshot(0.0)
     nodes = [msgspec.structs.replace(node, url="http://[fd00::1]:8100") for node in seen.nodes]
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
@@ -126,12 +127,12 @@ async def test_an_ipv6_address_is_shown_whole() -> None:
 
 async def test_it_shows_the_roles() -> None:
     async with cluster() as c:
-        seen = c.router.lookout.picture(0.0)
+        seen = c.router.console.snapshot(0.0)
     changes = [
         RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"begun {at}")
         for at in range(5)
     ]
-    roles = [RolesSeen("tiny", "no role is short of nodes", {}, changes)]
+    roles = [RoleStatus("tiny", "no role is short of nodes", {}, changes)]
     console = Console(width=120, file=io.StringIO())
     with console.capture() as told:
         console.print(drawn(msgspec.structs.replace(seen, roles=roles)))

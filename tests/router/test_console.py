@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from router_doubles import MODEL, OPERATOR, Call, Cluster, cluster, decode, prefill, until
 
-from kvrelay.router.console.picture import Picture
+from kvrelay.router.console.snapshot import Snapshot
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Load
 
@@ -23,10 +23,10 @@ async def fetched(c: Cluster, path: str, **headers: str) -> tuple[int, Any, byte
         return answer.status, answer.headers, await answer.read()
 
 
-async def picture(c: Cluster, since: float = 0.0) -> Picture:
+async def picture(c: Cluster, since: float = 0.0) -> Snapshot:
     status, _, body = await fetched(c, f"/console/state?since={since}", **OPERATOR)
     assert status == 200, body
-    return msgspec.json.decode(body, type=Picture)
+    return msgspec.json.decode(body, type=Snapshot)
 
 
 async def decode_with_kv(call: Call) -> None:
@@ -113,7 +113,7 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
         status, _, body = await fetched(c, "/console/state", **OPERATOR)
         assert status == 200
         assert SECRET.encode() not in body
-        seen = msgspec.json.decode(body, type=Picture)
+        seen = msgspec.json.decode(body, type=Snapshot)
         request = seen.requests[0]
         assert (request.id, request.status, request.path) == ("mine", 200, "/v1/chat/completions")
         assert (request.prefill, request.decode, request.local) == (p.url, d.url, False)

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
-from kvrelay.router.console.picture import RoleChange
-from kvrelay.router.console.recent import Ended
-from kvrelay.router.roles import Roles
+from kvrelay.router.recent_requests import EndedRequest
+from kvrelay.router.roles import RoleChange, Roles
 from kvrelay.wire.config import Role
 from kvrelay.wire.frames import Frame, FrameKind
 
@@ -140,7 +139,7 @@ async def test_roles_and_their_last_changes_are_shown() -> None:
         roles = Roles()
         roles.look({Role.PREFILL: 1, Role.DECODE: 3}, {Role.PREFILL: 0.6, Role.DECODE: 0.3}, 0.0)
         roles.changes = [RoleChange(time.time() - 5, "prefill", "http://d:1", HOSTILE, "begun")]
-        c.router.lookout.roles = SimpleNamespace(models={"tiny": roles})  # type: ignore[assignment]
+        c.router.console.roles = SimpleNamespace(models={"tiny": roles})  # type: ignore[assignment]
         await page.goto(f"{c.url}/console#key=operator")
         card = page.get_by_role("region", name="Roles", exact=True)
         await card.get_by_text(roles.why).wait_for()
@@ -156,10 +155,12 @@ async def test_roles_and_their_last_changes_are_shown() -> None:
 
 async def test_a_single_value_in_a_chart_is_seen() -> None:
     async with opened() as page, cluster(prefill(), decode()) as c:
-        recent, now = c.router.lookout.recent, time.monotonic()
+        recent, now = c.router.console.recent, time.monotonic()
         for ended, ttft_s in ((now - 100, 0.1), (now - 50, 0.2), (now - 45, 0.2)):
             names = ("r", "/v1/completions", "tiny", "anyone", 200, "", True, False)
-            told = Ended(*names, time.time(), ttft_s, None, 5, 0, 7, "-", "-", 0, {"total": 1.0})
+            told = EndedRequest(
+                *names, time.time(), ttft_s, None, 5, 0, 7, "-", "-", 0, {"total": 1.0}
+            )
             recent.ended(ended, told)
         await page.goto(f"{c.url}/console#key=operator")
         dots = page.locator("#chart-ttft .dots")

@@ -425,7 +425,7 @@ async def test_however_many_routers_look_one_node_changes_once(
 
 
 def changes_of(each: Cluster) -> RoleChanges:
-    found = each.router.lookout.roles
+    found = each.router.console.roles
     assert found is not None
     return found
 

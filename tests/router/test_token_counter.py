@@ -61,7 +61,7 @@ async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.Mon
                 c.metric(TOKENS, model_name=MODEL),
                 c.metric(OF_ALICE, key="alice", kind="output"),
             )
-            return *tokens, sum(slot.output_tokens for slot in c.router.lookout.seen().slots)
+            return *tokens, sum(slot.output_tokens for slot in c.router.console.status().slots)
 
         async with c.post({"stream": True}, headers={"authorization": "Bearer a"}) as answer:
             await until(lambda: counted() == (2, 2, 2))

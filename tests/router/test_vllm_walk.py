@@ -138,7 +138,7 @@ async def test_a_hand_over_is_counted_and_shown_as_one() -> None:
     async with cluster(p, d) as c:
         await c.text({"max_tokens": 9})
         await until(lambda: c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1)
-        (edge,) = c.router.lookout.seen().edges
+        (edge,) = c.router.console.status().edges
         assert (edge.prefill, edge.decode, edge.handovers) == (p.url, d.url, 1)
 
 
@@ -152,8 +152,8 @@ async def test_an_answer_that_one_node_gives_alone_is_no_wait(stream: bool) -> N
     d.script = slow
     async with cluster(p, d) as c:
         await c.text({"stream": stream, "prompt": ["a", "b"]}, path="/v1/completions")
-        await until(lambda: c.router.lookout.seen().requests)
-        (ended,) = c.router.lookout.seen().requests
+        await until(lambda: c.router.console.status().requests)
+        (ended,) = c.router.console.status().requests
         assert ended.prefill == "-"
         assert ended.stages_s["queue"] < 0.2
         assert ended.stages_s.get("prefill", 0.0) + ended.stages_s.get("decode", 0.0) > 0.25

@@ -323,8 +323,8 @@ async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_p
     async with cluster(tmp_path) as c:
         for at, worker in enumerate(c.workers):
             worker._writer.write(framed(Report(0, {"http://d:1": at + 1})))
-        await until(lambda: c.parent.legs_elsewhere() == {"http://d:1": 3})
-        assert [seen.index for seen in c.parent.seen_elsewhere()] == [0, 1]
+        await until(lambda: c.parent.running_elsewhere() == {"http://d:1": 3})
+        assert [seen.index for seen in c.parent.other_workers()] == [0, 1]
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}
 
 

@@ -1,8 +1,7 @@
-"""What the console shows, taken from the router: of requests when they are handed over and when
-they end, of their tokens once a second, of nodes and queues when somebody looks.
+"""What the console shows, taken from the router, and the console's clock.
 
-Owns the clock of the console. What is counted and put together is in router/console/recent.py and
-picture.py.
+Requests are noted at their hand-over and their end, tokens once a second, nodes and queues when
+somebody looks.
 """
 
 from __future__ import annotations
@@ -13,37 +12,37 @@ from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.routes import version
 from kvrelay.openai_api.stages import MOVED
-from kvrelay.router.console.picture import Picture, RolesSeen, WorkerSeen, picture_of
-from kvrelay.router.console.recent import Edge, Ended, Recent
+from kvrelay.router.console.snapshot import Snapshot, snapshot_of
 from kvrelay.router.membership.warm_up import WarmUps
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
+from kvrelay.router.recent_requests import Edge, EndedRequest, RecentRequests
 from kvrelay.router.relay import Run
 from kvrelay.router.roles import RoleChanges
 from kvrelay.router.shared import Shared
-from kvrelay.router.state import failed_pairs, nodes_of, of_models
+from kvrelay.router.state import RoleStatus, WorkerStatus, failed_pairs, model_health, node_statuses
 
-__all__ = ["Lookout"]
+__all__ = ["ConsoleState"]
 
 
-class Lookout:
-    """A view of one process, and of what other workers have told it."""
+class ConsoleState:
+    """The state of one process for the console, and what other workers have told it."""
 
     def __init__(
         self, pool: Pool, models: Models, warm_ups: WarmUps, metrics: Metrics, shared: Shared
     ) -> None:
         self._pool, self._models, self._warm_ups = pool, models, warm_ups
         self._metrics, self._shared = metrics, shared
-        self.recent = Recent()
+        self.recent = RecentRequests()
         self._began = time.monotonic()
         self.roles: RoleChanges | None = None
-        """In the process that has nodes change theirs."""
-        metrics.on_handover = lambda prefill, decode: self.recent.moved(
+        """Set in the process that changes the roles of nodes."""
+        metrics.on_handover = lambda prefill, decode: self.recent.add_edge(
             time.monotonic(), Edge(prefill, decode, 1)
         )
 
-    def ended(
+    def add(
         self,
         run: Run,
         path: str,
@@ -52,10 +51,8 @@ class Lookout:
         error: str,
         stages_s: dict[str, float],
         now: float,
-    ) -> Ended:
-        """Note a request that is over, and return what is kept of it. `error` is what a log may say
-        of it.
-        """
+    ) -> EndedRequest:
+        """Note a request that has ended; `error` is what a log may say of it."""
         timeline, job, (prefill, decode) = run.timeline, run.job, run.nodes
         first, tokens = timeline.first_token, run.output_tokens
         cached = fetched = 0
@@ -65,9 +62,9 @@ class Lookout:
             if "transfer" in told_ms:
                 size = int(told_ms.get(MOVED, 0))
                 took_s, exposed_s = told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3
-                self.recent.moved(now, Edge(*part.nodes, 0, 1, size, took_s, exposed_s))
+                self.recent.add_edge(now, Edge(*part.nodes, 0, 1, size, took_s, exposed_s))
                 fetched += size
-        request = Ended(
+        request = EndedRequest(
             id=job.id,
             path=path,
             model=job.model,
@@ -88,20 +85,20 @@ class Lookout:
             stages_s=stages_s,
             placed=run.placement,
         )
-        self.recent.ended(now, request)
+        self.recent.add(now, request)
         return request
 
-    def seen(self) -> WorkerSeen:
+    def status(self) -> WorkerStatus:
         """Return what this process sees."""
         now = time.monotonic()
         roles = {} if self.roles is None else self.roles.models
-        return WorkerSeen(
+        return WorkerStatus(
             self._shared.index,
             now - self._began,
             int(sum(self._metrics.running.read().values())),
             int(sum(self._metrics.admission.waiting.read().values())),
             int(sum(self._metrics.waiting_for_room.read().values())),
-            nodes_of(self._pool, now),
+            node_statuses(self._pool, now),
             self.recent.slots(now),
             list(self.recent.requests),
             self.recent.edges(now),
@@ -113,16 +110,19 @@ class Lookout:
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
             failed_pairs(self._warm_ups.pairs()),
-            [RolesSeen(name, of.why, of.use, of.changes) for name, of in sorted(roles.items())],
+            [
+                RoleStatus(name, each.why, each.use, each.changes)
+                for name, each in sorted(roles.items())
+            ],
         )
 
-    def picture(self, since: float) -> Picture:
-        """Return what all workers see."""
-        workers, own = self._shared.workers(), self.seen()
-        health, models = of_models(self._models)
-        return picture_of(
+    def snapshot(self, since: float) -> Snapshot:
+        """Return what all workers see, with the requests that ended after the Unix time `since`."""
+        workers, own = self._shared.workers(), self.status()
+        health, models = model_health(self._models)
+        return snapshot_of(
             own,
-            self._shared.seen_elsewhere() or [own],
+            self._shared.other_workers() or [own],
             since,
             wanted=1 if workers is None else workers["wanted"],
             health=health,
@@ -134,7 +134,6 @@ class Lookout:
 
 
 def _by(counter: Collector, label: str) -> dict[str, float]:
-    """Return the counts of a metric by one of its labels; by none: all as one."""
     counts: dict[str, float] = {}
     for family in counter.collect():
         for sample in family.samples:

@@ -15,35 +15,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.console.picture import (
-    FailedPair,
-    Health,
-    NodeSeen,
-    Picture,
-    WorkerRow,
-    WorkerSeen,
-    picture_of,
-)
-from kvrelay.router.console.recent import (
+from kvrelay.router.console.snapshot import Snapshot, WorkerRow, snapshot_of
+from kvrelay.router.nodes.breaker import BreakerState
+from kvrelay.router.recent_requests import (
     EDGE_SLOTS,
     KEPT_REQUESTS,
     MAX_EDGES,
     SLOT_S,
     SLOTS,
     Edge,
-    Ended,
-    Recent,
+    EndedRequest,
+    RecentRequests,
     bucket_of,
     quantile,
 )
-from kvrelay.router.nodes.breaker import BreakerState
+from kvrelay.router.state import FailedPair, Health, NodeStatus, WorkerStatus
 from kvrelay.router.workers.messages import Report, framed, received
 from kvrelay.wire.config import Role
 
 P, D = "http://p:1", "http://d:1"
 
 
-def request(at: float, **fields: Any) -> Ended:
+def request(at: float, **fields: Any) -> EndedRequest:
     every: dict[str, Any] = {
         "id": f"r{at}",
         "path": "/v1/completions",
@@ -64,17 +57,17 @@ def request(at: float, **fields: Any) -> Ended:
         "kv_bytes": 0,
         "stages_s": {"total": 0.5},
     }
-    return Ended(**(every | fields))
+    return EndedRequest(**(every | fields))
 
 
-def note(recent: Recent, ended: float, now: float, **fields: Any) -> None:
+def note(recent: RecentRequests, ended: float, now: float, **fields: Any) -> None:
     """A request ends there."""
     told = request(ended, **fields)
-    recent.flowed(now, told.output_tokens)
-    recent.ended(now, told)
+    recent.add_tokens(now, told.output_tokens)
+    recent.add(now, told)
 
 
-def node(url: str = P, **fields: Any) -> NodeSeen:
+def node(url: str = P, **fields: Any) -> NodeStatus:
     every: dict[str, Any] = {
         "url": url,
         "role": "prefill",
@@ -97,13 +90,13 @@ def node(url: str = P, **fields: Any) -> NodeSeen:
         "block_size": 16,
         "breakers": {},
     }
-    return NodeSeen(**(every | fields))
+    return NodeStatus(**(every | fields))
 
 
 def worker(
-    index: int = 0, recent: Recent | None = None, now: float = 1000.0, **fields: Any
-) -> WorkerSeen:
-    recent = recent or Recent()
+    index: int = 0, recent: RecentRequests | None = None, now: float = 1000.0, **fields: Any
+) -> WorkerStatus:
+    recent = recent or RecentRequests()
     every: dict[str, Any] = {
         "index": index,
         "uptime_s": 60.0,
@@ -117,14 +110,14 @@ def worker(
         "counts": {"requests": {"200": 1.0}},
         "failed_pairs": [],
     }
-    return WorkerSeen(**(every | fields))
+    return WorkerStatus(**(every | fields))
 
 
 def shown(
-    own: WorkerSeen, *others: WorkerSeen, wanted: int = 1, monotonic: float = 1000.0
-) -> Picture:
+    own: WorkerStatus, *others: WorkerStatus, wanted: int = 1, monotonic: float = 1000.0
+) -> Snapshot:
     named: dict[str, Any] = {"health": Health.OK, "models": {"m": True}, "version": "1"}
-    return picture_of(
+    return snapshot_of(
         own, (own, *others), 0.0, wanted=wanted, now=5000.0, monotonic=monotonic, **named
     )
 
@@ -134,13 +127,13 @@ def shown(
 
 @given(st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(0, 3)), max_size=400))
 def test_what_is_kept_is_bounded_whatever_comes(steps: list[tuple[float, int]]) -> None:
-    recent, now, ended = Recent(), 0.0, []
+    recent, now, ended = RecentRequests(), 0.0, []
     for passed, times in steps:
         now += passed
         for _ in range(times):
             note(recent, now, now)
             ended.append(now)
-            recent.moved(now, Edge(P, D, 1))
+            recent.add_edge(now, Edge(P, D, 1))
     assert [each.ended for each in recent.requests] == ended[-KEPT_REQUESTS:]
     slots = recent.slots(now)
     assert len(slots) <= SLOTS
@@ -149,11 +142,11 @@ def test_what_is_kept_is_bounded_whatever_comes(steps: list[tuple[float, int]]) 
 
 
 def test_pairs_of_nodes_are_counted_apart_up_to_a_bound() -> None:
-    recent = Recent()
+    recent = RecentRequests()
     note(recent, 0.0, 0.0)
     for at in range(MAX_EDGES + 50):
-        recent.moved(0.0, Edge(f"p{at}", D, 1))
-    recent.moved(0.0, Edge("p0", D, 0, 1, 5, 0.5, 0.25))
+        recent.add_edge(0.0, Edge(f"p{at}", D, 1))
+    recent.add_edge(0.0, Edge("p0", D, 0, 1, 5, 0.5, 0.25))
     edges = recent.edges(0.0)
     assert len(edges) == MAX_EDGES
     assert edges[0] == Edge("p0", D, 1, 1, 5, 0.5, 0.25)
@@ -184,15 +177,15 @@ def test_nothing_has_no_percentile_and_any_time_has_a_bucket() -> None:
 
 
 def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
-    one, two = Recent(), Recent()
+    one, two = RecentRequests(), RecentRequests()
     note(two, 4900.0, 900.0, ttft_s=0.4)
-    two.moved(900.0, Edge(P, D, 0, 1, 900, 0.5, 0.1))  # longer ago than a minute
+    two.add_edge(900.0, Edge(P, D, 0, 1, 900, 0.5, 0.1))  # longer ago than a minute
     for at in range(10):
         note(one, 4990.0 + at, 990.0 + at, ttft_s=0.1)
         note(two, 4990.5 + at, 990.0 + at, ttft_s=0.4, status=500 if at == 9 else 200)
     for recent, size, took_s in ((one, 100, 0.5), (two, 300, 0.25)):
-        recent.moved(998.0, Edge(P, D, 1))
-        recent.moved(999.0, Edge(P, D, 0, 1, size, took_s, 0.1))
+        recent.add_edge(998.0, Edge(P, D, 1))
+        recent.add_edge(999.0, Edge(P, D, 0, 1, size, took_s, 0.1))
     seen = shown(
         worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3
     )
@@ -231,7 +224,7 @@ def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
 
 
 def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
-    lately, earlier = Recent(), Recent()
+    lately, earlier = RecentRequests(), RecentRequests()
     note(lately, 4999.0, 999.0)
     note(earlier, 4990.0, 990.0)
     parent = worker(
@@ -242,7 +235,7 @@ def test_a_process_that_serves_nobody_shows_what_its_workers_see() -> None:
         worker(1, earlier, nodes=[node(up=False, legs=4)]),
     ]
     named: dict[str, Any] = {"health": Health.OK, "models": {}, "version": "1", "wanted": 2}
-    seen = picture_of(parent, workers, 4995.0, now=5000.0, monotonic=1000.0, **named)
+    seen = snapshot_of(parent, workers, 4995.0, now=5000.0, monotonic=1000.0, **named)
     assert [(each.url, each.legs, each.up_in) for each in seen.nodes] == [(P, 7, 1), (D, 0, 0)]
     assert [row.index for row in seen.workers] == [0, 1]
     assert (seen.failed_pairs, [each.ended for each in seen.requests]) == (
@@ -257,9 +250,9 @@ def test_a_picture_of_nothing_is_one() -> None:
 
 
 async def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
-    recent = Recent()
+    recent = RecentRequests()
     note(recent, 4999.0, 999.0)
-    recent.moved(999.0, Edge(P, D, 0, 1, 100, 0.5, 0.1))
+    recent.add_edge(999.0, Edge(P, D, 0, 1, 100, 0.5, 0.1))
     told = Report(3, {P: 1}, seen=worker(1, recent))
     reader = asyncio.StreamReader()
     reader.feed_data(framed(told))
@@ -278,9 +271,9 @@ def test_the_json_is_the_same_for_whoever_reads_it() -> None:
 
 def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:
     told = {
-        "picture": Picture,
-        "node": NodeSeen,
-        "request": Ended,
+        "picture": Snapshot,
+        "node": NodeStatus,
+        "request": EndedRequest,
         "edge": Edge,
         "worker": WorkerRow,
     }

@@ -1,9 +1,8 @@
-"""What the router remembers of requests that have ended: the newest of them, and counts by slots of
-a few seconds.
+"""What the router remembers of requests that have ended: the newest, and counts by time slots.
 
-Bounded, whatever comes. Pure: times are given, in seconds; slots are counted by a clock that all
-processes of the machine share. No prompt, answer or body is kept. It is told of every request, so
-what costs time is done when somebody looks: that is seldom.
+Bounded, whatever comes. Pure: times are seconds of a clock that all processes of the machine share.
+No prompt, answer or body is kept. Each request is noted here, so what costs time is done when
+somebody looks.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ __all__ = [
     "SLOTS",
     "SLOT_S",
     "Edge",
-    "Ended",
-    "Recent",
-    "Slot",
+    "EndedRequest",
+    "RecentRequests",
+    "TimeSlot",
     "add",
     "bucket_of",
     "quantile",
@@ -33,23 +32,21 @@ __all__ = [
 
 SLOT_S = 5.0
 SLOTS = 60
-"""How many are kept: five minutes."""
+"""How many slots are kept: five minutes."""
 EDGE_SLOTS = 12
-"""Within these what went between nodes is shown."""
+"""How many slots of traffic between nodes are shown."""
 KEPT_REQUESTS = 200
 MAX_EDGES = 1000
 """Pairs of nodes that are counted apart within a slot."""
-
-_BUCKETS_PER_E = 20
-"""Buckets grow by 5 %, so a quantile is off by 2.5 % at most."""
+_BUCKETS_PER_E = 20  # buckets grow by 5 %, so a quantile is off by 2.5 % at most
 _SHORTEST_S, _LONGEST_S = 1e-4, 2e3
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """One request that has ended. `ended` is a Unix time; a figure that nobody knows is None."""
+class EndedRequest(msgspec.Struct, frozen=True):
+    """A request that has ended. `ended` is a Unix time; unknown figures are None."""
 
     id: str
     path: str
@@ -57,46 +54,45 @@ class Ended(msgspec.Struct, frozen=True):
     key: str
     """The name of its API key."""
     status: int
-    """499: the client went away. Of a stream that broke: what it would have been."""
+    """499: the client went away. A stream that broke has the status it would have had."""
     error: str
     stream: bool
     local: bool
-    """A decode node has computed its prompt."""
+    """A decode node has computed the prompt."""
     ended: float
     ttft_s: float | None
     inter_token_s: float | None
-    """The mean between its tokens."""
+    """The mean time between tokens."""
     prompt_tokens: int | None
     cached_tokens: int
     output_tokens: int
     prefill: str
     decode: str
-    """Addresses of the nodes of its last legs; `-` is none."""
+    """The addresses of the last nodes; `-` is none."""
     kv_bytes: int
-    """That its decode node has fetched; 0 if none, or if that does not say."""
+    """Bytes that the decode node has fetched; 0 if none, or if it does not say."""
     stages_s: dict[str, float]
-    """As openai_api/stages.py names them."""
+    """Stages as openai_api/stages.py names them."""
     placed: str = "-"
-    """Where, at what price, and what the best other way would have cost."""
+    """Where the request was placed, at what price, and the best other way."""
 
 
 class Edge(msgspec.Struct):
-    """What went from a prefill to a decode node."""
+    """The traffic from a prefill to a decode node."""
 
     prefill: str
     decode: str
     handovers: int = 0
-    """Begun, as the router's metrics count them."""
+    """Hand-overs that began, as in the router's metrics."""
     fetches: int = 0
-    """Ended ones of which the decode node has told; the next three are of these."""
+    """Ended fetches that the decode node has told; the next three fields are theirs."""
     bytes: int = 0
-    """0 if the nodes do not say."""
     transfer_s: float = 0.0
     exposed_s: float = 0.0
-    """Of transfer_s, what requests have waited for beside their prefill."""
+    """The part of `transfer_s` that requests have waited for beside their prefill."""
 
     def add(self, other: Edge) -> None:
-        """Add the counts of another one, of the same nodes."""
+        """Add the counts of another edge between the same nodes."""
         self.handovers += other.handovers
         self.fetches += other.fetches
         self.bytes += other.bytes
@@ -104,25 +100,25 @@ class Edge(msgspec.Struct):
         self.exposed_s += other.exposed_s
 
 
-class Slot(msgspec.Struct):
-    """What ended within SLOT_S, and the tokens that came. The spreads count by buckets."""
+class TimeSlot(msgspec.Struct):
+    """The requests that ended within SLOT_S, and the tokens that came; times are in buckets."""
 
     number: int
     ended: int = 0
     failed: int = 0
-    """Of them with a 5xx."""
+    """Requests that ended with a 5xx."""
     output_tokens: int = 0
     ttft: dict[int, int] = {}
     inter_token: dict[int, int] = {}
     total: dict[int, int] = {}
-    """Of those that were answered."""
+    """Times of requests that were answered."""
     edges: dict[tuple[str, str], Edge] = {}
     """By prefill and decode node."""
 
 
-def summed(slots: Iterable[Slot]) -> Slot:
+def summed(slots: Iterable[TimeSlot]) -> TimeSlot:
     """Return one slot with the counts of all."""
-    total = Slot(0)
+    total = TimeSlot(0)
     for slot in slots:
         total.ended += slot.ended
         total.failed += slot.failed
@@ -147,7 +143,7 @@ def bucket_of(seconds: float) -> int:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:
-    """Return the seconds that this share of all counted is not above; None if nothing was counted."""
+    """Return the seconds that this share of all counted is not above; None if none was counted."""
     left = share * sum(counts.values())
     for bucket in sorted(counts):
         left -= counts[bucket]
@@ -156,15 +152,14 @@ def quantile(counts: Mapping[int, int], share: float) -> float | None:
     return None
 
 
-class Recent:
+class RecentRequests:
     """A bounded memory of requests. `now` is a monotonic time."""
 
     def __init__(self) -> None:
-        self.requests: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
-        """The newest last."""
-        self._slots: deque[Slot] = deque(maxlen=SLOTS)
+        self.requests: deque[EndedRequest] = deque(maxlen=KEPT_REQUESTS)  # the newest last
+        self._slots: deque[TimeSlot] = deque(maxlen=SLOTS)
 
-    def ended(self, now: float, request: Ended) -> None:
+    def add(self, now: float, request: EndedRequest) -> None:
         """Keep and count a request that has ended."""
         self.requests.append(request)
         slot = self._slot(now)
@@ -178,41 +173,37 @@ class Recent:
         elif request.status >= 500:
             slot.failed += 1
 
-    def flowed(self, now: float, tokens: int) -> None:
+    def add_tokens(self, now: float, tokens: int) -> None:
         """Count tokens of answers."""
         self._slot(now).output_tokens += tokens
 
-    def moved(self, now: float, edge: Edge) -> None:
-        """Count what goes from one node to another: a hand-over that begins, or a fetch that has
-        ended.
-        """
+    def add_edge(self, now: float, edge: Edge) -> None:
+        """Count a hand-over that begins, or a fetch that has ended."""
         edges, pair = self._slot(now).edges, (edge.prefill, edge.decode)
         if pair in edges:
             edges[pair].add(edge)
         elif len(edges) < MAX_EDGES:
             edges[pair] = edge
 
-    def _slot(self, now: float) -> Slot:
+    def _slot(self, now: float) -> TimeSlot:
         slots, number = self._slots, now // SLOT_S
         if not slots or slots[-1].number != number:
-            slots.append(Slot(int(number)))
+            slots.append(TimeSlot(int(number)))
         return slots[-1]
 
-    def slots(self, now: float) -> list[Slot]:
-        """Return those of the last SLOTS in which anything happened, the newest last, without
-        edges.
-        """
-        first = int(now // SLOT_S) - SLOTS
-        return [
-            msgspec.structs.replace(slot, edges={}) for slot in self._slots if slot.number > first
-        ]
+    def _last(self, count: int, now: float) -> list[TimeSlot]:
+        first = int(now // SLOT_S) - count
+        return [slot for slot in self._slots if slot.number > first]
+
+    def slots(self, now: float) -> list[TimeSlot]:
+        """Return the last SLOTS in which anything happened, the newest last, without edges."""
+        return [msgspec.structs.replace(slot, edges={}) for slot in self._last(SLOTS, now)]
 
     def edges(self, now: float) -> list[Edge]:
-        """Return what went between nodes within the last EDGE_SLOTS."""
-        first = int(now // SLOT_S) - EDGE_SLOTS
-        return list(summed(slot for slot in self._slots if slot.number > first).edges.values())
+        """Return the traffic between nodes within the last EDGE_SLOTS."""
+        return list(summed(self._last(EDGE_SLOTS, now)).edges.values())
 
 
-def _count(spread: dict[int, int], seconds: float) -> None:
+def _count(buckets: dict[int, int], seconds: float) -> None:
     bucket = bucket_of(seconds)
-    spread[bucket] = spread.get(bucket, 0) + 1
+    buckets[bucket] = buckets.get(bucket, 0) + 1
