@@ -1,31 +1,36 @@
-"""The connector interface: all that an engine process asks of whatever moves KV between nodes.
+"""Values of a KV connector: regions, events and commands. They name peers, leases and blocks.
 
-One connector serves both ends. As the *source* it keeps a lease on offered blocks until the reader
-releases them, the router does, or the lease runs out. As the *reader* it keeps the source's lease
-alive from `watch` on, and fetches. It never touches scheduler or block pool: what happened is told
-in `events()`, which the step loop drains.
+The engine process asks a `TransferEngine` (kv_transfer/transfer_engine.py); what happened is told
+in events, which the step loop drains. Commands are what the pure tables want done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from kvrelay.wire.outputs import TokenLogprobs
-from kvrelay.wire.transfer import Ticket
 
 __all__ = [
+    "LeaseId",
+    "Ask",
+    "Command",
     "Completion",
-    "Connector",
+    "End",
     "Event",
     "FetchFailed",
     "Fetched",
+    "PeerCommand",
+    "PeerKey",
     "PoolRegion",
+    "Verify",
+    "Read",
     "Released",
     "Settled",
+    "Sum",
     "TransferStats",
     "Way",
 ]
@@ -89,14 +94,14 @@ class FetchFailed:
     """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched
     until Settled.
 
-    Not so the first `proven` of them: their bytes are in, and the source held them until after
+    Not so the first `verified` of them: their bytes are in, and the source held them until after
     that.
     """
 
     request_id: str
     reason: str
     """The cause, which is the name of an error in wire/errors.py; a colon, and its sentence."""
-    proven: int = 0
+    verified: int = 0
 
     @property
     def cause(self) -> str:
@@ -123,7 +128,7 @@ class Way:
     plane: str
     """Name of the data plane."""
     missed: Mapping[str, str]
-    """Planes that are preferred to it, and why each cannot be had."""
+    """Backends that are preferred to it, and why each cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,87 +155,70 @@ class TransferStats:
     """Since the slowest of its threads was seen at work; one that waits for work is."""
 
 
-class Connector(Protocol):
-    """See the module. All methods may be called from one thread (the step loop) and return at once."""
+class LeaseId(NamedTuple):
+    """One lease of one request. The epoch tells a second offer of the same request from the first."""
 
-    @property
-    def engine_id(self) -> str:
-        """Stable name of this node among its peers."""
+    request_id: str
+    epoch: int
 
-    @property
-    def generation(self) -> str:
-        """Fresh at every process start."""
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the control channel that peers dial."""
+class PeerKey(NamedTuple):
+    """One process that we read from. A restarted one has a new generation, so it is another peer."""
 
-    @property
-    def planes(self) -> tuple[str, ...]:
-        """Names of the data planes that peers can use, the best first; some are opened when one
-        asks for them.
-        """
+    host: str
+    port: int
+    generation: str
 
-    def offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[int],
-        num_tokens: int,
-        ready: int | None = None,
-        adapter: tuple[str, str] = ("", ""),
-    ) -> Ticket:
-        """Source: lease these blocks to whoever comes with the returned params. One Released
-        follows.
 
-        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there.
-        """
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """Command: read remote block i into local block i. ReadEnded or ReadFailed follows."""
 
-    def grow(self, request_id: str, ready: int) -> None:
-        """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
+    read_id: int
+    peer: PeerKey
+    remote_blocks: tuple[int, ...]
+    local_blocks: tuple[int, ...]
 
-    def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """Source: all KV of a growing offer is there. The params for a reader that comes now; None
-        for unknown ids.
-        """
 
-    def prolong(self, request_id: str) -> None:
-        """Source: the lease begins anew, because somebody waits who has no connector. Unknown ids
-        are ignored.
-        """
+@dataclass(frozen=True, slots=True)
+class End:
+    """Command: tell the peer that we are through with this lease; its answer goes to `confirmed`
+    with this token.
+    """
 
-    def release(self, request_id: str) -> None:
-        """Source: end the lease now. Unknown ids are ignored."""
+    peer: PeerKey
+    lease: LeaseId
+    token: int
+    """A number of the fetch that waits for the answer; 0 if nobody does."""
 
-    def watch(self, request_id: str, ticket: Ticket) -> None:
-        """Reader: this request will want that KV; keep its lease alive from now on (also while it
-        queues).
-        """
 
-    def fetch(
-        self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
-    ) -> None:
-        """Reader: read remote block i into local block i; the request is watched. One Fetched or
-        FetchFailed follows.
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Command: renew this lease now, not with the next heartbeat; its answer proves what has been
+    read.
+    """
 
-        Empty lists fetch nothing and release the source's lease (the reader had all of it cached).
-        """
+    peer: PeerKey
+    lease: LeaseId
 
-    def cancel(self, request_id: str) -> None:
-        """Reader: the request is gone. Releases the source's lease. Exactly one Settled follows if
-        a fetch was running (and no Fetched after it); nothing follows a request that was only
-        watched.
-        """
 
-    def way(self, ticket: Ticket) -> Way | None:
-        """Reader: how the KV of this ticket's source is read; None while that is not known, or no
-        more.
-        """
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Command: have the peer send the checksums of these blocks of a lease, by its own ids; they go
+    to `vouched`.
+    """
 
-    def events(self) -> list[Event]:
-        """What happened since the last call, in order."""
+    peer: PeerKey
+    lease: LeaseId
+    remote_blocks: tuple[int, ...]
 
-    def stats(self) -> TransferStats:
-        """Counters and gauges."""
 
-    def close(self) -> None:
-        """End all threads and sockets within a second."""
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Command: compute the checksums of these blocks of ours; they go to `summed` with this number."""
+
+    number: int
+    local_blocks: tuple[int, ...]
+
+
+PeerCommand = Read | End | Verify | Ask
+Command = PeerCommand | Sum

@@ -9,10 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvrelay.kv_transfer.checks import Checks
-from kvrelay.kv_transfer.commands import PeerKey
-from kvrelay.kv_transfer.connector import Completion
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.checksums import Checks
+from kvrelay.kv_transfer.connector import Completion, LeaseId, PeerKey
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferTimeout
 
 __all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
@@ -65,8 +63,8 @@ class Fetch:
     landed: int = 0  # and of these, those that are in
     ends: list[tuple[float, int]] = field(
         default_factory=list
-    )  # of READs: when, and `landed` then; not proven yet
-    proven: int = 0  # of those that are in, those which the source has held since
+    )  # of READs: when, and `landed` then; not verified yet
+    verified: int = 0  # of those that are in, those which the source has held since
     retried: bool = False
     token: int = 0  # of the End that is to confirm it
     checks: Checks = field(default_factory=Checks)
@@ -101,7 +99,7 @@ class Fetch:
         """The source still held the lease when it got the renewal that we sent at `sent_at`."""
         self.held_until = max(self.held_until, sent_at + self.limits.lease_s * (1 - MARGIN))
         while self.ends and self.ends[0][0] < sent_at:
-            self.proven = self.ends.pop(0)[1]
+            self.verified = self.ends.pop(0)[1]
 
     def hurry(self, now: float) -> None:
         """The KV is complete and asked for: from here on time counts."""
@@ -158,7 +156,7 @@ class Fetch:
         assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
         timed = self.state is not State.WATCHED and self.complete
         assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self
-        assert self.proven <= self.landed <= self.taken <= len(self.local_blocks), self
+        assert self.verified <= self.landed <= self.taken <= len(self.local_blocks), self
         all_taken = self.complete and self.taken == len(self.local_blocks)
         assert not self.released or all_taken, self
         assert not self.released or not self.checks.unanswered, self

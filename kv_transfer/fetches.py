@@ -12,16 +12,16 @@ that: a source may end a lease early (its router released it), and a reader that
 from its own clock what was overwritten before it woke.
 
 The proof. What was read is right if the source held the lease at any later time. So blocks of READs
-that have ended are *proven* by a renewal that was sent after their end and acknowledged as kept;
+that have ended are *verified* by a renewal that was sent after their end and acknowledged as kept;
 one is sent at once where more is to come. A fetch that fails says how many of its first blocks are
-proven: those need not be computed again.
+verified: those need not be computed again.
 
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ
 takes what has been announced since the last one, and the fetch ends when the KV is complete and
 read. Until then its deadline is that of the source's next renewal: the prompt is being computed,
 and may take as long as it takes.
 
-The checks. A share of the blocks is drawn (kv_transfer/checks.py), and their checksums, as the
+The checks. A share of the blocks is drawn (kv_transfer/checksums.py), and their checksums, as the
 source computes them, are compared with ours of what has landed. The source is asked as each READ
 begins, so that the answer is on its way while the bytes are, and is let go when it has answered:
 before that nothing it sums may be overwritten. The exit fence comes first: bytes that differ
@@ -30,7 +30,7 @@ different here is KvCorrupted. Of that nothing is kept, and nothing behind a dra
 compared yet.
 
 The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane
-has said that nothing of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled
+has said that nothing of it can land any more (kv_transfer/backend.py): NIXL hands back a cancelled
 handle and goes on writing (seen: 969 of 1024 MiB landed after the release). A peer that is lost
 meanwhile may be met again; the READ stays its own.
 """
@@ -40,11 +40,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvrelay.kv_transfer.checks import MOST_BLOCKS, drawn
-from kvrelay.kv_transfer.commands import Ask, Command, End, PeerKey, Prove, Read, Sum
-from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS, drawn
+from kvrelay.kv_transfer.connector import (
+    Ask,
+    Command,
+    Completion,
+    End,
+    Fetched,
+    FetchFailed,
+    LeaseId,
+    PeerKey,
+    Read,
+    Settled,
+    Sum,
+    Verify,
+)
 from kvrelay.kv_transfer.fetch import Fetch, FetchLimits, State
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
 __all__ = ["FetchTable", "sentence"]
@@ -248,7 +259,7 @@ class FetchTable:
         fetch.state = State.WAITING
         self._start(fetch, now)
         if fetch.state is not State.CONFIRMING:  # else the answer to its End is the proof
-            self.commands.append(Prove(fetch.peer, fetch.lease))
+            self.commands.append(Verify(fetch.peer, fetch.lease))
 
     def read_failed(
         self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
@@ -436,7 +447,7 @@ class FetchTable:
 
     def _fail(self, fetch: Fetch, error: KvrelayError) -> None:
         self.failures[type(error).__name__] += 1
-        kept = int(min(fetch.proven, fetch.checks.sound))
+        kept = int(min(fetch.verified, fetch.checks.sound))
         self.events.append(FetchFailed(fetch.request_id, sentence(error), kept))
         self._abandon(fetch)
 

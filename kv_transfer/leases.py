@@ -9,18 +9,10 @@ waited for, as the router waits. Its time begins when the KV is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from kvrelay.kv_transfer.connector import Released
+from kvrelay.kv_transfer.connector import LeaseId, Released
 
-__all__ = ["LeaseId", "LeaseTable"]
-
-
-class LeaseId(NamedTuple):
-    """One lease of one request. The epoch tells a second offer of the same request from the first."""
-
-    request_id: str
-    epoch: int
+__all__ = ["LeaseTable"]
 
 
 class LeaseTable:

@@ -1,7 +1,7 @@
 """Pools of a GPU that peers map: what a peer must be told, the mapping by CUDA IPC, and the kernel
 that reads it.
 
-A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
+A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/direct.py alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import Source
 from kvrelay.wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
@@ -66,7 +66,7 @@ class _GpuRead:
 
 
 class GpuSide:
-    """All methods run on one thread; see kv_transfer/via_direct.py, `Side`.
+    """All methods run on one thread; see kv_transfer/direct.py, `Side`.
 
     A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
     """

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.kv_transfer.codec import Codec
-from kvrelay.kv_transfer.connector import Completion, PoolRegion
-from kvrelay.kv_transfer.host_files import HostFile
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.connector import Completion, LeaseId, PoolRegion
+from kvrelay.kv_transfer.host_memory import HostFile
 from kvrelay.kv_transfer.shares import Heads
+from kvrelay.kv_transfer.sockets import Codec
 from kvrelay.wire.transfer import Fingerprint
 
 __all__ = [
@@ -21,14 +20,14 @@ __all__ = [
     "End",
     "Ended",
     "Follow",
-    "Grown",
-    "Hello",
+    "ChunkProgress",
+    "HandshakeRequest",
     "Message",
     "RankCard",
     "Refused",
     "Renew",
     "Renewed",
-    "Welcome",
+    "HandshakeReply",
     "decode",
     "encode",
 ]
@@ -36,7 +35,7 @@ __all__ = [
 MAX_MESSAGE_BYTES = 1 << 20
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True):
+class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
     """Reader -> source, first, and again with each plane that it needs. Who reads, and what its KV
     looks like.
     """
@@ -44,7 +43,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     engine_id: str
     fingerprint: Fingerprint
     opens: list[str] | None = None
-    """Planes that are to be open when the Welcome comes. None is of a release that wants all of
+    """Backends that are to be open when the HandshakeReply comes. None is of a release that wants all of
     them.
     """
 
@@ -58,7 +57,7 @@ class RankCard(msgspec.Struct, frozen=True):
     """Its data planes that are open by name, with what a reader needs to use each: opaque here."""
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     """Source -> reader: the fingerprints agree; here are the pools."""
 
     engine_id: str
@@ -66,11 +65,11 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     fingerprint: Fingerprint
     ranks: list[RankCard]
     lease_words: HostFile | None = None
-    """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
+    """Where a reader on the source's host finds its leases (kv_transfer/host_memory.py)."""
     checksums: bool = False
     """Whether it answers a reader that asks for checksums of blocks."""
     on_request: list[str] = []
-    """Its data planes that a reader can have opened by another Hello."""
+    """Its data planes that a reader can have opened by another HandshakeRequest."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -116,14 +115,14 @@ class Follow(msgspec.Struct, tag="follow", frozen=True):
     """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it
     has grown.
 
-    With `checksums` it asks for those of these blocks, in a Grown, and for nothing else.
+    With `checksums` it asks for those of these blocks, in a ChunkProgress, and for nothing else.
     """
 
     lease: LeaseId
     checksums: list[int] = []
 
 
-class Grown(msgspec.Struct, tag="grown", frozen=True):
+class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
     """Source -> reader: the first `ready` blocks of the ticket can be read; all of them with a
     completion.
     """
@@ -135,7 +134,17 @@ class Grown(msgspec.Struct, tag="grown", frozen=True):
     """By block, as asked for: 8 bytes for each KV head of each rank (kernels/block_checksums.py)."""
 
 
-Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended | Follow | Grown
+Message = (
+    HandshakeRequest
+    | HandshakeReply
+    | Refused
+    | Renew
+    | Renewed
+    | End
+    | Ended
+    | Follow
+    | ChunkProgress
+)
 
 _codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)
 encode, decode = _codec.encode, _codec.decode

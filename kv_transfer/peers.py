@@ -21,27 +21,34 @@ from itertools import takewhile
 
 import msgspec
 
-from kvrelay.kv_transfer.checks import MOST_BLOCKS, in_our_order
-from kvrelay.kv_transfer.commands import Ask, PeerCommand, PeerKey, Prove, Read
-from kvrelay.kv_transfer.connector import PoolRegion, Way
+from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.backends import Backends
+from kvrelay.kv_transfer.checksums import MOST_BLOCKS, in_our_order
+from kvrelay.kv_transfer.connector import (
+    Ask,
+    LeaseId,
+    PeerCommand,
+    PeerKey,
+    PoolRegion,
+    Read,
+    Verify,
+    Way,
+)
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.lease_words import HeldWords
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.host_memory import HeldWords
 from kvrelay.kv_transfer.messages import (
+    ChunkProgress,
     End,
     Ended,
     Follow,
-    Grown,
-    Hello,
+    HandshakeReply,
+    HandshakeRequest,
     Message,
     Refused,
     Renew,
     Renewed,
-    Welcome,
 )
-from kvrelay.kv_transfer.plane_choice import Planes
-from kvrelay.kv_transfer.planes import Source
 from kvrelay.kv_transfer.shares import Heads
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
@@ -69,7 +76,7 @@ class _Peer:
     """Its leases, if it runs on this host."""
     protocol: int = 0
     """The version that both speak, once it is welcomed."""
-    welcome: Welcome | None = None
+    welcome: HandshakeReply | None = None
     """The last one."""
     plane: str = ""
     """The plane that we read through, or are about to."""
@@ -80,9 +87,9 @@ class _Peer:
     joined: bool = False
     """The plane can read, as far as is known."""
     choices: list[str] = field(default_factory=list)
-    """Planes that were not tried yet, the best first."""
+    """Backends that were not tried yet, the best first."""
     missed: dict[str, str] = field(default_factory=dict)
-    """Planes that one of us does not have, or that did not work; and why."""
+    """Backends that one of us does not have, or that did not work; and why."""
 
 
 class Peers:
@@ -90,18 +97,18 @@ class Peers:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: HandshakeRequest,
         config: TransferConfig,
         fetches: FetchTable,
         control: ControlThread,
-        planes: Planes,
+        backends: Backends,
     ) -> None:
         """`hello` is what each peer is told first."""
         self._hello = hello
         self._config = config
         self._fetches = fetches
         self._control = control
-        self._planes = planes
+        self._backends = backends
         self._peers: dict[PeerKey, _Peer] = {}
 
     # What the step loop wants.
@@ -120,29 +127,29 @@ class Peers:
             self._dial(peer, known, now)
         elif known.welcomed:
             self._renew(peer, [lease], now)
-            self._control.say(peer, Follow(lease))
+            self._control.send(peer, Follow(lease))
 
     def carry_out(self, command: PeerCommand, now: float) -> None:
         """What the fetches want done."""
-        if isinstance(command, Prove):
+        if isinstance(command, Verify):
             self._renew(command.peer, [command.lease], now)
         elif isinstance(command, Read):
-            self._planes[self._peers[command.peer].plane].read(command)
+            self._backends[self._peers[command.peer].plane].read(command)
         elif isinstance(command, Ask):
             self._ask(command)
         elif command.token and self._sees_held(command.peer, command.lease):
             # The answer is there already: a farewell, and nothing to wait for.
-            self._control.say(command.peer, End(command.lease, 0))
+            self._control.send(command.peer, End(command.lease, 0))
             self._fetches.confirmed(command.peer, command.token, held=True, now=now)
         else:
-            self._control.say(command.peer, End(command.lease, command.token))
+            self._control.send(command.peer, End(command.lease, command.token))
 
     def way(self, peer: PeerKey) -> Way | None:
         """How this peer's KV is read; None while that is not known, or no more."""
         known = self._peers.get(peer)
         if known is None or not known.plane:
             return None
-        better = takewhile(lambda kind: kind != known.plane, self._planes.wanted)
+        better = takewhile(lambda kind: kind != known.plane, self._backends.wanted)
         return Way(
             known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed}
         )
@@ -151,11 +158,11 @@ class Peers:
         """We close: give back all leases."""
         for peer in self._peers:
             for lease in self._fetches.leases(peer):
-                self._control.say(peer, End(lease, 0))
+                self._control.send(peer, End(lease, 0))
 
     # What the control thread tells.
 
-    def hear(self, peer: PeerKey, message: Message, now: float) -> None:
+    def on_message(self, peer: PeerKey, message: Message, now: float) -> None:
         """A peer says this."""
         known = self._peers.get(peer)
         if known is None or known.lost is not None:
@@ -164,7 +171,7 @@ class Peers:
             self._fetches.renewed(peer, message.kept, message.lost, message.sent_at, now)
         elif isinstance(message, Ended):
             self._fetches.confirmed(peer, message.token, held=message.held, now=now)
-        elif isinstance(message, Grown):
+        elif isinstance(message, ChunkProgress):
             if known.heads and message.checksums:
                 ours = {
                     block: in_our_order(of_it, known.heads)
@@ -176,10 +183,10 @@ class Peers:
             self._lose(
                 peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now
             )
-        elif isinstance(message, Welcome) and not known.welcomed:
+        elif isinstance(message, HandshakeReply) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
         elif (
-            isinstance(message, Welcome)
+            isinstance(message, HandshakeReply)
             and known.plane
             and not known.sources
             and _pools(message) == _pools(known.welcome)
@@ -187,23 +194,23 @@ class Peers:
             known.welcome = message  # with the plane that we have asked for
             self._join(peer, known, now)
 
-    def gone(self, peer: PeerKey, how: str, now: float) -> None:
+    def on_disconnect(self, peer: PeerKey, how: str, now: float) -> None:
         """The connection to this peer has ended, or could not be made; `how` says which."""
         self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} {how}"), now)
         if self._fetches.reading(peer):
-            self._control.knock(peer)
+            self._control.probe(peer)
 
-    def vanished(self, peer: PeerKey, now: float) -> None:
+    def on_process_gone(self, peer: PeerKey, now: float) -> None:
         """The process of this peer is gone for certain."""
         known = self._peers.get(peer)
         if known is None or known.vanished:
             return
         known.vanished = True
         if known.sources:
-            self._planes[known.plane].peer_gone(peer)
+            self._backends[known.plane].peer_gone(peer)
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
-    def beat(self, now: float) -> float:
+    def tick(self, now: float) -> float:
         """Say what is due, and lose who has not answered. Returns the second at which something is
         due again.
         """
@@ -226,13 +233,13 @@ class Peers:
 
     # What the planes tell.
 
-    def opened(self, kind: str, now: float) -> None:
+    def on_opened(self, kind: str, now: float) -> None:
         """A plane of ours is open, or cannot be had."""
         for peer, known in list(self._peers.items()):
             if known.lost is None and known.plane == kind and not known.sources:
                 self._join(peer, known, now)
 
-    def joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
+    def on_joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
         """The plane can read from a peer, or cannot."""
         known = self._peers.get(peer)
         if known is None or known.lost is not None:
@@ -250,7 +257,7 @@ class Peers:
         known.joined = True
         self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
 
-    def way_lost(self, peer: PeerKey) -> None:
+    def on_way_lost(self, peer: PeerKey) -> None:
         """The plane has lost its way to a peer, which may be there all the same: no READ starts on
         this way.
         """
@@ -258,7 +265,7 @@ class Peers:
             self._peers[peer].joined = False
             self._fetches.peer_not_ready(peer)
 
-    def read_over(self, peer: PeerKey) -> None:
+    def on_read_over(self, peer: PeerKey) -> None:
         """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way
         looked for anew.
         """
@@ -268,19 +275,21 @@ class Peers:
         if known.lost is not None:
             del self._peers[peer]
             if known.sources:
-                self._planes[known.plane].drop_peer(peer)
+                self._backends[known.plane].drop_peer(peer)
         elif known.welcomed and not known.joined and known.sources:
-            self._planes[known.plane].drop_peer(peer)
-            self._planes[known.plane].add_peer(peer, known.sources)
+            self._backends[known.plane].drop_peer(peer)
+            self._backends[known.plane].add_peer(peer, known.sources)
 
-    # Meeting.
+    # LinkAddress.
 
     def _dial(self, peer: PeerKey, known: _Peer, now: float) -> None:
         # Whoever does not answer for a lease has let it run out, too.
         known.lost, known.welcomed, known.answer_by = None, False, now + self._config.lease_s
         self._control.dial(peer, self._hello)
 
-    def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+    def _be_welcomed(
+        self, peer: PeerKey, known: _Peer, welcome: HandshakeReply, now: float
+    ) -> None:
         where = f"{peer.host}:{peer.port}"
         if welcome.generation != peer.generation:
             restarted = (
@@ -288,7 +297,7 @@ class Peers:
                 f"{welcome.generation} now"
             )
             self._lose(peer, PeerLost(restarted), now)
-            self.vanished(peer, now)
+            self.on_process_gone(peer, now)
             return
         mine, theirs = self._hello.fingerprint, welcome.fingerprint
         difference, protocol = mine.difference(theirs), mine.protocols.common(theirs.protocols)
@@ -304,7 +313,7 @@ class Peers:
         leases = self._fetches.leases(peer)
         self._renew(peer, leases, now)
         for lease in leases:
-            self._control.say(
+            self._control.send(
                 peer, Follow(lease)
             )  # also of complete KV: it may have had another reader
         if not known.sources:
@@ -312,26 +321,26 @@ class Peers:
         elif known.joined:  # we were here before, and a READ is still on this way
             self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
         else:
-            self.read_over(peer)
+            self.on_read_over(peer)
 
-    def _choose(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+    def _choose(self, peer: PeerKey, known: _Peer, welcome: HandshakeReply, now: float) -> None:
         """The best plane that both have."""
         try:
-            known.choices = self._planes.shared(welcome)
+            known.choices = self._backends.shared(welcome)
         except Incompatible as error:
             self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"), now)
             return
-        if welcome.checksums and self._planes.can_sum:
-            known.heads = self._planes.order_of_heads(welcome)
+        if welcome.checksums and self._backends.can_sum:
+            known.heads = self._backends.order_of_heads(welcome)
         known.missed = {
-            kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()
+            kind: f"the node that reads: {why}" for kind, why in self._backends.missing.items()
         }
-        absent = [kind for kind in self._planes if kind not in known.choices]
+        absent = [kind for kind in self._backends if kind not in known.choices]
         known.missed |= dict.fromkeys(
             absent, "the node that is read does not have it; its log says why"
         )
         theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
-        both = f"{', '.join(self._planes)} here and {theirs} there"
+        both = f"{', '.join(self._backends)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
         self._try_next_plane(peer, known, none, now)
 
@@ -344,14 +353,14 @@ class Peers:
             known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
         known.plane, known.sources = known.choices.pop(0), []
-        self._planes.open(known.plane)
+        self._backends.open(known.plane)
         self._ask_to_open(peer, known)
         self._join(peer, known, now)
 
     def _ask_to_open(self, peer: PeerKey, known: _Peer) -> None:
-        """Have the peer open the plane that we are waiting for. Its answer is another Welcome."""
+        """Have the peer open the plane that we are waiting for. Its answer is another HandshakeReply."""
         if known.plane and known.welcome is not None and known.plane in known.welcome.on_request:
-            self._control.say(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
+            self._control.send(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
 
     def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
         """Join the peer if the plane is open at both ends; take the next one if it cannot be opened
@@ -359,9 +368,9 @@ class Peers:
         """
         kind, welcome = known.plane, known.welcome
         assert welcome is not None
-        if kind in self._planes.missing:
-            self._try_next_plane(peer, known, TransferError(self._planes.missing[kind]), now)
-        elif kind in welcome.on_request or not self._planes.is_open(kind):
+        if kind in self._backends.missing:
+            self._try_next_plane(peer, known, TransferError(self._backends.missing[kind]), now)
+        elif kind in welcome.on_request or not self._backends.is_open(kind):
             return
         elif any(kind not in card.planes for card in welcome.ranks):
             why = (
@@ -369,8 +378,8 @@ class Peers:
             )
             self._try_next_plane(peer, known, TransferError(why), now)
         else:
-            known.sources = self._planes.sources(welcome, kind)
-            self._planes[kind].add_peer(peer, known.sources)
+            known.sources = self._backends.sources(welcome, kind)
+            self._backends[kind].add_peer(peer, known.sources)
 
     # Caring for leases.
 
@@ -380,9 +389,9 @@ class Peers:
         if not leases and self._fetches.reading(peer):
             # Of a lease that is over, but the source must go on helping for as long as the read
             # takes.
-            self._control.say(peer, Renew(now, []))
+            self._control.send(peer, Renew(now, []))
         for lease in self._fetches.growing(peer):
-            self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
+            self._control.send(peer, Follow(lease))  # what was told meanwhile may have been lost
         for ask in self._fetches.unanswered(peer):
             self._ask(ask)
         known = self._peers[peer]
@@ -391,11 +400,11 @@ class Peers:
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
-            self._control.say(peer, Renew(now, leases[first : first + RENEW_BATCH]))
+            self._control.send(peer, Renew(now, leases[first : first + RENEW_BATCH]))
 
     def _ask(self, ask: Ask) -> None:
         for first in range(0, len(ask.remote_blocks), MOST_BLOCKS):
-            self._control.say(
+            self._control.send(
                 ask.peer, Follow(ask.lease, list(ask.remote_blocks[first : first + MOST_BLOCKS]))
             )
 
@@ -412,10 +421,10 @@ class Peers:
         known.lost, known.due = error, now + self._config.heartbeat_s
         self._fetches.peer_lost(peer, error)
         self._control.hang_up(peer)
-        self.read_over(peer)
+        self.on_read_over(peer)
 
 
-def _pools(welcome: Welcome | None) -> list[tuple[Heads, PoolRegion]]:
+def _pools(welcome: HandshakeReply | None) -> list[tuple[Heads, PoolRegion]]:
     return [(card.heads, card.region) for card in welcome.ranks] if welcome is not None else []
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +22,9 @@ import torch
 
 from kvrelay.kernels.pool_memory import CudaPiece
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.wire.errors import TransferError
+from kvrelay.wire.errors import PeerLost, TransferError
 
-__all__ = ["BlockPool", "Lane", "Places", "Slice", "cut"]
+__all__ = ["Budget", "StagedPool", "Lane", "Places", "Slice", "cut"]
 
 # Of the kernel: twice what a peer's pool is read with, for within a GPU there is ten times the
 # bandwidth of NVLink.
@@ -61,6 +63,54 @@ def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
     return [Slice(a, b - a, 0, row_bytes) for a, b in itertools.pairwise(edges)]
 
 
+class Budget:
+    """Memory of all pairs of a process. A pair holds its share until its communicator is closed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.waiting = 0
+        self.wanted: Callable[[], None] = lambda: None
+        """Called from any thread when somebody begins to wait."""
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def share(
+        self, num_bytes: int, deadline: float, given_up: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
+        with self._changed:
+            self.waiting += 1
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                self.wanted()
+            self._changed.wait_for(
+                lambda: given_up() or self.used_bytes + num_bytes <= self.limit_bytes,
+                max(0.0, deadline - time.monotonic()),
+            )
+            self.waiting -= 1
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                raise PeerLost(
+                    f"no room for another pair of {num_bytes} bytes: pairs in use hold "
+                    f"{self.used_bytes} of"
+                    f" {self.limit_bytes}; let fewer nodes read from each other, or take "
+                    f"kv_connector nixl"
+                )
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used_bytes -= num_bytes
+                self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """Somebody who waits may have given up."""
+        with self._changed:
+            self._changed.notify_all()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
     """Where a transfer is in the pool: bytes `offset` to `offset + row_bytes` of each of `blocks`."""
@@ -94,7 +144,7 @@ class Rows(NamedTuple):
     stride: int
 
 
-class BlockPool:
+class StagedPool:
     """The KV pool as rows of bytes, [num_blocks, block_bytes]."""
 
     def __init__(self, region: PoolRegion) -> None:
@@ -144,9 +194,9 @@ class Lane:
     """
 
     def __init__(
-        self, pool: BlockPool, stream: torch.cuda.Stream | None, kernel: Any = None
+        self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
     ) -> None:
-        """For BlockPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
+        """For StagedPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
         self._pool = pool
         self._stream = stream
         self._kernel = kernel

@@ -20,13 +20,12 @@ import zmq
 
 from kvrelay.kv_transfer.connector import (
     Completion,
-    Connector,
     Fetched,
     FetchFailed,
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.node.adapter_loads import AdapterLoads, content
 from kvrelay.node.cache_changes import CacheTeller
 from kvrelay.node.collector import imports_are_done
@@ -121,7 +120,7 @@ class EngineProcess:
         self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
 
-    def _open_connector(self, ranks: Ranks) -> Connector:
+    def _open_connector(self, ranks: Ranks) -> TransferEngine:
         engine = self.engine
         engine_id = f"engine-{uuid.uuid4().hex[:12]}"
         return open_connector(
@@ -376,7 +375,7 @@ class EngineProcess:
                 self._update(request, error=KvNotLoaded.because(failed.cause).message)
             )
             return
-        self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
+        self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.verified)
         log.warning(
             "request %s: KV not fetched, computing here from token %d of %d on: %s",
             request.request_id,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvrelay.kv_transfer.connector import Connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.adapter_loads import AdapterLoads
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.wire.engine_messages import EngineStats
@@ -15,7 +15,7 @@ __all__ = ["stats_of"]
 
 
 def stats_of(
-    engine: Engine, connector: Connector, adapters: AdapterLoads, now: float, asked: int = 0
+    engine: Engine, connector: TransferEngine, adapters: AdapterLoads, now: float, asked: int = 0
 ) -> EngineStats:
     """Counters since start and gauges now. `asked`: who has asked for them last."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from kvrelay.kv_transfer.zmq_address import listen
+from kvrelay.kv_transfer.sockets import listen
 from kvrelay.node.event_log import EventLog
 from kvrelay.wire.engine_messages import CacheChanges
 from kvrelay.wire.kv_events import END, KvEventsReport, packed_number

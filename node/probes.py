@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.kv_transfer.connector import Connector, Event, Fetched, FetchFailed, Released, Settled
+from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, Released, Settled
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node import rank_asides
 from kvrelay.node.probe_pattern import ProbePattern
 from kvrelay.node.rank_asides import Aside, FillBlocks, VerifyBlocks
@@ -62,7 +63,7 @@ class Probes:
     def __init__(
         self,
         engine: Engine,
-        connector: Connector,
+        connector: TransferEngine,
         send: Callable[[ProbeOffered | ProbeFetched | ProbeRefused], None],
         ranks: Ranks | None = None,
     ) -> None:

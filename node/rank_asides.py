@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.kv_transfer.ranks import LinkAddress
 from kvrelay.wire.profiler_config import ProfilerConfig
 
 __all__ = ["Aside", "FillBlocks", "Meet", "ProfileSteps", "VerifyBlocks", "decode", "encode"]
@@ -15,7 +15,7 @@ __all__ = ["Aside", "FillBlocks", "Meet", "ProfileSteps", "VerifyBlocks", "decod
 class Meet(msgspec.Struct, tag="meet", frozen=True):
     """Open data planes over your pool, and talk to rank 0's desk there."""
 
-    meeting: Meeting
+    meeting: LinkAddress
 
 
 class FillBlocks(msgspec.Struct, tag="fill", frozen=True):

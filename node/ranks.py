@@ -21,9 +21,9 @@ import msgspec
 import torch
 
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.led_planes import LedPlanes
-from kvrelay.kv_transfer.open import join_connector, terms_of
-from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.kv_transfer.rank_backends import LedBackends
+from kvrelay.kv_transfer.ranks import RankLink
+from kvrelay.kv_transfer.transfer_engine import join_connector, terms_of
 from kvrelay.node import rank_asides
 from kvrelay.node.collector import command_of, imports_are_done
 from kvrelay.node.engine_profile import RankProfiler
@@ -85,7 +85,7 @@ def meet_ranks(
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
-    aside(ranks, rank_asides.encode(Meet(link.meeting)))
+    aside(ranks, rank_asides.encode(Meet(link.address)))
     return link
 
 
@@ -161,7 +161,7 @@ class _Beside:
 
     def __init__(self, ranks: TorchRanks) -> None:
         self._ranks = ranks
-        self._planes: LedPlanes | None = None
+        self._planes: LedBackends | None = None
         self._profiler: RankProfiler | None = None
         self._pool: KVPool | None = None  # which threads of the planes read until they end
 

@@ -21,14 +21,13 @@ import torch
 
 from kvrelay.kv_transfer.connector import (
     Completion,
-    Connector,
     Event,
     Fetched,
     FetchFailed,
     PoolRegion,
     Released,
 )
-from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.node.parent import die_with_parent
 from kvrelay.paged_engine.kv_pool import zeros
 from kvrelay.wire.config import TransferConfig
@@ -75,7 +74,7 @@ class End:
             )
         self._pool = zeros(num_bytes, self._device)
         self._woken = threading.Event()
-        self._connector: Connector | None = None
+        self._connector: TransferEngine | None = None
 
     def about(self) -> dict[str, Any]:
         """What the table's head says of this end."""

@@ -123,17 +123,17 @@ class Scheduler:
         if generated and (over := self._endings.over(request)) is not None:
             self._end(request, over)
 
-    def fetch_failed(self, request_id: str, reason: str, proven: int = 0) -> None:
+    def fetch_failed(self, request_id: str, reason: str, verified: int = 0) -> None:
         """The rest of the KV will not come: compute it here, in other blocks.
 
-        `proven`: of the blocks that were fetched, so many first ones are right, and nothing writes
+        `verified`: of the blocks that were fetched, so many first ones are right, and nothing writes
         to them any more.
         """
         request = self._requests[request_id]
         fetch, request.fetch, request.fetch_error = request.fetch, None, reason
         if request_id in self._fetching:
             assert fetch is not None
-            self._keep_proven(self._fetching.pop(request_id), fetch.num_tokens, proven)
+            self._keep_verified(self._fetching.pop(request_id), fetch.num_tokens, verified)
         elif request.state is State.WAITING:
             self._waiting.leave(request)
             self._wait(request)
@@ -146,9 +146,9 @@ class Scheduler:
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
 
-    def _keep_proven(self, request: Request, fetched: int, proven: int) -> None:
+    def _keep_verified(self, request: Request, fetched: int, verified: int) -> None:
         known, cached = len(request.token_ids), request.num_published
-        kept = min(cached + proven, min(fetched, known - 1) // self._block_size)
+        kept = min(cached + verified, min(fetched, known - 1) // self._block_size)
         self._set_aside(request, kept)
         if kept > cached:
             self.kept_blocks += kept - cached

@@ -44,7 +44,7 @@ from benchmarks.fuzz import over_http, over_sizes, over_sockets
 from benchmarks.fuzz.sizes import MAX_BODY
 from benchmarks.fuzz.stand import Process, Stand, Usage
 from benchmarks.fuzz.watch import Watch, still_busy
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.connector import LeaseId
 
 __all__ = ["TARGETS", "Options", "fuzzed"]
 

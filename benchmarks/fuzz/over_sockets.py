@@ -20,16 +20,16 @@ import zmq.asyncio
 from benchmarks.fuzz.examples import LEADS_AWAY
 from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Stand
+from kvrelay.kv_transfer.connector import LeaseId
 from kvrelay.kv_transfer.control import _keys
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.kv_transfer.messages import (
     End,
     Follow,
-    Hello,
+    HandshakeReply,
+    HandshakeRequest,
     Message,
     Renew,
     Renewed,
-    Welcome,
     decode,
     encode,
 )
@@ -78,10 +78,10 @@ async def open_planes(stand: Stand) -> None:
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
         async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
-            await peer.send(encode(Hello("reader-0", facts.fingerprint)))
+            await peer.send(encode(HandshakeRequest("reader-0", facts.fingerprint)))
             heard = await peer.hear()
         said = None if heard is None else decode(heard[-1])
-        if not isinstance(said, Welcome) or said.on_request:
+        if not isinstance(said, HandshakeReply) or said.on_request:
             raise RuntimeError(f"{node.role} does not open its data planes: {said}")
 
 
@@ -240,7 +240,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
         facts = await _kv_of(stand, node.url)
         host, port = facts.address, node.kv_port
         messages: list[Message] = [
-            Hello("reader-1", facts.fingerprint, []),
+            HandshakeRequest("reader-1", facts.fingerprint, []),
             Renew(1.0, [LeaseId("x", 1)]),
             End(LeaseId("x", 2), 1),
             Follow(LeaseId("x", 1)),

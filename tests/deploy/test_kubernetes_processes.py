@@ -378,7 +378,7 @@ def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_i
     None
 ):
     """A pod's RDMA device is seldom of the interface that has its address
-    (kv_transfer/ucx_devices.py).
+    (kv_transfer/nixl.py).
     """
     for overlay in OVERLAYS:
         for pod in pods(overlay):

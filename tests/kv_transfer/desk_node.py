@@ -12,7 +12,7 @@ from shared_plane import REGION, SharedPlane
 from woken import Woken
 
 from kvrelay.kv_transfer.connector import Event, FetchFailed
-from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.transfer import Fingerprint
 
@@ -27,7 +27,7 @@ class Node(Woken):
     ) -> None:
         super().__init__()
         self.plane = SharedPlane(folder / f"{name}-{time.monotonic_ns()}")
-        self.desk = self.watching = Desk(
+        self.desk = self.watching = TransferEngine(
             name, fingerprint, REGION, config, self.woken.set, {"shared": self.plane}
         )
 

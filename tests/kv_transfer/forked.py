@@ -29,9 +29,9 @@ IMPORTED = (
     "numpy",
     "pytest",
     "kvrelay.kernels.pool_memory",
-    "kvrelay.kv_transfer.desk",
-    "kvrelay.kv_transfer.via_direct",
-    "kvrelay.kv_transfer.via_nccl",
+    "kvrelay.kv_transfer.transfer_engine",
+    "kvrelay.kv_transfer.direct",
+    "kvrelay.kv_transfer.nccl",
 )
 START_S = 120.0
 

@@ -22,9 +22,9 @@ import torch
 from child_process import ChildProcess
 from fake_nccl import FakeNccl
 
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.kv_transfer.nccl import NcclBackend
 
 # How long a pair may take to be made, and a slice; the second is what tests of a stopped peer wait
 # for.
@@ -47,7 +47,7 @@ class PlaneNode:
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
         times = {"meet_s": MEET_S, "patience_s": PATIENCE_S}
         self.nccl = FakeNccl(PATIENCE_S) if device == "cpu" else None
-        self.plane = NcclPlane(
+        self.plane = NcclBackend(
             self.region, "127.0.0.1", slice_bytes=slice_bytes, nccl=self.nccl, **(times | settings)
         )  # type: ignore[arg-type]
         self.generation = uuid.uuid4().hex

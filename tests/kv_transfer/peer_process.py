@@ -78,12 +78,14 @@ def main(kind: str, *arguments: str) -> None:
     if kind == "shared":
         from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
-        from kvrelay.kv_transfer.desk import Desk
+        from kvrelay.kv_transfer.transfer_engine import TransferEngine
 
         plane = SharedPlane(Path(arguments[0]))
         for index in range(BLOCKS):
             plane.write(index, pattern(index))
-        connector = Desk("child", FINGERPRINT, REGION, CONFIG, lambda: None, {"shared": plane})
+        connector = TransferEngine(
+            "child", FINGERPRINT, REGION, CONFIG, lambda: None, {"shared": plane}
+        )
     else:
         from real_node import RealNode
 

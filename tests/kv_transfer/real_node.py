@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from fake_nccl import FakeNccl
 from peer_process import CONFIG, FINGERPRINT
 from woken import Woken
 
 from kvrelay.kernels.pool_memory import zeros
+from kvrelay.kv_transfer.backend import TransferBackend
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.desk import Desk
-from kvrelay.kv_transfer.planes import DataPlane
-from kvrelay.kv_transfer.via_direct import DirectPlane
-from kvrelay.kv_transfer.via_nccl import NcclPlane
-from kvrelay.kv_transfer.via_nixl import NixlPlane
+from kvrelay.kv_transfer.direct import DirectBackend
+from kvrelay.kv_transfer.nccl import NcclBackend
+from kvrelay.kv_transfer.nixl import NixlBackend
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.config import TransferConfig
 
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
@@ -28,7 +29,7 @@ BLOCKS, BLOCK_BYTES = 64, 1 << 20
 class GatedPlane:
     """A plane whose reads go on only while `gate` is open; `posted` says that one was asked for."""
 
-    def __init__(self, plane: DataPlane) -> None:
+    def __init__(self, plane: TransferBackend) -> None:
         self._plane = plane
         self.gate = threading.Event()
         self.gate.set()
@@ -73,18 +74,22 @@ class RealNode(Woken):
         )
         super().__init__()
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
-        plane: DataPlane
+        plane: TransferBackend
         if kind == "direct":
-            plane = DirectPlane(self.region)
+            plane = DirectBackend(self.region)
         elif kind == "nixl":
-            plane = NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, config.kv_host)
+            plane = NixlBackend(f"{name}-{time.monotonic_ns()}", self.region, config.kv_host)
         else:
-            plane = NcclPlane(
-                self.region, config.kv_host, config.transfer_deadline_s, config.lease_s
+            plane = NcclBackend(
+                self.region,
+                config.kv_host,
+                config.transfer_deadline_s,
+                config.lease_s,
+                nccl=FakeNccl(config.lease_s),
             )
         self.plane = GatedPlane(plane)
-        planes = {kind: cast(DataPlane, self.plane)}
-        self.desk = self.watching = Desk(
+        planes = {kind: cast(TransferBackend, self.plane)}
+        self.desk = self.watching = TransferEngine(
             name, FINGERPRINT, self.region, config, self.woken.set, planes
         )
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import Source
 from kvrelay.wire.errors import PeerLost, TransferError
 
 BLOCKS, BLOCK_BYTES = 16, 4096

@@ -30,10 +30,10 @@ from simulated_node import LATE_S, TRANSFER, SimulatedNode
 from simulated_plane import SimulatedChecksums, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
-import kvrelay.kv_transfer.desk
+import kvrelay.kv_transfer.backend
+import kvrelay.kv_transfer.backends
 import kvrelay.kv_transfer.peers
-import kvrelay.kv_transfer.plane_choice
-import kvrelay.kv_transfer.planes
+import kvrelay.kv_transfer.transfer_engine
 from kvrelay.node import engine_process
 
 FAULTS = (
@@ -90,22 +90,26 @@ def simulation(world: World) -> Iterator[None]:
     """The modules under test live in this world."""
     CLOCK.world = world
     with contextlib.ExitStack() as stack:
-        for module in (kvrelay.kv_transfer.desk, kvrelay.kv_transfer.planes, engine_process):
+        for module in (
+            kvrelay.kv_transfer.transfer_engine,
+            kvrelay.kv_transfer.backend,
+            engine_process,
+        ):
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(
-            mock.patch.object(kvrelay.kv_transfer.desk, "ControlThread", SimulatedControl)
-        )
-        stack.enter_context(
-            mock.patch.object(kvrelay.kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread)
-        )
-        stack.enter_context(
             mock.patch.object(
-                kvrelay.kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums
+                kvrelay.kv_transfer.transfer_engine, "ControlThread", SimulatedControl
             )
         )
+        stack.enter_context(
+            mock.patch.object(kvrelay.kv_transfer.backends, "BackendThread", SimulatedPlaneThread)
+        )
+        stack.enter_context(
+            mock.patch.object(kvrelay.kv_transfer.backends, "ChecksumThread", SimulatedChecksums)
+        )
         # Longer than a READ of this world takes, also if its source is stopped meanwhile.
-        stack.enter_context(mock.patch.object(kvrelay.kv_transfer.planes, "BROKEN_S", 20.0))
-        for module in (kvrelay.kv_transfer.peers, kvrelay.kv_transfer.planes, engine_process):
+        stack.enter_context(mock.patch.object(kvrelay.kv_transfer.backend, "BROKEN_S", 20.0))
+        for module in (kvrelay.kv_transfer.peers, kvrelay.kv_transfer.backend, engine_process):
             stack.enter_context(mock.patch.object(module, "log", SILENT))
         yield
 

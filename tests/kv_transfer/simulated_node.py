@@ -15,18 +15,19 @@ from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Devi
 from simulated_plane import SimulatedPlane, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
-from kvrelay.kv_transfer.commands import PeerKey, Read
 from kvrelay.kv_transfer.connector import (
     Completion,
     Fetched,
     FetchFailed,
+    LeaseId,
+    PeerKey,
     PoolRegion,
+    Read,
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.desk import Desk
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.kv_transfer.messages import End, Ended, Message
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.adapter_loads import AdapterLoads
 from kvrelay.node.cache_changes import CacheTeller
 from kvrelay.node.engine_process import EngineProcess
@@ -86,7 +87,7 @@ class _Inbox:
         return message
 
 
-class SimulatedDesk(Desk):
+class SimulatedDesk(TransferEngine):
     """The real one, watched."""
 
     node: SimulatedNode
@@ -113,7 +114,7 @@ class SimulatedDesk(Desk):
         return answer
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """See Connector. What a reader gave up while it grew is kept for another one, which may
+        """See TransferEngine. What a reader gave up while it grew is kept for another one, which may
         never come.
         """
         if request_id in self.given_up:

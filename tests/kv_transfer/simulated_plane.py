@@ -1,7 +1,7 @@
 """The data plane of the simulated world: READs whose blocks land one by one, and late, whoever
 still wants them.
 
-Over the real `PlaneThread`, whose turns are events here.
+Over the real `BackendThread`, whose turns are events here.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simulated_world import CLOCK, QUICK_S, Violation
 
-import kvrelay.kv_transfer.planes
-from kvrelay.kv_transfer.commands import PeerKey, Read
-from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
+import kvrelay.kv_transfer.backend
+from kvrelay.kv_transfer.backend import BackendJob, BackendThread, Source
+from kvrelay.kv_transfer.connector import PoolRegion, Read
 from kvrelay.wire.errors import PeerLost, TransferError
 
 if TYPE_CHECKING:
     from simulated_node import SimulatedNode
 
 
-class SimulatedPlaneThread(PlaneThread):
+class SimulatedPlaneThread(BackendThread):
     """The real one, whose turns are events."""
 
-    def __init__(self, plane: DataPlane, desk: PlaneDesk) -> None:
-        super().__init__(plane, desk)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         node = CLOCK.world.here
         assert node is not None
         self._node, self._turn_at = node, float("inf")
@@ -41,21 +40,10 @@ class SimulatedPlaneThread(PlaneThread):
     def open(self, done: Callable[[bytes | Exception], None]) -> None:
         self._open(done)
 
-    def read(self, read: Read) -> None:
-        self._node.read_begins(read)
-        super().read(read)
-        self.wake()
-
-    def add_peer(self, peer: PeerKey, source: Source) -> None:
-        super().add_peer(peer, source)
-        self.wake()
-
-    def peer_gone(self, peer: PeerKey) -> None:
-        super().peer_gone(peer)
-        self.wake()
-
-    def drop_peer(self, peer: PeerKey) -> None:
-        super().drop_peer(peer)
+    def do(self, job: BackendJob) -> None:
+        if isinstance(job, Read):
+            self._node.read_begins(job)
+        super().do(job)
         self.wake()
 
     def wake(self) -> None:
@@ -133,7 +121,7 @@ class Transfer:
 
 
 class SimulatedPlane:
-    """A `DataPlane` over the pools of the world.
+    """A `TransferBackend` over the pools of the world.
 
     READs land late, also those that nobody wants any more, and those that broke. Where nodes read
     blindly (as the direct plane does) none breaks, and no way is lost; else both happen, and the
@@ -192,7 +180,9 @@ class SimulatedPlane:
             self._forget(handle)
         if end is not None:
             if handle.over is None:  # the thread will look again
-                self._world.after(kvrelay.kv_transfer.planes.BROKEN_S, self._node.plane_thread.wake)
+                self._world.after(
+                    kvrelay.kv_transfer.backend.BROKEN_S, self._node.plane_thread.wake
+                )
             raise end
         return True
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.kv_transfer.commands import PeerKey
+from kvrelay.kv_transfer.connector import PeerKey
 from kvrelay.kv_transfer.control import ENDED
 from kvrelay.kv_transfer.messages import Message, decode, encode
 
@@ -52,7 +52,7 @@ class World:
         # the data plane reads what a stopped or dead node had (direct), or needs it (NIXL)
         self.blind_reads = False
         self.shares_words = (
-            False  # readers see which leases are held (kv_transfer/lease_words.py), or ask
+            False  # readers see which leases are held (kv_transfer/host_memory.py), or ask
         )
         self.checksums = 0.0  # the share of blocks that are compared with their source
         self.slowest_read_s = 0.1
@@ -163,10 +163,10 @@ class SimulatedControl:
     to.
     """
 
-    def __init__(self, desk: Any, host: str, port: int, secret: str) -> None:
+    def __init__(self, listener: Any, host: str, port: int, secret: str) -> None:
         node = CLOCK.world.here
         assert node is not None
-        self._desk, self._node, self._world = desk, node, CLOCK.world
+        self._listener, self._node, self._world = listener, node, CLOCK.world
         self.address = (host, port)
         self._links: dict[PeerKey, Link] = {}
         self._jobs: deque[Callable[[], None]] = deque()
@@ -180,23 +180,23 @@ class SimulatedControl:
     def dial(self, peer: PeerKey, hello: Message) -> None:
         self._post(partial(self._dial, peer, encode(hello)))
 
-    def say(self, peer: PeerKey, message: Message) -> None:
+    def send(self, peer: PeerKey, message: Message) -> None:
         self._world.say(f"{self._node.name} says {message}")
         self._post(partial(self._say, peer, encode(message)))
 
-    def tell(self, sender: bytes, message: Message) -> None:
+    def send_to_reader(self, sender: bytes, message: Message) -> None:
         self._post(partial(self._tell, sender, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
         self._post(partial(self._hang_up, peer))
 
-    def knock(self, peer: PeerKey) -> None:
+    def probe(self, peer: PeerKey) -> None:
         def answer() -> None:
             unheard = (
                 self._world.dark.get(frozenset((self._node.host, peer.host)), 0.0) > self._world.now
             )
             if (peer.host, peer.port) not in self._world.listening and not unheard:
-                self.receive(lambda: self._desk.vanished(peer))
+                self.receive(lambda: self._listener.on_process_gone(peer))
 
         self._world.after(self._world.way_s(), answer)
 
@@ -211,20 +211,20 @@ class SimulatedControl:
             self._post(job)
 
     def serve(self, link: Link, frame: bytes) -> None:
-        answer = self._desk.answer(link.name, decode(frame))
+        answer = self._listener.answer(link.name, decode(frame))
         if answer is not None and not link.hung_up:
             self._world.say(f"{self._node.name} answers {link.reader.name} {answer}")
             link.to_reader(encode(answer))
 
     def listen(self, link: Link, frame: bytes) -> None:
         if self._links.get(link.peer) is link:
-            self._desk.hear(link.peer, decode(frame))
+            self._listener.on_message(link.peer, decode(frame))
 
     def lost(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
             self._world.say(f"{self._node.name} has lost its connection to {link.source.name}")
             self._hang_up(link.peer)
-            self._desk.gone(link.peer, ENDED)
+            self._listener.on_disconnect(link.peer, ENDED)
 
     # The thread.
 
@@ -235,11 +235,11 @@ class SimulatedControl:
         self._turn_at = float("inf")
         with self._node.at_work():
             beat_first = self._world.rng.random() < 0.5
-            wait_s = self._desk.beat(CLOCK.monotonic()) if beat_first else 0.0
+            wait_s = self._listener.tick(CLOCK.monotonic()) if beat_first else 0.0
             for _ in range(len(self._jobs)):
                 self._jobs.popleft()()
             if not beat_first:
-                wait_s = self._desk.beat(CLOCK.monotonic())
+                wait_s = self._listener.tick(CLOCK.monotonic())
         self._turn_in(0.0005 if self._jobs else max(0.001, wait_s))
 
     def wake(self) -> None:
@@ -260,7 +260,7 @@ class SimulatedControl:
     def _dial(self, peer: PeerKey, hello: bytes) -> None:
         there = self._world.listening.get((peer.host, peer.port))
         if there is None:
-            self._desk.gone(peer, ENDED)
+            self._listener.on_disconnect(peer, ENDED)
             return
         link = Link(self._world, self._node, peer, there, b"link%d" % next(self._world.count))
         self._world.links.append(link)

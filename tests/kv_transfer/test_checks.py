@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kv_transfer.checks import Checks, drawn, in_our_order
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.checksums import Checks, drawn, in_our_order
+from kvrelay.kv_transfer.connector import LeaseId
 from kvrelay.kv_transfer.shares import Heads, order_of_heads
 
 LEASE = LeaseId("request", 3)

@@ -16,6 +16,7 @@ from real_node import RealNode
 
 from kvrelay.kernels.block_checksums import block_checksums, keys
 from kvrelay.kv_transfer import checksums
+from kvrelay.kv_transfer.backend import TransferBackend
 from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
 from kvrelay.kv_transfer.connector import (
     Completion,
@@ -26,7 +27,6 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.messages import Follow, Message
-from kvrelay.kv_transfer.planes import DataPlane
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 
@@ -146,7 +146,7 @@ def test_a_connector_says_how_long_its_sums_have_stood_still(
 class FaultyPlane:
     """Delivers something else, once, when `fault` is set."""
 
-    def __init__(self, plane: DataPlane, pool: torch.Tensor) -> None:
+    def __init__(self, plane: TransferBackend, pool: torch.Tensor) -> None:
         self._plane, self._pool = plane, pool
         self.fault = ""
         self.stale = pool.clone()
@@ -193,7 +193,7 @@ class Pair:
         self.source.pool[:] = torch.randint(0, 256, self.source.pool.shape, dtype=torch.uint8)
         self.reader.pool[:] = torch.randint(0, 256, self.reader.pool.shape, dtype=torch.uint8)
         self.fault = FaultyPlane(self.reader.plane._plane, self.reader.pool)
-        self.reader.plane._plane = cast(DataPlane, self.fault)
+        self.reader.plane._plane = cast(TransferBackend, self.fault)
 
     def fetch(self, name: str, remote: list[int], local: list[int], events: int = 1) -> list[Event]:
         """To its end: Fetched, or with two events FetchFailed and Settled."""
@@ -224,7 +224,7 @@ def test_what_is_not_what_the_source_has_is_not_admitted(pair: Pair, fault: str)
     pair.fault.fault = fault
     failed, settled = pair.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23], events=2)
     assert isinstance(failed, FetchFailed)
-    assert (failed.cause, failed.proven) == ("KvCorrupted", 0)
+    assert (failed.cause, failed.verified) == ("KvCorrupted", 0)
     assert settled == Settled("bad")
     stats = pair.reader.desk.stats()
     assert stats.checked_blocks == 7
@@ -238,8 +238,8 @@ def test_what_is_not_what_the_source_has_is_not_admitted(pair: Pair, fault: str)
 
 def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several questions on both ends, while it grows."""
-    for module in ("fetches", "peers", "questions"):
-        monkeypatch.setattr(f"kv_transfer.{module}.MOST_BLOCKS", 3)
+    for module in ("fetches", "peers", "chunk_progress"):
+        monkeypatch.setattr(f"kvrelay.kv_transfer.{module}.MOST_BLOCKS", 3)
     pair = Pair("direct")
     try:
         blocks = list(range(1, 21))

@@ -25,17 +25,22 @@ from shared_plane import pattern
 from zmq.utils import z85
 
 import kvrelay.kv_transfer.control
-from kvrelay.kv_transfer.commands import PeerKey
-from kvrelay.kv_transfer.connector import Completion, Fetched, Settled
+from kvrelay.kv_transfer.connector import Completion, Fetched, PeerKey, Settled
 from kvrelay.kv_transfer.control import ENDED_EARLY, ControlThread
-from kvrelay.kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
+from kvrelay.kv_transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    HandshakeRequest,
+    Message,
+    Refused,
+    encode,
+)
 from kvrelay.kv_transfer.tickets import signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
 
 SECRET, OTHER = "sixteen letters!", "sixteen letters?"
-HELLO = Hello("me", FINGERPRINT)
+HELLO = HandshakeRequest("me", FINGERPRINT)
 SECURE = dataclasses.replace(CONFIG, cluster_secret=SECRET)
 
 
@@ -51,19 +56,19 @@ class Ears:
         self.asked.append(message)
         return self.reply
 
-    def hear(self, peer: PeerKey, message: Message) -> None:
+    def on_message(self, peer: PeerKey, message: Message) -> None:
         self.news.put(message)
 
-    def gone(self, peer: PeerKey, how: str) -> None:
+    def on_disconnect(self, peer: PeerKey, how: str) -> None:
         self.news.put(how)
 
-    def vanished(self, peer: PeerKey) -> None:
+    def on_process_gone(self, peer: PeerKey) -> None:
         self.news.put("vanished")
 
-    def beat(self, now: float) -> float:
+    def tick(self, now: float) -> float:
         return 1.0
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         self.news.put(error)
 
 
@@ -292,13 +297,13 @@ def test_without_a_secret_a_desk_listens_and_dials_on_this_machine_only(tmp_path
 
 def test_a_knock_tells_a_process_that_is_gone_from_one_that_is_there() -> None:
     with control("") as (source, there), control("") as (reader, here):
-        reader.knock(peer_of(source))
+        reader.probe(peer_of(source))
         with pytest.raises(queue.Empty):
             here.news.get(timeout=0.2)
         source.close(2.0)
-        reader.knock(peer_of(source))
+        reader.probe(peer_of(source))
         assert here.news.get(timeout=5) == "vanished"
-        reader.knock(PeerKey("no such host.invalid", 1, "g"))
+        reader.probe(PeerKey("no such host.invalid", 1, "g"))
         with pytest.raises(queue.Empty):
             here.news.get(timeout=0.2)
         assert there.asked == []

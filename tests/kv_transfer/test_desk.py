@@ -15,8 +15,14 @@ from desk_node import Node, node, reason
 from peer_process import AT_ONCE_S, CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, pattern
 
-from kvrelay.kv_transfer.commands import PeerKey
-from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Fetched,
+    FetchFailed,
+    PeerKey,
+    Released,
+    Settled,
+)
 from kvrelay.kv_transfer.control import ENDED
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
@@ -182,7 +188,7 @@ def test_broken_read_stays_quarantined_until_it_is_seen_to_end(source: Node, rea
 
 def cut(source: Node, reader: Node) -> None:
     """The connection ends; both go on."""
-    reader.desk.gone(PeerKey(*source.desk.address, source.desk.generation), ENDED)
+    reader.desk.on_disconnect(PeerKey(*source.desk.address, source.desk.generation), ENDED)
 
 
 def test_a_peer_is_met_again_while_a_read_of_it_hangs(source: Node, reader: Node) -> None:
@@ -224,7 +230,7 @@ def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(
         start(source, reader)
         reader.plane.error = TransferError("half of it broke")
         reader.wait(1)
-        reader.desk._control.knock = lambda peer: None  # type: ignore[method-assign]
+        reader.desk._control.probe = lambda peer: None  # type: ignore[method-assign]
     reader.quiet()
     with node("source", folder, dataclasses.replace(CONFIG, kv_port=port)):
         assert reader.wait(1) == [Settled("r")]
@@ -567,7 +573,7 @@ def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader:
 def test_a_hung_step_loop_keeps_no_lease_alive(
     source: Node, reader: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.kv_transfer.desk.STALL_S", 0.0)
+    monkeypatch.setattr("kvrelay.kv_transfer.transfer_engine.STALL_S", 0.0)
     reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
     reader.desk.fetch("mine", [5, 0], [7, 3])
     assert reason(reader.wait(2)[0]).startswith("LeaseLost:")

@@ -10,12 +10,21 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv_transfer.checks import drawn
-from kvrelay.kv_transfer.commands import Ask, End, PeerKey, Prove, Sum
-from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.checksums import drawn
+from kvrelay.kv_transfer.connector import (
+    Ask,
+    Completion,
+    End,
+    Fetched,
+    FetchFailed,
+    LeaseId,
+    PeerKey,
+    Settled,
+    Sum,
+    Verify,
+)
 from kvrelay.kv_transfer.fetch import FetchLimits
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g1")
@@ -240,7 +249,7 @@ class Play:
             if isinstance(command, Sum):
                 self.sums.append(command)
                 continue
-            if isinstance(command, Prove):
+            if isinstance(command, Verify):
                 continue  # as if it were lost
             epoch = command.remote_blocks[0] // 10
             (world,) = [w for w in self.worlds.values() if w.lease.epoch == epoch]
@@ -280,13 +289,13 @@ class Play:
                 assert not world.cancelled
                 assert world.seen[FetchFailed] == 1
                 kept = {
-                    10 * world.lease.epoch + world.cached + place for place in range(event.proven)
+                    10 * world.lease.epoch + world.cached + place for place in range(event.verified)
                 }
                 assert not kept & (world.overwritten | (world.faulty & world.drawn))
                 if event.cause == "KvCorrupted":
                     assert world.proof is True
                     assert world.faulty & world.drawn
-                    assert event.proven == 0
+                    assert event.verified == 0
             else:
                 assert world.in_flight is None
                 assert world.cancelled or world.seen[FetchFailed]

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.kv_transfer.commands import Ask, End, PeerKey, Read, Sum
-from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.connector import (
+    Ask,
+    Completion,
+    End,
+    Fetched,
+    FetchFailed,
+    LeaseId,
+    PeerKey,
+    Read,
+    Settled,
+    Sum,
+)
 from kvrelay.kv_transfer.fetch import FetchLimits
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g1")
@@ -380,12 +389,12 @@ def test_the_source_is_let_go_when_it_has_vouched_for_all() -> None:
 @pytest.mark.parametrize("held", [True, False])
 def test_a_difference_is_corruption_only_if_the_lease_was_held(held: bool) -> None:
     table, lease = checking([(0,), (1,)])
-    table.renewed(PEER, [lease], [], 1.5, 1.5)  # both are proven
+    table.renewed(PEER, [lease], [], 1.5, 1.5)  # both are verified
     table.vouched(PEER, lease, {10: b"0", 11: b"x"}, 2.0)
     table.confirmed(PEER, token(table), held=held, now=2.2)
     failed, settled = drained(table)
     assert isinstance(failed, FetchFailed)
-    assert (failed.cause, failed.proven) == ("KvCorrupted" if held else "LeaseLost", 0)
+    assert (failed.cause, failed.verified) == ("KvCorrupted" if held else "LeaseLost", 0)
     assert settled == Settled("r")
     assert (table.checked_blocks, table.wrong_blocks) == ((2, 1) if held else (0, 0))
     if held:
@@ -419,13 +428,13 @@ def test_checksums_that_do_not_come_end_the_fetch_by_its_deadline() -> None:
     assert failed.reason.startswith("TransferTimeout")
     assert "(its checksums missing)" in failed.reason
     assert failed.reason.endswith("set the limit, or lower kv_checksums")
-    assert failed.proven == 0
+    assert failed.verified == 0
     assert table.commands == [End(PEER, lease, 0)]
 
 
 def test_what_fails_for_another_reason_keeps_no_block_behind_one_that_is_not_compared() -> None:
     table, lease = checking([(0,), (1,), (2, 3)])
-    table.renewed(PEER, [lease], [], 9.0, 9.0)  # all are proven
+    table.renewed(PEER, [lease], [], 9.0, 9.0)  # all are verified
     table.vouched(PEER, lease, {10: b"0", 12: b"2", 13: b"3"}, 9.1)
     table.peer_lost(PEER, PeerLost("gone"))
     assert drained(table) == [FetchFailed("r", "PeerLost: gone", 1), Settled("r")]

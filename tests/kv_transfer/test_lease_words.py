@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.kv_transfer.host_files import HostFile
-from kvrelay.kv_transfer.lease_words import HeldWords, LeaseWords
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.connector import LeaseId
+from kvrelay.kv_transfer.host_memory import HeldWords, HostFile, LeaseWords
 from kvrelay.wire.errors import TransferError
 
 GENERATION = "0123456789abcdef" * 2

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kv_transfer.connector import Released
-from kvrelay.kv_transfer.leases import LeaseId, LeaseTable
+from kvrelay.kv_transfer.connector import LeaseId, Released
+from kvrelay.kv_transfer.leases import LeaseTable
 
 LEASE_S = 5.0
 

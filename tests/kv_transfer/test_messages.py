@@ -5,21 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.connector import LeaseId, PoolRegion
 from kvrelay.kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
+    ChunkProgress,
     End,
     Ended,
     Follow,
-    Grown,
-    Hello,
+    HandshakeReply,
+    HandshakeRequest,
     Message,
     RankCard,
     Refused,
     Renew,
     Renewed,
-    Welcome,
     decode,
     encode,
 )
@@ -32,8 +31,8 @@ LEASE = LeaseId("r", 7)
 @pytest.mark.parametrize(
     "message",
     [
-        Hello("e", FINGERPRINT),
-        Welcome(
+        HandshakeRequest("e", FINGERPRINT),
+        HandshakeReply(
             "e",
             "g",
             FINGERPRINT,
@@ -45,7 +44,7 @@ LEASE = LeaseId("r", 7)
         End(LEASE, 3),
         Ended(3, True),
         Follow(LEASE, [1, 2]),
-        Grown(LEASE, 3, None, {1: b"\0" * 24}),
+        ChunkProgress(LEASE, 3, None, {1: b"\0" * 24}),
     ],
 )
 def test_messages_come_back_equal(message: Message) -> None:

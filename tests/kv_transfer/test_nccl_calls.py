@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.kv_transfer.communicators import NcclLibrary
+from kvrelay.kv_transfer.nccl_library import NcclLibrary
 from kvrelay.wire.errors import PeerLost
 
 PARENT, CHILD = 0x1000, 0x2000

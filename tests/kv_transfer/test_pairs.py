@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvrelay.kv_transfer import pairs
+from kvrelay.kv_transfer import nccl_pairs
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.pair_budget import Budget
-from kvrelay.kv_transfer.pair_ends import ReaderPair, SourcePair
-from kvrelay.kv_transfer.pair_messages import Ask, Meet, PairMessage, Part
-from kvrelay.kv_transfer.pairs import STAGES, Pair, Terms, Transfer
+from kvrelay.kv_transfer.nccl_control import Ask, Meet, PairMessage, Part
+from kvrelay.kv_transfer.nccl_pairs import (
+    STAGES,
+    Budget,
+    Pair,
+    ReaderPair,
+    SourcePair,
+    Terms,
+    Transfer,
+)
 from kvrelay.kv_transfer.shares import Share
-from kvrelay.kv_transfer.staging import BlockPool, Lane
+from kvrelay.kv_transfer.staging import Lane, StagedPool
 from kvrelay.wire.errors import PeerLost
 
 BLOCKS, BLOCK_BYTES = 32, 8
@@ -87,7 +93,7 @@ class Side:
         self.said: list[PairMessage] = []
         region = PoolRegion(self.pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
         self.budget = Budget(1 << 20)
-        self.terms = Terms(BlockPool(region), self.backend, self.budget, SLICE_BYTES, 10.0, 10.0)
+        self.terms = Terms(StagedPool(region), self.backend, self.budget, SLICE_BYTES, 10.0, 10.0)
         self.ended = threading.Event()
 
     def on_end(self, pair: Pair) -> None:
@@ -186,7 +192,7 @@ def test_what_an_idle_source_has_not_heard_of_is_left_for_another_pair(side: Sid
 def test_who_has_lost_its_source_waits_a_moment_for_the_reason(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "HEAR_S", 10.0)
+    monkeypatch.setattr(nccl_pairs, "HEAR_S", 10.0)
     pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
     lost = transfer(0)
     pair.read(lost)

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvrelay.kv_transfer.commands import PeerKey, Read
-from kvrelay.kv_transfer.parts import Failed, Finished, Joined, Part, PartTable
+from kvrelay.kv_transfer.backend import Joined, ReadEnded, ReadFailed
+from kvrelay.kv_transfer.connector import PeerKey, Read
+from kvrelay.kv_transfer.rank_backends import Part, PartTable
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
 PEER = PeerKey("h", 1, "g")
@@ -21,34 +22,38 @@ def table(*parts: Part) -> PartTable:
     return it
 
 
+def joined(it: PartTable, part: Part, error: KvrelayError | None) -> object:
+    return it.on_event(part.rank, Joined(part.source, error))
+
+
 def read(number: int = 7) -> Read:
     return Read(number, PEER, (1, 2), (3, 4))
 
 
 def test_a_peer_is_joined_when_all_parts_are() -> None:
     it = table(OWN, OTHER, FAR)
-    assert it.joined(FAR, None) is None
-    assert it.joined(OWN, None) is None
-    assert it.joined(OTHER, None) == Joined(PEER, None)
+    assert joined(it, FAR, None) is None
+    assert joined(it, OWN, None) is None
+    assert joined(it, OTHER, None) == Joined(PEER, None)
 
 
 def test_a_peer_that_one_part_cannot_join_is_told_of_once_and_others_answer_in_vain() -> None:
     it = table(OWN, OTHER, FAR)
-    assert it.joined(OTHER, None) is None
-    assert it.joined(FAR, ERROR) == Joined(PEER, ERROR)
+    assert joined(it, OTHER, None) is None
+    assert joined(it, FAR, ERROR) == Joined(PEER, ERROR)
     assert it.drop_peer(PEER) == (OWN, OTHER, FAR)
-    assert it.joined(OWN, ERROR) is None
+    assert joined(it, OWN, ERROR) is None
     assert len(it) == 0
 
 
 def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_one_to_the_next() -> None:
     it = table(OWN, OTHER)
-    it.joined(OWN, ERROR)
+    joined(it, OWN, ERROR)
     it.drop_peer(PEER)
     it.add_peer(PEER, [OWN, OTHER])
-    assert it.joined(OWN, None) is None
-    assert it.joined(OTHER, ERROR) is None  # the first attempt's
-    assert it.joined(OTHER, None) == Joined(PEER, None)
+    assert joined(it, OWN, None) is None
+    assert joined(it, OTHER, ERROR) is None  # the first attempt's
+    assert joined(it, OTHER, None) == Joined(PEER, None)
 
 
 def test_each_part_is_told_the_same_blocks_of_its_own_source() -> None:
@@ -69,7 +74,7 @@ def test_random_orders_give_what_the_twin_says(seed: int) -> None:
     ]
     it = table(*parts)
     for part in parts:
-        it.joined(part, None)
+        joined(it, part, None)
     scripts: list[tuple[int, Part, list[KvrelayError | str]]] = []
     for number in (1, 2):
         it.read(read(number))
@@ -85,20 +90,20 @@ def test_random_orders_give_what_the_twin_says(seed: int) -> None:
             scripts.pop(index)
             running[number].discard(part)
         if event == "ended":
-            outcome = it.read_ended(part, number)
+            outcome = it.on_event(part.rank, ReadEnded(part.source, number))
         else:
             assert isinstance(event, KvrelayError)
-            outcome = it.read_failed(part, number, event, in_flight=bool(script))
+            outcome = it.on_event(part.rank, ReadFailed(part.source, number, event, bool(script)))
         news = event != "ended" and number not in first
         if event != "ended":
             assert isinstance(event, KvrelayError)
             first.setdefault(number, event)
         if not running[number] and number in first:
-            assert outcome == Failed(PEER, number, first[number], in_flight=False)
+            assert outcome == ReadFailed(PEER, number, first[number], in_flight=False)
         elif not running[number]:
-            assert outcome == Finished(PEER, number)
+            assert outcome == ReadEnded(PEER, number)
         elif news:
-            assert outcome == Failed(PEER, number, first[number], in_flight=True)
+            assert outcome == ReadFailed(PEER, number, first[number], in_flight=True)
         else:
             assert outcome is None
     it.drop_peer(PEER)

@@ -14,12 +14,11 @@ import zmq
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
-from kvrelay.kv_transfer import plane_choice
+from kvrelay.kv_transfer import backends
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed
-from kvrelay.kv_transfer.desk import Desk
-from kvrelay.kv_transfer.messages import Hello, Welcome, decode, encode
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.zmq_address import tcp
+from kvrelay.kv_transfer.messages import HandshakeReply, HandshakeRequest, decode, encode
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.errors import ConfigError, TransferError
 
 
@@ -48,7 +47,7 @@ class Node:
             for index in range(BLOCKS):
                 plane.write(index, pattern(index))
         self.woken = threading.Event()
-        self.desk = Desk("node", FINGERPRINT, REGION, CONFIG, self.woken.set, self.planes)
+        self.desk = TransferEngine("node", FINGERPRINT, REGION, CONFIG, self.woken.set, self.planes)
 
     def fetch_from(self, source: Node) -> Event:
         self.desk.watch("r", source.desk.offer("r", [5], 16))
@@ -139,12 +138,14 @@ def test_a_plane_that_reaches_nobody_says_why(make) -> None:
 
 def test_without_any_plane_a_node_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="x is not installed"):
-        Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Missing(tmp_path / "x")})
+        TransferEngine(
+            "node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Missing(tmp_path / "x")}
+        )
     both = {"a": Missing(tmp_path / "x"), "b": Missing(tmp_path / "y")}
     with pytest.raises(
         ConfigError, match="no KV can be handed over: x is not installed; y is not installed"
     ):
-        Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, both)
+        TransferEngine("node", FINGERPRINT, REGION, CONFIG, lambda: None, both)
 
 
 # When planes are opened.
@@ -225,7 +226,7 @@ def test_a_plane_whose_opening_hangs_is_given_up_and_may_end_later(
 ) -> None:
     may = threading.Event()
     monkeypatch.setattr(Slow, "may", may)
-    monkeypatch.setattr(plane_choice, "OPEN_S", 0.5)
+    monkeypatch.setattr(backends, "OPEN_S", 0.5)
     here, there = (
         make(a=Refusing, b=mine, c=SharedPlane),
         make(a=SharedPlane, b=theirs, c=SharedPlane),
@@ -233,9 +234,9 @@ def test_a_plane_whose_opening_hangs_is_given_up_and_may_end_later(
     slow = here if mine is Slow else there
     assert isinstance(here.fetch_from(there), Fetched)
     assert here.read_through() == ["c"]
-    assert "not opened on all ranks within 0.5 s" in slow.desk._planes.missing["b"]
+    assert "not opened on all ranks within 0.5 s" in slow.desk._backends.missing["b"]
     may.set()
-    slow.desk._planes.close(1.0)  # waits for the end of the opening
+    slow.desk._backends.close(1.0)  # waits for the end of the opening
     slow.desk.events()  # no thread has broken
     assert "b" not in slow.desk.planes
 
@@ -256,7 +257,9 @@ class Unprepared(SharedPlane):
 def test_what_this_machine_lacks_is_told_at_start(make, tmp_path: Path) -> None:
     assert make(a=SharedPlane, b=Unprepared).desk.planes == ("a",)
     with pytest.raises(ConfigError, match="x is not installed"):
-        Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Unprepared(tmp_path / "x")})
+        TransferEngine(
+            "node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Unprepared(tmp_path / "x")}
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,11 +272,11 @@ def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_befor
     host, port = there.desk.address
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
-        dealer.connect(tcp(host, port))
-        dealer.send(encode(Hello("reader", FINGERPRINT, wanted)))
+        dealer.connect(f"tcp://{host}:{port}")
+        dealer.send(encode(HandshakeRequest("reader", FINGERPRINT, wanted)))
         assert dealer.poll(5000)
         welcome = decode(dealer.recv())
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, HandshakeReply)
     assert list(welcome.ranks[0].planes) == cards
     assert welcome.on_request == [kind for kind in ("a", "b") if kind not in cards]
 
@@ -286,7 +289,7 @@ def test_a_source_that_has_opened_all_at_start_as_the_release_before_does_is_rea
         make(a=SharedPlane, b=SharedPlane, c=SharedPlane),
     )
     for kind in there.planes:
-        there.desk._planes.open(kind)
+        there.desk._backends.open(kind)
         assert there.planes[kind].opened.wait(5)
     assert isinstance(here.fetch_from(there), Fetched)
     assert opened(here) == [["a", "b"]]
@@ -299,10 +302,10 @@ def test_who_asks_again_and_again_has_a_plane_opened_once(make, monkeypatch) -> 
     host, port = there.desk.address
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
-        dealer.connect(tcp(host, port))
+        dealer.connect(f"tcp://{host}:{port}")
         for _ in range(100):
-            dealer.send(encode(Hello("reader", FINGERPRINT, ["b"])))
-        dealer.send(encode(Hello("reader", FINGERPRINT, [])))
+            dealer.send(encode(HandshakeRequest("reader", FINGERPRINT, ["b"])))
+        dealer.send(encode(HandshakeRequest("reader", FINGERPRINT, [])))
         assert dealer.poll(5000)  # all before it were heard
         assert "b" not in decode(dealer.recv()).ranks[0].planes  # type: ignore[union-attr]
         may.set()

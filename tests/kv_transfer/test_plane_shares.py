@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_nccl import FakeNccl
 
 from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer import mapped_host
+from kvrelay.kv_transfer import direct
+from kvrelay.kv_transfer.backend import Source, TransferBackend
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import DataPlane, Source
+from kvrelay.kv_transfer.direct import DirectBackend
+from kvrelay.kv_transfer.nccl import NcclBackend
+from kvrelay.kv_transfer.nixl import NixlBackend
 from kvrelay.kv_transfer.shares import Heads, shares
-from kvrelay.kv_transfer.via_direct import DirectPlane
-from kvrelay.kv_transfer.via_nccl import NcclPlane
-from kvrelay.kv_transfer.via_nixl import NixlPlane
 
 BLOCKS, HEADS, HEAD_BYTES = 12, 4, 4096
 
@@ -29,11 +30,16 @@ class Rank:
         self.memory = zeros(BLOCKS * size * HEAD_BYTES, torch.device(device))
         self.pool = self.memory.view(BLOCKS, size, HEAD_BYTES)
         self.region = PoolRegion(self.memory.data_ptr(), BLOCKS, size * HEAD_BYTES, device)
-        self.plane: DataPlane = {
-            "direct": lambda: DirectPlane(self.region),
-            "nixl": lambda: NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, "127.0.0.1"),
-            "nccl": lambda: NcclPlane(
-                self.region, "127.0.0.1", 20.0, 5.0, slice_bytes=HEAD_BYTES + 1000
+        self.plane: TransferBackend = {
+            "direct": lambda: DirectBackend(self.region),
+            "nixl": lambda: NixlBackend(f"{name}-{time.monotonic_ns()}", self.region, "127.0.0.1"),
+            "nccl": lambda: NcclBackend(
+                self.region,
+                "127.0.0.1",
+                20.0,
+                5.0,
+                slice_bytes=HEAD_BYTES + 1000,
+                nccl=FakeNccl(5.0),
             ),
         }[kind]()
         self.plane.prepare()
@@ -78,9 +84,9 @@ def engines(
 
 
 @pytest.mark.parametrize("engines", [(1, 2), (2, 1), (4, 2), (1, 4)], indirect=True)
-@pytest.mark.parametrize("step_bytes", [mapped_host.STEP_BYTES, 3000])
+@pytest.mark.parametrize("step_bytes", [direct.STEP_BYTES, 3000])
 def test_every_rank_gets_its_heads_and_nothing_else(engines, step_bytes, monkeypatch):
-    monkeypatch.setattr(mapped_host, "STEP_BYTES", step_bytes)
+    monkeypatch.setattr(direct, "STEP_BYTES", step_bytes)
     here, there = engines
     whole = torch.randint(0, 256, (BLOCKS, HEADS, HEAD_BYTES), dtype=torch.uint8)
     for rank in there:

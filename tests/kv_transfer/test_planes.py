@@ -9,13 +9,29 @@ from collections.abc import Sequence
 
 import pytest
 
-import kvrelay.kv_transfer.planes
-from kvrelay.kv_transfer.commands import PeerKey, Read
-from kvrelay.kv_transfer.planes import BROKEN_S, HANGING_S, PlaneThread, Source
-from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
+import kvrelay.kv_transfer.backend
+from kvrelay.kv_transfer.backend import (
+    BROKEN_S,
+    HANGING_S,
+    BackendThread,
+    PeerGone,
+    ReadEnded,
+    ReadFailed,
+    Source,
+)
+from kvrelay.kv_transfer.connector import PeerKey, Read
+from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g")
 BROKE, LOST = TransferError("a part of it broke"), PeerLost("disconnected")
+
+
+def ended(number: int = 1) -> ReadEnded:
+    return ReadEnded(PEER, number)
+
+
+def failed(error: TransferError, number: int = 1, *, in_flight: bool) -> ReadFailed:
+    return ReadFailed(PEER, number, error, in_flight)
 
 
 class Plane:
@@ -56,28 +72,6 @@ class Plane:
     def close(self) -> None: ...
 
 
-class Desk:
-    """Writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-
-    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None: ...
-
-    def read_ended(self, peer: PeerKey, read_id: int) -> None:
-        self.told.append("ended")
-
-    def read_failed(
-        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
-    ) -> None:
-        self.told.append((error, in_flight))
-
-    def serving(self) -> bool:
-        return True
-
-    def broke(self, error: Exception) -> None: ...
-
-
 class Clock:
     now = 100.0
 
@@ -89,12 +83,13 @@ class Scene:
     """A READ that was posted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plane, self.desk, self.clock = Plane(), Desk(), Clock()
-        monkeypatch.setattr(kvrelay.kv_transfer.planes, "time", self.clock)
-        self.thread = PlaneThread(self.plane, self.desk)
+        self.plane, self.clock = Plane(), Clock()
+        self.told: list[object] = []
+        monkeypatch.setattr(kvrelay.kv_transfer.backend, "time", self.clock)
+        self.thread = BackendThread(self.plane, self.told.append, lambda: True, self.told.append)
         self.thread.open(lambda _: None)
         self.turn()
-        self.thread.read(Read(1, PEER, (1, 2), (3, 4)))
+        self.thread.do(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()
 
     def turn(
@@ -104,7 +99,8 @@ class Scene:
         self.clock.now += later_s
         self.plane.outcome = self.plane.outcome if outcome is None else outcome
         self.thread._turn()
-        told, self.desk.told = self.desk.told, []
+        told = list(self.told)
+        self.told.clear()
         return told
 
 
@@ -128,24 +124,24 @@ def test_it_is_seen_at_work_with_every_turn_and_silent_while_its_plane_hangs(sce
 
 def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
     assert scene.turn() == []
-    assert scene.turn(0.1, True) == ["ended"]
+    assert scene.turn(0.1, True) == [ended()]
     assert polls_no_more(scene)
     scene.plane.outcome = False
-    scene.thread.read(Read(2, PEER, (1,), (3,)))
+    scene.thread.do(Read(2, PEER, (1,), (3,)))
     assert scene.turn() == []
-    assert scene.turn(0.1, LOST) == [(LOST, False)]
+    assert scene.turn(0.1, LOST) == [failed(LOST, 2, in_flight=False)]
     assert polls_no_more(scene)
 
 
 def test_a_broken_read_is_told_of_once_and_waited_for_long(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert scene.turn(0.1, BROKE) == [(BROKE, True)]
+    assert scene.turn(0.1, BROKE) == [failed(BROKE, in_flight=True)]
     assert scene.turn(BROKEN_S / 2) == []
     assert scene.turn(BROKEN_S / 2 - 0.1) == []
     assert caplog.records == []
     with caplog.at_level(logging.WARNING):
-        assert scene.turn(0.2) == [(BROKE, False)]
+        assert scene.turn(0.2) == [failed(BROKE, in_flight=False)]
     assert (
         "a READ of 2 blocks from 127.0.0.1:5600 broke 1000 s ago: its blocks leave quarantine"
         in caplog.text
@@ -153,7 +149,7 @@ def test_a_broken_read_is_told_of_once_and_waited_for_long(
     assert polls_no_more(scene)
 
 
-@pytest.mark.parametrize(("end", "told"), [(True, "ended"), (LOST, (LOST, False))])
+@pytest.mark.parametrize(("end", "told"), [(True, ended()), (LOST, failed(LOST, in_flight=False))])
 def test_a_broken_read_is_over_as_soon_as_the_plane_says_so(
     scene: Scene, end: bool | TransferError, told: object
 ) -> None:
@@ -164,7 +160,7 @@ def test_a_broken_read_is_over_as_soon_as_the_plane_says_so(
 
 def test_only_the_plane_says_what_the_end_of_a_process_ends(scene: Scene) -> None:
     scene.turn(0.1, BROKE)
-    scene.thread.peer_gone(PEER)
+    scene.thread.do(PeerGone(PEER))
     assert scene.turn() == []
     assert scene.plane.gone == ["g"]
     assert not polls_no_more(scene)
@@ -179,4 +175,4 @@ def test_a_read_that_hangs_is_told_of_once_and_never_given_up(
         assert scene.turn(0.2) == []
         assert scene.turn(100 * BROKEN_S) == []
     assert caplog.text.count("hangs: its blocks are in quarantine until its end is seen") == 1
-    assert scene.turn(0.0, True) == ["ended"]
+    assert scene.turn(0.0, True) == [ended()]

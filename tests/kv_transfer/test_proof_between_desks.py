@@ -24,7 +24,7 @@ def test_what_was_read_is_proven_a_round_trip_later(tmp_path: Path) -> None:
         reader.desk.fetch("mine", [5, 6, 7], [1, 2, 3])
         source.desk.grow("r", 2)
         until = time.monotonic() + 10.0
-        while reader.desk._fetches._fetches["mine"].proven < 2:
+        while reader.desk._fetches._fetches["mine"].verified < 2:
             assert time.monotonic() < until
             time.sleep(0.005)
         reader.plane.gate.clear()  # the last block is being read, from now on for ever
@@ -32,7 +32,7 @@ def test_what_was_read_is_proven_a_round_trip_later(tmp_path: Path) -> None:
         source.desk.close()
         (failed,) = reader.wait(1)
         assert isinstance(failed, FetchFailed)
-        assert (failed.cause, failed.proven) == ("PeerLost", 2)
+        assert (failed.cause, failed.verified) == ("PeerLost", 2)
         assert [reader.plane.read(i) for i in (1, 2)] == [pattern(i) for i in (5, 6)]
         reader.plane.gate.set()
         while reader.desk._fetches._fetches:

@@ -15,11 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv_transfer.commands import End, PeerKey, Prove, Read
-from kvrelay.kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    End,
+    Fetched,
+    FetchFailed,
+    LeaseId,
+    PeerKey,
+    Read,
+    Settled,
+    Verify,
+)
 from kvrelay.kv_transfer.fetch import FetchLimits
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.leases import LeaseId
 from kvrelay.wire.errors import PeerLost, TransferError
 
 PEER, LEASE = PeerKey("127.0.0.1", 5600, "g1"), LeaseId("source-r", 1)
@@ -49,13 +57,13 @@ def lost(table: FetchTable) -> FetchFailed:
 
 
 def test_a_renewal_is_sent_as_soon_as_a_part_is_in() -> None:
-    assert growing().commands == [Prove(PEER, LEASE)]
+    assert growing().commands == [Verify(PEER, LEASE)]
 
 
 def test_blocks_are_proven_by_a_renewal_sent_after_they_were_in() -> None:
     table = growing()
     table.renewed(PEER, [LEASE], [], sent_at=0.3, now=0.4)
-    assert lost(table) == FetchFailed("r", "PeerLost: gone", proven=1)
+    assert lost(table) == FetchFailed("r", "PeerLost: gone", verified=1)
     assert table.events[1:] == [Settled("r")]
 
 
@@ -63,7 +71,7 @@ def test_blocks_are_proven_by_a_renewal_sent_after_they_were_in() -> None:
 def test_a_renewal_sent_before_proves_nothing_however_late_its_answer(sent_at: float) -> None:
     table = growing()
     table.renewed(PEER, [LEASE], [], sent_at, now=4.0)
-    assert lost(table).proven == 0
+    assert lost(table).verified == 0
 
 
 def test_a_renewal_proves_what_was_in_when_it_was_sent_and_no_more() -> None:
@@ -71,7 +79,7 @@ def test_a_renewal_proves_what_was_in_when_it_was_sent_and_no_more() -> None:
     table.grown(PEER, LEASE, 2, None, 0.3)
     table.read_ended(2, 0.5)
     table.renewed(PEER, [LEASE], [], sent_at=0.4, now=0.6)
-    assert lost(table).proven == 1
+    assert lost(table).verified == 1
 
 
 def test_a_lease_that_is_lost_leaves_what_was_proven_before() -> None:
@@ -82,7 +90,7 @@ def test_a_lease_that_is_lost_leaves_what_was_proven_before() -> None:
     table.renewed(PEER, [], [LEASE], sent_at=0.7, now=0.8)
     failed = table.events[0]
     assert isinstance(failed, FetchFailed)
-    assert (failed.cause, failed.proven) == ("LeaseLost", 1)
+    assert (failed.cause, failed.verified) == ("LeaseLost", 1)
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -93,7 +101,7 @@ def test_a_read_that_breaks_leaves_what_was_proven_before(in_flight: bool) -> No
     table.read_failed(2, TransferError("x"), 0.6, in_flight=in_flight)
     if not in_flight:  # tried again once
         table.read_failed(3, TransferError("x"), 0.7, in_flight=False)
-    assert table.events[0] == FetchFailed("r", "TransferError: x", proven=1)
+    assert table.events[0] == FetchFailed("r", "TransferError: x", verified=1)
 
 
 def test_all_is_proven_if_only_the_answer_to_the_end_is_missing() -> None:
@@ -102,7 +110,7 @@ def test_all_is_proven_if_only_the_answer_to_the_end_is_missing() -> None:
     table.read_ended(2, 0.4)
     table.renewed(PEER, [LEASE], [], sent_at=0.5, now=0.6)
     table.grown(PEER, LEASE, 3, Completion([5]), 0.7)
-    assert lost(table).proven == 3
+    assert lost(table).verified == 3
 
 
 def test_whole_tickets_are_read_in_one_piece_and_need_no_renewal_between() -> None:
@@ -114,7 +122,7 @@ def test_whole_tickets_are_read_in_one_piece_and_need_no_renewal_between() -> No
     table.commands.clear()
     table.read_ended(1, 0.2)
     assert [type(command) for command in table.commands] == [End]
-    assert lost(table).proven == 0
+    assert lost(table).verified == 0
 
 
 @dataclass
@@ -275,13 +283,13 @@ class World:
                 for at, landed in self.ends
                 if any(sent_at > at for sent_at in self.acknowledged)
             ]
-            assert event.proven == max(provable, default=0)
+            assert event.verified == max(provable, default=0)
         self.over = self.over or not isinstance(event, FetchFailed)
         self.outcomes[type(event).__name__] += 1
 
     def kept(self) -> list[bool | None]:
         """The memory of what a failed fetch lets the request keep."""
-        return self.memory[: self.failed.proven] if self.failed is not None else []
+        return self.memory[: self.failed.verified] if self.failed is not None else []
 
 
 def played(seed: int) -> World:
@@ -305,8 +313,8 @@ def test_random_histories_keep_right_bytes_only_and_all_that_can_be_proven(seed:
 def test_the_random_histories_go_everywhere() -> None:
     worlds = [played(seed) for seed in range(300)]
     outcomes = sum((world.outcomes for world in worlds), Counter[str]())
-    kept = Counter(world.failed.proven for world in worlds if world.failed is not None)
+    kept = Counter(world.failed.verified for world in worlds if world.failed is not None)
     assert outcomes["Fetched"] > 30
-    assert sum(count for proven, count in kept.items() if 0 < proven < 6) > 30
+    assert sum(count for verified, count in kept.items() if 0 < verified < 6) > 30
     wrong = [world for world in worlds if world.failed is not None and False in world.memory]
     assert len(wrong) > 10  # bytes that would have been wrong to keep

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.kv_transfer import questions
-from kvrelay.kv_transfer.growth import GrowthTable
-from kvrelay.kv_transfer.leases import LeaseId
-from kvrelay.kv_transfer.messages import Grown
-from kvrelay.kv_transfer.questions import Question, QuestionTable
+from kvrelay.kv_transfer import chunk_progress
+from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question, QuestionTable
+from kvrelay.kv_transfer.connector import LeaseId
+from kvrelay.kv_transfer.messages import ChunkProgress
 
 LEASE, OTHER = LeaseId("r", 1), LeaseId("s", 2)
 
 
-def table() -> tuple[GrowthTable, QuestionTable]:
+def table() -> tuple[ProgressTable, QuestionTable]:
     """Of two leases, with blocks 1 to 4 and 5 to 8."""
-    growths = GrowthTable()
+    growths = ProgressTable()
     growths.begin(LEASE, 4, [1, 2, 3, 4])
     growths.begin(OTHER, 3, [5, 6, 7, 8])
     return growths, QuestionTable(growths)
@@ -33,7 +32,7 @@ def test_what_is_waited_for_already_is_not_summed_again() -> None:
     assert asked.next() is None  # enough is being summed
     assert asked.ask(b"a", LEASE, [1, 2, 3])
     assert first is not None
-    assert asked.answered(first, [b"x", b"y"]) == Grown(LEASE, 4, None, {1: b"x", 2: b"y"})
+    assert asked.answered(first, [b"x", b"y"]) == ChunkProgress(LEASE, 4, None, {1: b"x", 2: b"y"})
     assert asked.next() == Question(b"b", LEASE, (2,))
     assert asked.ask(b"a", LEASE, [1])  # the answer may have been lost
     assert second is not None
@@ -60,7 +59,7 @@ def test_of_a_lease_that_is_over_nothing_is_summed_and_nobody_hears() -> None:
 def test_blocks_that_cannot_be_read_and_too_many_are_not_answered(
     blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(chunk_progress, "MOST_BLOCKS", 2)
     _, asked = table()
     assert asked.ask(b"a", OTHER, blocks)
     assert asked.next() is None

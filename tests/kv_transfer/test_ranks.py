@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCK_BYTES, BLOCKS, SharedPlane, pattern
 from woken import Woken
 
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
-from kvrelay.kv_transfer.desk import Desk
-from kvrelay.kv_transfer.led_planes import LedPlanes
-from kvrelay.kv_transfer.open import terms_of
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.rank_link import LinkEnd, RankLink
-from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.kv_transfer.rank_backends import LedBackends
+from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
 from kvrelay.kv_transfer.shares import Heads
+from kvrelay.kv_transfer.transfer_engine import TransferEngine, terms_of
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 KINDS = ("a", "b")
@@ -89,11 +88,11 @@ class Node(Woken):
             RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
         )
         self.led = [
-            LedPlanes(rank, regions[rank], self.planes[rank], self.link.meeting, self.lost.append)
+            LedBackends(rank, regions[rank], self.planes[rank], self.link.address, self.lost.append)
             for rank in range(1, size)
             if self.link is not None
         ]
-        self.desk = self.watching = Desk(
+        self.desk = self.watching = TransferEngine(
             name, FINGERPRINT, regions[0], config, self.woken.set, self.planes[0], self.link
         )
 
@@ -280,14 +279,14 @@ def test_a_plane_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
 
 def test_ranks_help_readers_as_long_as_there_are_any(make):
     source = make("source", 2)
-    assert source.led[0].serving is False
+    assert source.led[0]._serving is False
     source.desk.offer("p", [3], 16)
     until = time.monotonic() + 5
-    while not source.led[0].serving:
+    while not source.led[0]._serving:
         assert time.monotonic() < until
         time.sleep(0.01)
     source.desk.release("p")
-    while source.led[0].serving:
+    while source.led[0]._serving:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -301,8 +300,7 @@ def test_a_rank_without_the_key_is_not_heard_and_ends():
         lost.append(why)
         done.set()
 
-    meeting = link.meeting
-    stranger = Meeting(meeting.host, meeting.port, zmq.curve_keypair()[0], "e", meeting.terms)
+    stranger = msgspec.structs.replace(link.address, key=zmq.curve_keypair()[0])
     end = LinkEnd(stranger, lambda _message: None, say)
     assert done.wait(10)
     assert "the connection to rank 0 has ended or was refused" in lost[0]

@@ -14,13 +14,12 @@ from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
 import kvrelay.kv_transfer.fetch
-from kvrelay.kv_transfer.commands import PeerKey
-from kvrelay.kv_transfer.desk import Desk
+from kvrelay.kv_transfer.chunk_progress import ProgressTable
+from kvrelay.kv_transfer.connector import LeaseId, PeerKey
 from kvrelay.kv_transfer.fetch import Fetch
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.growth import GrowthTable
-from kvrelay.kv_transfer.lease_words import LeaseWords
-from kvrelay.kv_transfer.leases import LeaseId, LeaseTable
+from kvrelay.kv_transfer.host_memory import LeaseWords
+from kvrelay.kv_transfer.leases import LeaseTable
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.node.engine_process import EngineProcess
 from kvrelay.paged_engine.request import Request
@@ -74,17 +73,22 @@ def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
-    around(patch, Desk, "read_failed", lambda real, *args, in_flight: real(*args, in_flight=False))
+    around(
+        patch,
+        FetchTable,
+        "read_failed",
+        lambda real, *args, in_flight: real(*args, in_flight=False),
+    )
 
 
 def no_doubt_about_lost_peers(patch: pytest.MonkeyPatch) -> None:
     def taken_for_gone(
         real: Callable[..., None], peers: Peers, peer: PeerKey, how: str, now: float
     ) -> None:
-        peers.vanished(peer, now)
+        peers.on_process_gone(peer, now)
         real(peers, peer, how, now)
 
-    around(patch, Peers, "gone", taken_for_gone)
+    around(patch, Peers, "on_disconnect", taken_for_gone)
 
 
 def no_clearing_of_lease_words(patch: pytest.MonkeyPatch) -> None:
@@ -92,13 +96,13 @@ def no_clearing_of_lease_words(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_proof_of_what_is_kept(patch: pytest.MonkeyPatch) -> None:
-    def proven(real: Callable[..., None], table: FetchTable, read_id: int, now: float) -> None:
+    def verified(real: Callable[..., None], table: FetchTable, read_id: int, now: float) -> None:
         fetch = table._reading(read_id)
         real(table, read_id, now)
         if fetch is not None:
-            fetch.proven = fetch.landed
+            fetch.verified = fetch.landed
 
-    around(patch, FetchTable, "read_ended", proven)
+    around(patch, FetchTable, "read_ended", verified)
 
 
 def no_epochs(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def no_epochs(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_taking_of_places(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GrowthTable, "superseded", lambda *_: False)
+    patch.setattr(ProgressTable, "superseded", lambda *_: False)
 
 
 def no_waiting_for_chunks(patch: pytest.MonkeyPatch) -> None:

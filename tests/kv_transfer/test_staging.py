@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.staging import BlockPool, Lane, cut
+from kvrelay.kv_transfer.staging import Lane, StagedPool, cut
 
 # Triton reads it when it is imported.
 if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def test_what_is_gathered_is_scattered(
     there, here = [3, 4, 5, 9, 1], [0, 2, 10, 11, 12]
     part = slice(offset, offset + row_bytes)
     expected[here, part] = expected[there, part]
-    lane = Lane(BlockPool(region), None, kernel)
+    lane = Lane(StagedPool(region), None, kernel)
     staging = lane.staging(slice_bytes)
     sources, targets = (lane.places(blocks, offset, row_bytes) for blocks in (there, here))
     assert (sources.table is not None) == (kernel is not None and row_bytes % 16 == 0)
@@ -73,7 +73,7 @@ def test_what_is_gathered_is_scattered(
 def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
     kernel = pytest.importorskip("kvrelay.kernels.gather_blocks")
     pool, expected, region = some_pool()
-    lane = Lane(BlockPool(region), None, kernel)
+    lane = Lane(StagedPool(region), None, kernel)
     staging = lane.staging(20 * BLOCK_BYTES)
     (piece,), (long,) = cut(2, BLOCK_BYTES, 2 * BLOCK_BYTES), cut(20, BLOCK_BYTES, 20 * BLOCK_BYTES)
     first, second = lane.places([1, 2]), lane.places([5, 6])
@@ -95,7 +95,7 @@ def test_rows_lie_elsewhere_in_the_blocks_of_the_two_ends(kernel: Any, offset: i
     """Heads 0 and 1 of a source with one head are heads 0 or 1 of a reader with two."""
     pool, expected, region = some_pool()
     narrow = PoolRegion(region.address, 2 * BLOCKS, BLOCK_BYTES // 2, "cpu")
-    source, reader = Lane(BlockPool(narrow), None, kernel), Lane(BlockPool(region), None, kernel)
+    source, reader = Lane(StagedPool(narrow), None, kernel), Lane(StagedPool(region), None, kernel)
     staging = source.staging(3 * 48)
     (piece,) = cut(3, 48, 3 * 48)
     source.gather(source.places([31, 0, 7]), piece, staging)
@@ -108,7 +108,7 @@ def test_rows_lie_elsewhere_in_the_blocks_of_the_two_ends(kernel: Any, offset: i
 def test_gpu_lane_copies_by_kernel_and_settles() -> None:
     pool = torch.randint(0, 256, (64, 1 << 20), dtype=torch.uint8, device="cuda:0")
     expected = pool.clone()
-    blocks = BlockPool(PoolRegion(pool.data_ptr(), 64, 1 << 20, "cuda:0"))
+    blocks = StagedPool(PoolRegion(pool.data_ptr(), 64, 1 << 20, "cuda:0"))
     torch.cuda.synchronize()
     blocks.compile()
     there, here = list(range(32)), list(range(63, 31, -1))

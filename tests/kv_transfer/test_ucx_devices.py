@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.kv_transfer.ucx_devices import addresses_here, net_devices, net_devices_of
+from kvrelay.kv_transfer.nixl import addresses_here, net_devices, net_devices_of
 from kvrelay.wire.errors import ConfigError
 
 KNOWN = [

@@ -20,13 +20,12 @@ from peer_process import CONFIG, FINGERPRINT, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer import mapped_host
+from kvrelay.kv_transfer import direct
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Settled
+from kvrelay.kv_transfer.direct import DirectBackend, HostFile, Metadata, runs
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece
-from kvrelay.kv_transfer.mapped_host import HostFile, runs
-from kvrelay.kv_transfer.open import open_connector
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.via_direct import DirectPlane, Metadata
+from kvrelay.kv_transfer.transfer_engine import open_connector
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, TransferError
 
@@ -41,7 +40,7 @@ class Pool:
             num_blocks, block_bytes
         )
         self.region = PoolRegion(self.blocks.data_ptr(), num_blocks, block_bytes, "cpu")
-        self.plane = DirectPlane(self.region)
+        self.plane = DirectBackend(self.region)
         self.metadata = self.plane.open()
 
     def welcome(self, generation: str = "g", **changed: object) -> Source:
@@ -72,7 +71,7 @@ def there() -> Pool:
     return it
 
 
-def finish(plane: DirectPlane, handle: object) -> int:
+def finish(plane: DirectBackend, handle: object) -> int:
     """Polls until the read is done."""
     for polls in range(1, 1000):
         if plane.poll(handle):
@@ -101,8 +100,8 @@ def test_runs_cover_every_pair_once_in_order() -> None:
 def test_a_long_read_is_polled_in_steps_and_the_next_one_waits(
     here: Pool, there: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_host, "SLICE_S", 0.0)
-    monkeypatch.setattr(mapped_host, "STEP_BYTES", 20)
+    monkeypatch.setattr(direct, "SLICE_S", 0.0)
+    monkeypatch.setattr(direct, "STEP_BYTES", 20)
     here.plane.add_peer(there.welcome())
     first = here.plane.post_read("g", [1, 2], [6, 7])  # one run of 96 bytes: five steps
     second = here.plane.post_read("g", [5], [0])
@@ -252,8 +251,8 @@ def test_source_killed_in_the_middle_of_a_read(
     reader: RealNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is mapped stays: the read ends, its blocks are settled, nothing of the source is left."""
-    monkeypatch.setattr(mapped_host, "SLICE_S", 0.0)
-    monkeypatch.setattr(mapped_host, "STEP_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(direct, "SLICE_S", 0.0)
+    monkeypatch.setattr(direct, "STEP_BYTES", BLOCK_BYTES)
     everything = list(range(BLOCKS))
     with peer_process("direct", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
         reader.plane.polls_left = 20
@@ -414,7 +413,7 @@ def test_gpu_source_killed_during_and_before_a_read(gpu_reader: RealNode) -> Non
 
 @pytest.mark.gpu
 def test_gpu_handle_that_leads_elsewhere_is_refused_and_harms_nothing(gpu_reader: RealNode) -> None:
-    plane = DirectPlane(gpu_reader.region)
+    plane = DirectBackend(gpu_reader.region)
     metadata = msgspec.msgpack.decode(plane.open(), type=Metadata)
     assert isinstance(metadata.place, GpuPiece)
     for handle in (

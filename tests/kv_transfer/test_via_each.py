@@ -13,8 +13,8 @@ from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_p
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
-from kvrelay.kv_transfer.via_direct import DirectPlane
-from kvrelay.kv_transfer.via_nixl import NixlPlane
+from kvrelay.kv_transfer.direct import DirectBackend
+from kvrelay.kv_transfer.nixl import NixlBackend
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.config import TransferConfig
@@ -189,4 +189,4 @@ def test_source_killed_before_the_fetch(kind: str) -> None:
 def test_a_device_that_is_neither_cpu_nor_gpu_is_a_config_error(kind: str) -> None:
     region = PoolRegion(0, 1, 1, "tpu")
     with pytest.raises(ConfigError, match="neither cpu nor cuda:N"):
-        _ = NixlPlane("x", region, "127.0.0.1") if kind == "nixl" else DirectPlane(region)
+        _ = NixlBackend("x", region, "127.0.0.1") if kind == "nixl" else DirectBackend(region)

@@ -16,10 +16,10 @@ import torch
 import zmq
 from nccl_peer import PATIENCE_S, PeerPlane, PlaneNode, peer_plane
 
-from kvrelay.kv_transfer import pairs
+from kvrelay.kv_transfer import nccl_pairs
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
-from kvrelay.kv_transfer.via_nccl import NcclPlane
+from kvrelay.kv_transfer.nccl import NcclBackend
+from kvrelay.kv_transfer.nccl_control import Address, Ask, Meet, PairMessage, Part, decode, encode
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 # Neither divides the other: slices of two blocks and a bit; and blocks of several slices.
@@ -94,7 +94,7 @@ def test_scattered_blocks_are_equal(
     for seed, count in enumerate((1, 7, 20)):
         remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
         read(reader, source, remote, local)
-    assert reader.plane.budget.used_bytes == pairs.STAGES * sizes[2]
+    assert reader.plane.budget.used_bytes == nccl_pairs.STAGES * sizes[2]
 
 
 def test_many_transfers_two_readers_and_both_directions_at_once(
@@ -141,10 +141,10 @@ def test_blocks_outside_either_pool_are_refused_before_anything_starts(
 
 def test_what_cannot_be_opened_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="needs a GPU, and the KV pool is on cpu; take nixl or"):
-        NcclPlane(PoolRegion(0, 1, 1, "cpu"), "127.0.0.1", 1.0, 1.0).prepare()
+        NcclBackend(PoolRegion(0, 1, 1, "cpu"), "127.0.0.1", 1.0, 1.0).prepare()
     node = PlaneNode(*SMALL)
     node.plane.close()
-    elsewhere = NcclPlane(node.region, "203.0.113.1", 1.0, 1.0, nccl=node.nccl)
+    elsewhere = NcclBackend(node.region, "203.0.113.1", 1.0, 1.0, nccl=node.nccl)
     elsewhere.prepare()
     with pytest.raises(ConfigError, match="cannot listen at kv_host"):
         elsewhere.open()
@@ -288,7 +288,7 @@ def test_lost_source_fails_the_read_at_once_and_its_successor_is_read(
 def test_lost_reader_costs_the_source_neither_memory_nor_its_other_readers(
     start: Callable[..., PlaneNode], phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "IDLE_S", PATIENCE_S / 2)
+    monkeypatch.setattr(nccl_pairs, "IDLE_S", PATIENCE_S / 2)
     source, other, lost = start(*LONG), start(*LONG), PlaneNode(*LONG)
     meet(lost, source)
     meet(other, source)
@@ -345,7 +345,7 @@ def test_dropped_peer_is_forgotten(start: Callable[..., PlaneNode]) -> None:
 def test_idle_pairs_are_closed_and_made_again(
     start: Callable[..., PlaneNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "IDLE_S", 0.1)
+    monkeypatch.setattr(nccl_pairs, "IDLE_S", 0.1)
     source, reader = start(*SMALL), start(*SMALL)
     meet(reader, source)
     for block in range(3):
@@ -356,7 +356,7 @@ def test_idle_pairs_are_closed_and_made_again(
 def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room(
     start: Callable[..., PlaneNode],
 ) -> None:
-    pair_bytes = pairs.STAGES * SMALL[2]
+    pair_bytes = nccl_pairs.STAGES * SMALL[2]
     source = start(*SMALL, memory_cap_bytes=2 * pair_bytes)
     readers = [start(*SMALL) for _ in range(4)]
     for reader in readers:

@@ -18,11 +18,9 @@ from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from benchmarks.listening import Port, listening
 from kvrelay.kernels.pool_memory import zeros
-from kvrelay.kv_transfer.commands import PeerKey
-from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
-from kvrelay.kv_transfer.open import open_connector
-from kvrelay.kv_transfer.ucx_devices import addresses_here
-from kvrelay.kv_transfer.via_nixl import COPIED_S, NixlPlane
+from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, PeerKey, PoolRegion, Settled
+from kvrelay.kv_transfer.nixl import COPIED_S, NixlBackend, addresses_here
+from kvrelay.kv_transfer.transfer_engine import open_connector
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.transfer import Ticket
@@ -90,7 +88,9 @@ def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(
             assert ticket.remote_host is not None
             assert ticket.remote_port is not None
             assert ticket.generation is not None
-            reader.desk.vanished(PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation))
+            reader.desk.on_process_gone(
+                PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation)
+            )
             reader.quiet(COPIED_S / 2)
             assert reader.wait(1) == [Settled("r")]
     finally:
@@ -151,7 +151,7 @@ def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_open
     pool: PoolRegion, host: str
 ) -> None:
     interfaces = {each: name for name, each in addresses_here()}
-    plane, before = NixlPlane("sockets", pool, host), own_ports()
+    plane, before = NixlBackend("sockets", pool, host), own_ports()
     plane.prepare()
     assert own_ports() == before
     plane.open()
@@ -165,7 +165,7 @@ def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_open
 
 def test_an_operators_own_devices_win(pool: PoolRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    plane, before = NixlPlane("sockets", pool, "203.0.113.1"), own_ports()
+    plane, before = NixlBackend("sockets", pool, "203.0.113.1"), own_ports()
     plane.prepare()
     plane.open()
     opened = own_ports() - before
@@ -175,12 +175,12 @@ def test_an_operators_own_devices_win(pool: PoolRegion, monkeypatch: pytest.Monk
 
 def test_kv_host_of_no_interface_opens_nothing(pool: PoolRegion) -> None:
     with pytest.raises(ConfigError, match="UCX would listen on all of them"):
-        NixlPlane("sockets", pool, "203.0.113.1").prepare()
+        NixlBackend("sockets", pool, "203.0.113.1").prepare()
 
 
 def test_a_plane_that_cannot_be_opened_leaves_no_listener(pool: PoolRegion) -> None:
     nowhere = replace(pool, address=1 << 40)
-    plane, before = NixlPlane("sockets", nowhere, "127.0.0.1"), own_ports()
+    plane, before = NixlBackend("sockets", nowhere, "127.0.0.1"), own_ports()
     plane.prepare()
     plane._ours = lambda *_: (_ for _ in ()).throw(ValueError("no such pool"))  # type: ignore[method-assign,assignment]
     with pytest.raises(ConfigError, match="NIXL cannot take the KV pool"):

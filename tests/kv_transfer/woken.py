@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from kvrelay.kv_transfer.connector import Connector, Event
+from kvrelay.kv_transfer.connector import Event
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 
 
 class Woken:
@@ -14,7 +15,7 @@ class Woken:
     within_s = 10.0
     """How long events may take, unless a call says otherwise."""
 
-    watching: Connector
+    watching: TransferEngine
 
     def __init__(self) -> None:
         self.woken = threading.Event()

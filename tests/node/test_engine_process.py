@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from kvrelay.kv_transfer.connector import Connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.engine_process import EngineProcess
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
@@ -60,7 +60,7 @@ class Process(EngineProcess):
 
     def __init__(self) -> None:
         self.fake = FakeConnector()
-        self.connector = cast(Connector, self.fake)
+        self.connector = cast(TransferEngine, self.fake)
         self._updates = []
         self._adapters = SimpleNamespace(unlike=lambda request: None)  # type: ignore[assignment]
         self.engine = _Engine()

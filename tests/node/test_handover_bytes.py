@@ -12,14 +12,13 @@ import torch
 
 from kvrelay.kv_transfer.connector import (
     Completion,
-    Connector,
     Fetched,
     FetchFailed,
     PoolRegion,
     Released,
     Settled,
 )
-from kvrelay.kv_transfer.open import open_connector
+from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Fetch
@@ -67,7 +66,7 @@ class Side:
         region = PoolRegion(
             pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device)
         )
-        self.connector: Connector = open_connector(
+        self.connector: TransferEngine = open_connector(
             name, fingerprint, region, TransferConfig(), self.news.set
         )
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvrelay.kv_transfer.connector import Connector, Fetched, FetchFailed, Released, Settled, Way
+from kvrelay.kv_transfer.connector import Fetched, FetchFailed, Released, Settled, Way
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.probe_pattern import pattern
 from kvrelay.node.probes import MAX_BYTES, Probes
 from kvrelay.paged_engine.blocks import BlockPool
@@ -67,7 +68,7 @@ class Node:
         model = SimpleNamespace(num_kv_heads=2)
         engine = SimpleNamespace(scheduler=self.scheduler, pool=pool, device=CPU, model=model)
         self.probes = Probes(
-            cast(Engine, engine), cast(Connector, self.connector), self.said.append
+            cast(Engine, engine), cast(TransferEngine, self.connector), self.said.append
         )
 
     def words(self, block: int) -> torch.Tensor:

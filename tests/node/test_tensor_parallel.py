@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
-from kvrelay.kv_transfer.open import terms_of
-from kvrelay.kv_transfer.rank_messages import Meeting
+from kvrelay.kv_transfer.ranks import LinkAddress
+from kvrelay.kv_transfer.transfer_engine import terms_of
 from kvrelay.node import rank_asides
 from kvrelay.node import ranks as rank_processes
 from kvrelay.paged_engine.ranks import Alone
@@ -454,7 +454,7 @@ def test_a_rank_keeps_its_pool_until_its_planes_have_ended(monkeypatch: pytest.M
     planes = SimpleNamespace(close=lambda: at_the_end.append(kept()))
     monkeypatch.setattr(rank_processes, "join_connector", lambda *arguments: planes)
     beside = rank_processes._Beside(Alone())  # type: ignore[arg-type]
-    meeting = Meeting("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
+    meeting = LinkAddress("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
     beside.heard(pool, rank_asides.encode(rank_asides.Meet(meeting)))  # type: ignore[arg-type]
     del pool
     beside.close()

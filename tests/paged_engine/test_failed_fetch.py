@@ -1,4 +1,4 @@
-"""What a request does when its KV does not come: it keeps what is proven and computes the rest, or
+"""What a request does when its KV does not come: it keeps what is verified and computes the rest, or
 ends.
 
 The random schedules run over a memory that knows of each position which tokens its KV was computed
@@ -69,9 +69,9 @@ def chunks(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize(("proven", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("verified", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
 def test_what_is_proven_is_kept_and_the_rest_is_computed(
-    proven: int, kept: int, prefix_cache: bool
+    verified: int, kept: int, prefix_cache: bool
 ) -> None:
     """The third block is not full: nobody could find it again, and one token must be computed
     anyway.
@@ -80,7 +80,7 @@ def test_what_is_proven_is_kept_and_the_rest_is_computed(
     req = fetching("r", list(range(40)))
     scheduler.add(req)
     fetch = start_fetch(scheduler)
-    scheduler.fetch_failed("r", "PeerLost: gone", proven)
+    scheduler.fetch_failed("r", "PeerLost: gone", verified)
     scheduler.check()
     assert req.blocks == fetch.local_blocks[:kept]
     assert scheduler.pool.quarantined == 3 - kept
@@ -181,7 +181,7 @@ class Memory:
 def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
     seed: int, prefix_cache: bool
 ) -> None:
-    """Fetches fail with some blocks proven; the others are written to until they are settled, and
+    """Fetches fail with some blocks verified; the others are written to until they are settled, and
     later reused.
     """
     rng = random.Random(seed)
@@ -215,17 +215,17 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
             name = rng.choice(sorted(reading))
             fetch, (req, prompt, _) = reading.pop(name), asked[name]
             first = len(req.blocks) - len(fetch.local_blocks)
-            proven = rng.randint(0, len(fetch.local_blocks))
+            verified = rng.randint(0, len(fetch.local_blocks))
             if rng.random() < 0.3:
                 memory.write(fetch.local_blocks, prompt, first, right=True)
                 scheduler.fetched(name, [next_token(prompt)])
             else:
-                memory.write(fetch.local_blocks[:proven], prompt, first, right=True)
-                landing[name] = (fetch.local_blocks[proven:], first + proven)
+                memory.write(fetch.local_blocks[:verified], prompt, first, right=True)
+                landing[name] = (fetch.local_blocks[verified:], first + verified)
                 if rng.random() < 0.2:
                     scheduler.give_up(name, "x")
                 else:
-                    scheduler.fetch_failed(name, "x", proven)
+                    scheduler.fetch_failed(name, "x", verified)
         for name, (blocks, first) in list(landing.items()):
             memory.write(blocks, [0] * 10_000, first, right=False)
             if rng.random() < 0.3:

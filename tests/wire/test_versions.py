@@ -15,20 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kv_transfer import messages
-from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.host_files import HostFile
-from kvrelay.kv_transfer.leases import LeaseId
+from kvrelay.kv_transfer.connector import LeaseId, PoolRegion
+from kvrelay.kv_transfer.host_memory import HostFile
 from kvrelay.kv_transfer.messages import (
+    ChunkProgress,
     End,
     Ended,
     Follow,
-    Grown,
-    Hello,
+    HandshakeReply,
+    HandshakeRequest,
     RankCard,
     Refused,
     Renew,
     Renewed,
-    Welcome,
 )
 from kvrelay.router.nodes.node import HealthReport
 from kvrelay.wire.config import Role
@@ -75,15 +74,15 @@ REPORT = HealthReport(
 )
 CARD = RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0"})
 ON_THE_CHANNEL = [
-    Hello("e", PRINT, ["nixl"]),
-    Welcome("e", "g", PRINT, [CARD], HostFile(1, 2, 3), False, ["nccl"]),
+    HandshakeRequest("e", PRINT, ["nixl"]),
+    HandshakeReply("e", "g", PRINT, [CARD], HostFile(1, 2, 3), False, ["nccl"]),
     Refused("why"),
     Renew(1.5, [LEASE]),
     Renewed(1.5, [LEASE], [LEASE]),
     End(LEASE, 3),
     Ended(3, True),
     Follow(LEASE),
-    Grown(LEASE, 3, None),
+    ChunkProgress(LEASE, 3, None),
 ]
 ALL = [
     PRINT, LOAD, TICKET, FRAME, FACTS, REPORT, Open("/p", {"a": "b"}, b"c"), Answer(429, LOAD, ErrorBody("m", "t"), 3),
@@ -287,7 +286,7 @@ needs_1 = pytest.mark.skipif(
         (FRAME, FRAME_OF_1),
         (Open("/p", {"a": "b"}, b"c"), OpenOf1("/p", {"a": "b"}, b"c")),
         (HEARTBEAT, HEARTBEAT_OF_1),
-        (Hello("e", PRINT, []), HelloOf1("e", PRINT_OF_1)),
+        (HandshakeRequest("e", PRINT, []), HelloOf1("e", PRINT_OF_1)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -312,7 +311,9 @@ def _ways(value: Any) -> list[tuple[Callable[[Any], bytes], Callable[..., Any]]]
 
 @needs_1
 def test_a_reader_of_version_1_wants_all_planes_open() -> None:
-    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(HelloOf1("e", PRINT_OF_1)), type=Hello)
+    heard = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(HelloOf1("e", PRINT_OF_1)), type=HandshakeRequest
+    )
     assert heard.opens is None
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
     from typing import Any
 
-    from kvrelay.kv_transfer.via_direct import DirectPlane
+    from kvrelay.kv_transfer.direct import DirectBackend
 
     trigger = Path(os.environ["KV_FAULT"])
-    post_read, poll = DirectPlane.post_read, DirectPlane.poll
+    post_read, poll = DirectBackend.post_read, DirectBackend.poll
     before: dict[int, tuple[Any, Any]] = {}
 
     def post(plane: Any, generation: str, remote_blocks: Any, local_blocks: Any) -> Any:
@@ -43,5 +43,5 @@ if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
             trigger.unlink()
         return True
 
-    DirectPlane.post_read = post  # type: ignore[assignment, method-assign]
-    DirectPlane.poll = look  # type: ignore[method-assign]
+    DirectBackend.post_read = post  # type: ignore[assignment, method-assign]
+    DirectBackend.poll = look  # type: ignore[method-assign]

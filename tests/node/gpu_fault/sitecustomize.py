@@ -23,7 +23,7 @@ if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
 
     import torch
 
-    from kvrelay.kv_transfer.planes import PlaneThread
+    from kvrelay.kv_transfer.backend import BackendThread
     from kvrelay.paged_engine.engine import Engine
 
     trigger = Path(os.environ["GPU_FAULT"])
@@ -54,4 +54,4 @@ if any("kvrelay.node.engine_process" in word for word in sys.orig_argv):
         return call
 
     Engine.step = failing("step", Engine.step)  # type: ignore[method-assign]
-    PlaneThread._turn = failing("plane", PlaneThread._turn)  # type: ignore[method-assign]
+    BackendThread._turn = failing("plane", BackendThread._turn)  # type: ignore[method-assign]

@@ -1,21 +1,8 @@
-"""Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread
-of its own.
+"""How much memory all pairs of a process may take together: staging, and what their communicators
+need.
 
-Owns the two-rank communicator of a pair, its staging (`STAGES` slices, so that copying overlaps
-with sending) and what may be touched when it ends. Refuses to know sockets: what is to be said goes
-to `say`, and who dies is told by `abort`.
-
-A pair is a conveyor belt: as soon as a stage is free the next slice is begun, of the same transfer
-or of the next one. So there are always `STAGES` slices under way, each end has launched them ahead,
-and a slice's time on the wire hides what the host does for another one.
-
-Why a thread for each pair: meeting the other rank blocks, and a hung peer must hold up neither the
-data plane's thread nor other pairs.
-
-Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to
-the staging memory of their pair alone, which is given back only when its communicator is closed;
-and the copy from staging into the pool happens under a lock that `abort` takes. So a transfer of an
-aborted pair is over at once, without any quarantine.
+Refuses to know who has to give way when somebody waits for room; `wanted` says that somebody does.
+Bytes, seconds.
 """
 
 from __future__ import annotations
@@ -31,25 +18,94 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
+import msgspec
 import torch
 
-from kvrelay.kv_transfer.communicators import (
+from kvrelay.kv_transfer.backend import wake_in_time
+from kvrelay.kv_transfer.nccl_library import (
     RECEIVES,
     SENDS,
     NcclCommunicator,
     NcclLibrary,
     NcclWork,
 )
-from kvrelay.kv_transfer.pair_budget import Budget
-from kvrelay.kv_transfer.pair_messages import PairMessage, Part
 from kvrelay.kv_transfer.shares import Share
-from kvrelay.kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
-from kvrelay.kv_transfer.timer_slack import wake_in_time
+from kvrelay.kv_transfer.sockets import Codec
+from kvrelay.kv_transfer.staging import Budget, Lane, Places, Slice, StagedPool, cut
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["READER", "SOURCE", "Move", "Pair", "Terms", "Transfer", "within"]
+__all__ = [
+    "READER",
+    "SOURCE",
+    "Move",
+    "Pair",
+    "ReaderPair",
+    "SourcePair",
+    "Terms",
+    "Transfer",
+    "within",
+]
 
 log = logging.getLogger(__name__)
+
+
+# An Ask names up to 200,000 blocks.
+MAX_PAIR_MESSAGE_BYTES = 1 << 20
+
+
+class Address(msgspec.Struct, frozen=True):
+    """The plane's metadata: where its control socket is, and the CURVE key without which nobody
+    gets a word in.
+    """
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Meet(msgspec.Struct, tag="meet", frozen=True):
+    """Reader -> source, first: make the communicator of a new pair with me."""
+
+    pair: bytes
+    slice_bytes: int
+    """Transfers are cut into slices of at most this size, by both sides alike."""
+    facts: bytes
+    """The unique id of an NCCL communicator, by which the source finds the reader."""
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they
+    were asked for.
+    """
+
+    pair: bytes
+    blocks: list[int]
+    start: int
+    num_bytes: int
+
+
+class Part(msgspec.Struct, tag="part", frozen=True):
+    """Either way: this pair is over, and why. What was asked for and not sent will not be."""
+
+    pair: bytes
+    reason: str
+    idle: bool = False
+    """All that was asked for has been sent. What has been asked for since then, this end has not
+    heard.
+    """
+
+
+class Leave(msgspec.Struct, tag="leave", frozen=True):
+    """Source -> reader: memory is short; part, unless you have asked for something."""
+
+    pair: bytes
+
+
+PairMessage = Meet | Ask | Part | Leave
+
+_codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
+encode, decode = _codec.encode, _codec.decode
+
 
 # A pair that nobody has read through for this long is closed, and made again on demand. The source
 # waits twice as long: then its reader is gone, for it would have closed it first.
@@ -70,7 +126,7 @@ class Terms:
     every `patience_s`.
     """
 
-    pool: BlockPool
+    pool: StagedPool
     nccl: NcclLibrary
     budget: Budget
     slice_bytes: int
@@ -328,3 +384,134 @@ def within(limit_s: float, true: Callable[[], bool]) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+# Transfers that a reader may ask for before the first of them is through.
+MAX_ASKS = 4096
+
+
+class SourcePair(Pair):
+    """Sends what it is asked for."""
+
+    def __init__(
+        self,
+        meet: Meet,
+        terms: Terms,
+        say: Callable[[PairMessage], None],
+        ended: Callable[[Pair], None],
+    ) -> None:
+        """A reader wants to meet."""
+        super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
+        self._facts = meet.facts
+
+    def serve(self, ask: Ask) -> None:
+        """Send so many bytes of these blocks when those before them are through.
+
+        Raises ValueError for what no reader may ask."""
+        blocks, start, num_bytes = ask.blocks, ask.start, ask.num_bytes
+        with self._changed:
+            if len(self._jobs) >= MAX_ASKS:
+                raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
+            num_blocks = self._terms.pool.num_blocks
+            if not blocks or not all(0 <= block < num_blocks for block in blocks):
+                raise ValueError(
+                    f"asked for none, or for some outside a pool of {num_blocks} blocks"
+                )
+            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
+                raise ValueError(
+                    f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}"
+                )
+            self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
+            self._changed.notify_all()
+
+    def _meet(self) -> NcclCommunicator:
+        return self._terms.nccl.join(self._facts, self._given_up, self._deadline)
+
+    def _leave(self) -> float:
+        """Only the reader knows whether it is still receiving, or has asked; one that is gone is
+        not waited for.
+        """
+        self._say(Leave(self.name))
+        return self._terms.patience_s
+
+    def _begin(
+        self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
+    ) -> NcclWork:
+        with self._touching():
+            lane.gather(move.places, move.piece, stage)
+        return communicator.send(stage)
+
+    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
+        work.wait()
+        if move.last:
+            lane.forget(move.places)
+            self._done(move.transfer)
+
+
+class ReaderPair(Pair):
+    """Asks, and receives in the order in which it has asked."""
+
+    def __init__(
+        self,
+        name: bytes,
+        terms: Terms,
+        say: Callable[[PairMessage], None],
+        ended: Callable[[Pair], None],
+    ) -> None:
+        """`name` is unlike any other's."""
+        super().__init__(name, READER, terms.slice_bytes, terms, say, ended)
+        self._introduced = False
+
+    def read(self, transfer: Transfer) -> bool:
+        """False if this pair has ended: another one is needed."""
+        with self._changed:
+            if self.over is not None:
+                return False
+            self._jobs.append(transfer)
+            if self._introduced:
+                self._ask(transfer)
+            self._changed.notify_all()
+        return True
+
+    def unheard(self, error: TransferError) -> list[Transfer]:
+        """The source has closed this pair as idle: end it, and what it has not heard of is for
+        another pair.
+        """
+        return self._end_now(error)
+
+    def _ask(self, transfer: Transfer) -> None:
+        part = transfer.part
+        self._say(Ask(self.name, list(transfer.remote_blocks), part.remote_start, part.num_bytes))
+
+    def _leave(self) -> float:
+        return 0.0
+
+    def _meet(self) -> NcclCommunicator:
+        return self._terms.nccl.invite(self._introduce, self._given_up, self._deadline)
+
+    def _introduce(self, facts: bytes) -> None:
+        with self._touching():
+            self._say(Meet(self.name, self.slice_bytes, facts))
+            for transfer in self._jobs:
+                self._ask(transfer)
+            self._introduced = True
+
+    def _begin(
+        self, move: Move, stage: torch.Tensor, communicator: NcclCommunicator, lane: Lane
+    ) -> NcclWork:
+        return communicator.recv(stage)
+
+    def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
+        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in
+        the same stream would carry rubbish into the pool.
+        """
+        work.wait()
+        with self._touching():
+            lane.scatter(move.places, move.piece, stage)
+        if move.last:
+            if not within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
+                raise PeerLost(
+                    f"copies into the pool have not ended for {self._terms.patience_s:g} s"
+                )
+            self._done(move.transfer)
+            lane.forget(move.places)

@@ -22,6 +22,8 @@ because its peer may be stopped for as long. Both are told in the log.
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import logging
 import queue
 import threading
@@ -31,13 +33,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvrelay.kv_transfer.commands import PeerKey, Read
-from kvrelay.kv_transfer.connector import PoolRegion
+import msgspec
+
+from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.shares import Share
-from kvrelay.kv_transfer.timer_slack import wake_in_time
 from kvrelay.wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source", "why_not"]
+__all__ = [
+    "TransferBackend",
+    "AddPeer",
+    "BackendEvent",
+    "BackendJob",
+    "DropPeer",
+    "Joined",
+    "PeerGone",
+    "ReadEnded",
+    "ReadFailed",
+    "BackendThread",
+    "Source",
+    "wake_in_time",
+    "why_not",
+]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +90,7 @@ class Source:
         return self.share or Share(0, 0, self.region.block_bytes)
 
 
-class DataPlane(Protocol):
+class TransferBackend(Protocol):
     """All methods are called from one thread. A peer is named by its generation."""
 
     helps_readers: bool
@@ -123,25 +139,50 @@ class DataPlane(Protocol):
         """Give everything back."""
 
 
-class PlaneDesk(Protocol):
-    """What the plane's thread calls; all of it returns at once."""
+class AddPeer(msgspec.Struct, tag="add", frozen=True):
+    """Job: get ready to read from a process. Joined follows."""
 
-    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None:
-        """Reads from this peer may be posted, or never will be."""
+    peer: PeerKey
+    source: Source
 
-    def read_ended(self, peer: PeerKey, read_id: int) -> None:
-        """All bytes are in."""
 
-    def read_failed(
-        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
-    ) -> None:
-        """It broke; `in_flight`: bytes may still land, and another call follows."""
+class PeerGone(msgspec.Struct, tag="gone", frozen=True):
+    """Job: the peer's process is gone for certain."""
 
-    def serving(self) -> bool:
-        """Whether peers may be reading from here."""
+    peer: PeerKey
 
-    def broke(self, error: Exception) -> None:
-        """This thread has ended by an error of ours."""
+
+class DropPeer(msgspec.Struct, tag="drop", frozen=True):
+    """Job: no read from this peer is in flight, and none comes before the next AddPeer."""
+
+    peer: PeerKey
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True):
+    """Event: reads from this peer may be posted, or (`error`) never will be."""
+
+    peer: PeerKey
+    error: KvrelayError | None
+
+
+class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
+    """Event: all bytes of a read are in."""
+
+    peer: PeerKey
+    read_id: int
+
+
+class ReadFailed(msgspec.Struct, tag="failed", frozen=True):
+    """Event: a read broke; `in_flight`: bytes may still land, and another event follows."""
+
+    peer: PeerKey
+    read_id: int
+    error: KvrelayError
+    in_flight: bool
+
+
+BackendJob = AddPeer | Read | PeerGone | DropPeer
+BackendEvent = Joined | ReadEnded | ReadFailed
 
 
 @dataclass(slots=True)
@@ -153,14 +194,21 @@ class _Running:
     told: bool = False
 
 
-class PlaneThread:
+class BackendThread:
     """Runs a data plane. Public methods may be called from any thread and return at once, except
     `open` and `close`.
     """
 
-    def __init__(self, plane: DataPlane, desk: PlaneDesk) -> None:
-        self._plane = plane
-        self._desk = desk
+    def __init__(
+        self,
+        backend: TransferBackend,
+        tell: Callable[[BackendEvent], None],
+        serving: Callable[[], bool],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """`serving`: whether peers may be reading from here. `on_error`: the thread has ended."""
+        self._backend = backend
+        self._tell, self._serving, self._on_error = tell, serving, on_error
         # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running
         # for just so long in the middle of it (CPython 3.10 to 3.12), and the reads in flight would
         # stay unseen until the next job.
@@ -188,23 +236,9 @@ class PlaneThread:
         """
         self._do(partial(self._open, done))
 
-    def add_peer(self, peer: PeerKey, source: Source) -> None:
-        """`joined` follows."""
-        self._do(partial(self._add_peer, peer, source))
-
-    def read(self, read: Read) -> None:
-        """`read_ended`, or `read_failed` until it is not in flight, follows."""
-        self._do(partial(self._post, read))
-
-    def peer_gone(self, peer: PeerKey) -> None:
-        """The peer's process is gone for certain."""
-        self._do(partial(self._plane.peer_gone, peer.generation))
-
-    def drop_peer(self, peer: PeerKey) -> None:
-        """No read from this peer is in flight, and none will be asked for before the next
-        `add_peer`.
-        """
-        self._do(partial(self._plane.drop_peer, peer.generation))
+    def do(self, job: BackendJob) -> None:
+        """Do this. Events follow."""
+        self._do(partial(self._carry_out, job))
 
     def silent_s(self) -> float:
         """Seconds since it was seen at work: it looks around at least every `IDLE_S`, unless its
@@ -229,7 +263,7 @@ class PlaneThread:
     def _run(self) -> None:
         wake_in_time()
         try:
-            self._plane.prepare()
+            self._backend.prepare()
         except Exception as error:  # noqa: BLE001 - raised again by start(), in the thread that asked
             self._prepared.put(error)
             return
@@ -240,15 +274,15 @@ class PlaneThread:
         except Exception as error:
             # The edge of this thread: the step loop must hear of it.
             log.exception("data plane ended")
-            self._desk.broke(error)
+            self._on_error(error)
         finally:
             if self._metadata is not None:
-                self._plane.close()
+                self._backend.close()
 
     def _open(self, done: Callable[[bytes | Exception], None]) -> None:
         if self._metadata is None:
             try:
-                self._metadata = self._plane.open()
+                self._metadata = self._backend.open()
             except Exception as error:  # noqa: BLE001 - the desk decides what it means that there is no such plane
                 done(error)
                 return
@@ -265,39 +299,45 @@ class PlaneThread:
         if self._todo:
             self._todo.popleft()()
         if self._metadata is not None:
-            self._plane.progress()
+            self._backend.progress()
             self._poll()
 
     def _wait_s(self) -> float:
         if self._running:
             self._interval_s = min(POLL_MAX_S, self._interval_s * POLL_GROWTH)
             return self._interval_s
-        helps = self._plane.helps_readers and self._metadata is not None
-        return SERVE_S if helps and self._desk.serving() else IDLE_S
+        helps = self._backend.helps_readers and self._metadata is not None
+        return SERVE_S if helps and self._serving() else IDLE_S
+
+    def _carry_out(self, job: BackendJob) -> None:
+        match job:
+            case AddPeer(peer, source):
+                self._add_peer(peer, source)
+            case Read():
+                self._post(job)
+            case PeerGone(peer):
+                self._backend.peer_gone(peer.generation)
+            case DropPeer(peer):
+                self._backend.drop_peer(peer.generation)
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started = time.monotonic()
         try:
-            self._plane.add_peer(source)
+            self._backend.add_peer(source)
         except TransferError as error:
-            self._desk.joined(peer, error)
+            self._tell(Joined(peer, error))
             return
-        log.info(
-            "joined %s at %s:%d in %.3f s",
-            source.engine_id,
-            peer.host,
-            peer.port,
-            time.monotonic() - started,
-        )
-        self._desk.joined(peer, None)
+        took_s = time.monotonic() - started
+        log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, took_s)
+        self._tell(Joined(peer, None))
 
     def _post(self, read: Read) -> None:
         try:
-            handle = self._plane.post_read(
+            handle = self._backend.post_read(
                 read.peer.generation, read.remote_blocks, read.local_blocks
             )
         except TransferError as error:
-            self._desk.read_failed(read.peer, read.read_id, error, in_flight=False)
+            self._tell(ReadFailed(read.peer, read.read_id, error, in_flight=False))
             return
         self._running.append(_Running(read, handle, time.monotonic()))
         self._interval_s = POLL_MIN_S
@@ -308,7 +348,7 @@ class PlaneThread:
     def _ended(self, running: _Running) -> bool:
         read, now = running.read, time.monotonic()
         try:
-            if not self._plane.poll(running.handle):
+            if not self._backend.poll(running.handle):
                 if not running.told and now - running.posted_at >= HANGING_S:
                     running.told = True
                     log.warning(
@@ -328,9 +368,9 @@ class PlaneThread:
                     BROKEN_S,
                 )
             if first or not in_flight:
-                self._desk.read_failed(read.peer, read.read_id, error, in_flight=in_flight)
+                self._tell(ReadFailed(read.peer, read.read_id, error, in_flight))
             return not in_flight
-        self._desk.read_ended(read.peer, read.read_id)
+        self._tell(ReadEnded(read.peer, read.read_id))
         return True
 
 
@@ -341,3 +381,12 @@ def why_not(error: Exception) -> str:
 
 def _named(read: Read) -> str:
     return f"a READ of {len(read.local_blocks)} blocks from {read.peer.host}:{read.peer.port}"
+
+
+_PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000
+
+
+def wake_in_time() -> None:
+    """From here on this thread sleeps 1 us longer than it asks for, not 50 as is Linux's habit."""
+    with contextlib.suppress(OSError, AttributeError):  # another system
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NANOSECONDS, 0, 0, 0)

@@ -10,38 +10,60 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
+from kvrelay.kv_transfer.backend import (
+    BackendEvent,
+    BackendJob,
+    BackendThread,
+    Source,
+    TransferBackend,
+    why_not,
+)
 from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.messages import RankCard, Welcome
-from kvrelay.kv_transfer.parts import Part
-from kvrelay.kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source, why_not
-from kvrelay.kv_transfer.rank_link import OPEN_S, RankLink
-from kvrelay.kv_transfer.rank_messages import (
+from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
+from kvrelay.kv_transfer.rank_backends import AllRanksBackend
+from kvrelay.kv_transfer.ranks import (
+    OPEN_S,
     Broke,
+    Do,
     FromRank,
-    Joined,
+    News,
     Open,
     Opened,
     Prepared,
-    ReadEnded,
-    ReadFailed,
+    RankLink,
     Stop,
     Sum,
     Summed,
-    error_of,
 )
-from kvrelay.kv_transfer.rank_planes import RankPlane, RemotePlane
 from kvrelay.kv_transfer.shares import Heads, Share, order_of_heads, shares
 from kvrelay.wire.errors import ConfigError, Incompatible, KvrelayError
 
-__all__ = ["Planes"]
+__all__ = ["Backends"]
 
 log = logging.getLogger(__name__)
 
 
-class Planes:
-    """Planes by name, the best first; each on a thread of every rank. They are opened one by one,
+class BackendsListener(Protocol):
+    """A receiver of what backends tell; its methods return at once."""
+
+    def on_backend_event(self, event: BackendEvent) -> None:
+        """Handle a backend's event."""
+
+    def on_backend_opened(self, kind: str) -> None:
+        """A backend is open on all ranks, or cannot be had."""
+
+    def serving(self) -> bool:
+        """Return whether peers may be reading from here."""
+
+    def on_error(self, error: Exception) -> None:
+        """A thread has ended by an error of ours."""
+
+
+class Backends:
+    """Backends by name, the best first; each on a thread of every rank. They are opened one by one,
     as they are needed.
 
     An open plane listens, and who reaches UCX's listener can write anywhere: so the first is opened
@@ -50,11 +72,10 @@ class Planes:
 
     def __init__(
         self,
-        planes: Mapping[str, DataPlane],
-        desk: PlaneDesk,
+        backends: Mapping[str, TransferBackend],
+        listener: BackendsListener,
         region: PoolRegion,
         heads: Heads,
-        opened: Callable[[str], None],
         link: RankLink | None = None,
         *,
         checksums: bool = False,
@@ -69,12 +90,12 @@ class Planes:
         self._checksums: Checksums | None = None
         self.missing: dict[str, str] = {}
         """Those left out, and why."""
-        self.wanted = tuple(planes)
+        self.wanted = tuple(backends)
         """Those in it and those left out."""
-        self._planes = {kind: RankPlane(desk) for kind in planes}
-        self._threads: dict[str, PlaneThread] = {}
+        self._backends = {kind: AllRanksBackend(listener.on_backend_event) for kind in backends}
+        self._threads: dict[str, BackendThread] = {}
         self._link = link
-        self._desk = desk
+        self._listener = listener
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
         self._opening: dict[
@@ -84,30 +105,35 @@ class Planes:
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
         first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = first.put
-        for kind, plane in planes.items():
-            self._threads[kind] = thread = PlaneThread(plane, self._planes[kind].ear)
+        for kind, backend in backends.items():
+            self._threads[kind] = thread = BackendThread(
+                backend,
+                partial(self._backends[kind].on_event, 0),
+                listener.serving,
+                listener.on_error,
+            )
             try:
                 thread.start()
             except ConfigError as error:
-                if len(planes) == 1:
+                if len(backends) == 1:
                     raise
                 self._leave_out(kind, error.message)
         if checksums:
-            own = ChecksumThread(region, heads[1] - heads[0], desk.broke)
+            own = ChecksumThread(region, heads[1] - heads[0], listener.on_error)
             own.open()
             self._checksums = Checksums(own, 1 if link is None else len(link.heads), self._ask_rank)
         if link is not None:
             self._meet(link, link.prepared())
         ranks = range(1, len(self._pools))
         for kind, thread in self._threads.items():
-            others = [RemotePlane(kind, rank, link) for rank in ranks if link is not None]
-            self._planes[kind].begin(thread, others)
+            others = [partial(self._do_there, rank, kind) for rank in ranks]
+            self._backends[kind].begin([thread.do, *others])
         self._open_one(first)
-        self._opened = opened
+        self._opened = listener.on_backend_opened
 
     def _meet(self, link: RankLink, others: list[Prepared]) -> None:
         """Keep what all ranks can have."""
-        link.serve(self._hear, self._desk.serving, self._desk.broke)
+        link.serve(self._on_message, self._listener.serving, self._listener.on_error)
         self._pools += [(link.heads[other.rank], other.region) for other in others]
         for other in others:
             for kind, why in other.missing.items():
@@ -144,7 +170,7 @@ class Planes:
         self._threads[kind].open(partial(self._told, kind, 0))
         for rank in range(1, len(self._pools)):
             assert self._link is not None
-            self._link.tell(rank, Open(kind))
+            self._link.send(rank, Open(kind))
 
     def _told(self, kind: str, rank: int, card: bytes | Exception) -> None:
         """A rank has opened a plane, or cannot."""
@@ -184,7 +210,7 @@ class Planes:
         thread.stop()
         for rank in range(1, len(self._pools)):
             assert self._link is not None
-            self._link.tell(rank, Stop(kind))
+            self._link.send(rank, Stop(kind))
 
     def is_open(self, kind: str) -> bool:
         """Whether peers can use it."""
@@ -208,39 +234,35 @@ class Planes:
         """Those that are not open, and can be."""
         return [kind for kind in self if not self.is_open(kind)]
 
-    def _hear(self, rank: int, message: FromRank) -> None:
+    def _on_message(self, rank: int, message: FromRank) -> None:
         match message:
             case Opened(kind, card, why):
                 self._told(kind, rank, ConfigError(why) if card is None else card)
-            case Joined(kind, peer, error):
-                self._planes[kind].joined(
-                    Part(rank, peer), None if error is None else error_of(error)
-                )
-            case ReadEnded(kind, peer, read_id):
-                self._planes[kind].read_ended(Part(rank, peer), read_id)
-            case ReadFailed(kind, peer, read_id, error, in_flight):
-                self._planes[kind].read_failed(
-                    Part(rank, peer), read_id, error_of(error), in_flight=in_flight
-                )
+            case News(kind, event):
+                self._backends[kind].on_event(rank, event)
             case Summed(number, checksums):
                 assert self._checksums is not None
                 self._checksums.heard(rank, number, checksums)
             case Broke(reason):
-                self._desk.broke(KvrelayError(f"rank {rank}: {reason}"))
+                self._listener.on_error(KvrelayError(f"rank {rank}: {reason}"))
+
+    def _do_there(self, rank: int, kind: str, job: BackendJob) -> None:
+        assert self._link is not None
+        self._link.send(rank, Do(kind, job))
 
     def _ask_rank(self, rank: int, number: int, blocks: Sequence[int]) -> None:
         assert self._link is not None
-        self._link.tell(rank, Sum(number, list(blocks)))
+        self._link.send(rank, Sum(number, list(blocks)))
 
-    def __getitem__(self, kind: str) -> RankPlane:
+    def __getitem__(self, kind: str) -> AllRanksBackend:
         """A plane, whether it is open or not."""
-        return self._planes[kind]
+        return self._backends[kind]
 
     def __iter__(self) -> Iterator[str]:
         """Those that are open or can be."""
         return (kind for kind in self.wanted if kind not in self.missing)
 
-    def shared(self, welcome: Welcome) -> list[str]:
+    def shared(self, welcome: HandshakeReply) -> list[str]:
         """The planes that all ranks of this peer have or can have, too, the best first.
 
         Raises Incompatible if its ranks' pools are not what ours need."""
@@ -249,14 +271,14 @@ class Planes:
         has = set.intersection(*theirs) if theirs else set()
         return [kind for kind in self if kind in has or kind in welcome.on_request]
 
-    def sources(self, welcome: Welcome, kind: str) -> list[tuple[int, Source]]:
+    def sources(self, welcome: HandshakeReply, kind: str) -> list[tuple[int, Source]]:
         """Which rank of ours reads what through this plane. Raises Incompatible."""
         return [
             (rank, _source(welcome, source, kind, share))
             for rank, source, share in self._shares(welcome)
         ]
 
-    def _shares(self, welcome: Welcome) -> list[tuple[int, int, Share]]:
+    def _shares(self, welcome: HandshakeReply) -> list[tuple[int, int, Share]]:
         """Which rank of ours reads what from which rank of this peer. Raises Incompatible."""
         ours = self.ranks
         mine, theirs = ({_head_bytes(card) for card in cards} for cards in (ours, welcome.ranks))
@@ -288,7 +310,7 @@ class Planes:
         assert self._checksums is not None
         self._checksums.ask(blocks, done)
 
-    def order_of_heads(self, welcome: Welcome) -> list[int]:
+    def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
         """Of each KV head of each of our ranks, where it lies among those of this peer's ranks.
         Raises Incompatible.
         """
@@ -301,7 +323,7 @@ class Planes:
         planes_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
         return planes_s if self._checksums is None else max(planes_s, self._checksums.silent_s())
 
-    def _at_work(self) -> list[PlaneThread]:
+    def _at_work(self) -> list[BackendThread]:
         with self._lock:
             return list(self._threads.values())
 
@@ -336,7 +358,7 @@ def _head_bytes(card: RankCard) -> int:
     return size
 
 
-def _source(welcome: Welcome, rank: int, kind: str, share: Share) -> Source:
+def _source(welcome: HandshakeReply, rank: int, kind: str, share: Share) -> Source:
     card = welcome.ranks[rank]
     # A rank is a process of its own, so it has a generation of its own.
     generation = f"{welcome.generation}/{rank}" if rank else welcome.generation

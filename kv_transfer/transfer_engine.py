@@ -1,9 +1,9 @@
 """The part of a connector that is the same for every data plane: leases, fetches, peers and the
 talk between nodes.
 
-`Desk` implements the `Connector` interface over a `DataPlane`. It owns the lock under which the
+`TransferEngine` implements the `Connector` interface over a `TransferBackend`. It owns the lock under which the
 pure tables change, and two threads that do nothing but carry: `ControlThread` (sockets, heartbeats,
-deadlines) and `PlaneThread` (bytes).
+deadlines) and `BackendThread` (bytes).
 """
 
 from __future__ import annotations
@@ -18,36 +18,44 @@ from itertools import chain
 
 import msgspec
 
-from kvrelay.kv_transfer.commands import PeerKey, Sum
-from kvrelay.kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
+from kvrelay.kv_transfer.backend import BackendEvent, Joined, ReadEnded, ReadFailed, TransferBackend
+from kvrelay.kv_transfer.backends import Backends
+from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question, QuestionTable
+from kvrelay.kv_transfer.connector import (
+    Completion,
+    Event,
+    LeaseId,
+    PeerKey,
+    PoolRegion,
+    Sum,
+    TransferStats,
+    Way,
+)
 from kvrelay.kv_transfer.control import ControlThread
 from kvrelay.kv_transfer.fetch import FetchLimits
 from kvrelay.kv_transfer.fetches import FetchTable
-from kvrelay.kv_transfer.growth import GrowthTable
-from kvrelay.kv_transfer.lease_words import LeaseWords
-from kvrelay.kv_transfer.leases import LeaseId, LeaseTable
+from kvrelay.kv_transfer.host_memory import LeaseWords
+from kvrelay.kv_transfer.leases import LeaseTable
 from kvrelay.kv_transfer.messages import (
     End,
     Ended,
     Follow,
-    Hello,
+    HandshakeReply,
+    HandshakeRequest,
     Message,
     Refused,
     Renew,
     Renewed,
-    Welcome,
 )
 from kvrelay.kv_transfer.peers import Peers
-from kvrelay.kv_transfer.plane_choice import Planes
-from kvrelay.kv_transfer.planes import DataPlane
-from kvrelay.kv_transfer.questions import Question, QuestionTable
-from kvrelay.kv_transfer.rank_link import RankLink
+from kvrelay.kv_transfer.rank_backends import LedBackends
+from kvrelay.kv_transfer.ranks import BackendTerms, LinkAddress, RankLink
 from kvrelay.kv_transfer.tickets import refusal, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
 
-__all__ = ["Desk"]
+__all__ = ["PLANES", "TransferEngine", "join_connector", "open_connector", "terms_of"]
 
 MAX_ID_CHARS = 256
 # Two threads to join, and close() promises a second.
@@ -57,7 +65,7 @@ JOIN_S = 0.4
 STALL_S = 60.0
 
 
-class Desk:
+class TransferEngine:
     """A connector over data planes. See `kvrelay.kv_transfer.connector.Connector` for the contract of its
     methods.
     """
@@ -69,7 +77,7 @@ class Desk:
         region: PoolRegion,
         config: TransferConfig,
         wake: Callable[[], None],
-        planes: Mapping[str, DataPlane],
+        backends: Mapping[str, TransferBackend],
         link: RankLink | None = None,
     ) -> None:
         """Serves from here on. `planes`: the best first; those of several that cannot be had here
@@ -88,7 +96,7 @@ class Desk:
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s)
         self._words = LeaseWords(self._generation)
-        self._growths = GrowthTable()
+        self._growths = ProgressTable()
         self._questions = QuestionTable(self._growths)
         self._offers: dict[str, Ticket] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
@@ -106,8 +114,8 @@ class Desk:
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = Planes(
-                planes, self, region, heads[0], self.opened, link, checksums=config.kv_checksums > 0
+            self._backends = Backends(
+                backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
             )
         except KvrelayError:
             self._control.close(JOIN_S)
@@ -115,11 +123,15 @@ class Desk:
                 link.close(JOIN_S)
             raise
         self._peers = Peers(
-            Hello(engine_id, fingerprint, []), config, self._fetches, self._control, self._planes
+            HandshakeRequest(engine_id, fingerprint, []),
+            config,
+            self._fetches,
+            self._control,
+            self._backends,
         )
         self._callers: dict[
             bytes, list[str]
-        ] = {}  # who waits for a Welcome until these planes are open
+        ] = {}  # who waits for a HandshakeReply until these planes are open
         self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
@@ -142,8 +154,8 @@ class Desk:
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Data planes that peers can use, the best first. Not all are open: see Planes."""
-        return tuple(self._planes)
+        """Data planes that peers can use, the best first. Not all are open: see Backends."""
+        return tuple(self._backends)
 
     def offer(
         self,
@@ -164,7 +176,7 @@ class Desk:
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
             self._words.begin(lease)
             self._growths.begin(lease, len(block_ids) if ready is None else ready, block_ids)
-        self._planes.nudge()
+        self._backends.nudge()
         host, port = self.address
         ticket = Ticket(
             remote_engine_id=self._engine_id,
@@ -295,7 +307,7 @@ class Desk:
                 checked_blocks=fetches.checked_blocks,
                 wrong_blocks=fetches.wrong_blocks,
                 unchecked_blocks=fetches.unchecked_blocks,
-                silent_s=max(time.monotonic() - self._beat_at, self._planes.silent_s()),
+                silent_s=max(time.monotonic() - self._beat_at, self._backends.silent_s()),
             )
 
     def close(self) -> None:
@@ -307,7 +319,7 @@ class Desk:
             self._words.close()
         # The planes first: who finds nobody at our address takes it that nothing of ours is on its
         # way any more.
-        self._planes.close(JOIN_S)
+        self._backends.close(JOIN_S)
         self._control.close(JOIN_S)
 
     # Called from the control thread.
@@ -316,9 +328,9 @@ class Desk:
         """Source: what a peer asks; `sender` names it to `ControlThread.tell`."""
         now = time.monotonic()
         if not self.serving():
-            self._planes.nudge()
+            self._backends.nudge()
         self._heard_at = now
-        if isinstance(message, Hello):
+        if isinstance(message, HandshakeRequest):
             return self._answer_to(sender, message)
         with self._turn():
             if isinstance(message, Renew):
@@ -341,66 +353,59 @@ class Desk:
                 return Ended(message.token, end(message.lease, now))
         return Refused(f"a source does not expect {type(message).__name__}")
 
-    def hear(self, peer: PeerKey, message: Message) -> None:
-        """Reader: what a source says."""
+    def on_message(self, peer: PeerKey, message: Message) -> None:
+        """As the reader: handle what a source says."""
         with self._turn():
-            self._peers.hear(peer, message, time.monotonic())
+            self._peers.on_message(peer, message, time.monotonic())
 
-    def gone(self, peer: PeerKey, how: str) -> None:
-        """Reader: the connection to a source has ended."""
+    def on_disconnect(self, peer: PeerKey, how: str) -> None:
+        """As the reader: the connection to a source has ended."""
         with self._turn():
-            self._peers.gone(peer, how, time.monotonic())
+            self._peers.on_disconnect(peer, how, time.monotonic())
 
-    def vanished(self, peer: PeerKey) -> None:
-        """Reader: nobody listens at a source's address any more."""
+    def on_process_gone(self, peer: PeerKey) -> None:
+        """As the reader: nobody listens at a source's address any more."""
         with self._turn():
-            self._peers.vanished(peer, time.monotonic())
+            self._peers.on_process_gone(peer, time.monotonic())
 
-    def beat(self, now: float) -> float:
-        """Leases that end, fetches that are late, peers to hear from. Returns seconds until
-        something is due.
-        """
+    def tick(self, now: float) -> float:
+        """End leases, fail late fetches, renew. Returns the seconds until something is due."""
         self._beat_at = now
-        self._planes.expire(now)
+        self._backends.expire(now)
         with self._turn():
             self._leases.expire(now)
             self._fetches.tick(now)
-            due = [self._peers.beat(now), self._leases.next_expiry(), self._fetches.next_deadline()]
+            due = [self._peers.tick(now), self._leases.next_expiry(), self._fetches.next_deadline()]
         soonest = min(at for at in due if at is not None)
         # Never longer than a heartbeat: leases granted meanwhile are longer than that.
         return min(soonest - now, self._config.heartbeat_s)
 
-    # Called from the plane's thread.
+    # Called from the threads of backends.
 
-    def opened(self, kind: str) -> None:
-        """A plane is open on all ranks, or cannot be had."""
+    def on_backend_opened(self, kind: str) -> None:
+        """A backend is open on all ranks, or cannot be had."""
         with self._turn():
-            self._peers.opened(kind, time.monotonic())
+            self._peers.on_opened(kind, time.monotonic())
             for caller, kinds in list(self._callers.items()):
-                if not any(map(self._planes.is_opening, kinds)):
+                if not any(map(self._backends.is_opening, kinds)):
                     del self._callers[caller]
-                    self._control.tell(caller, self._welcome())
+                    self._control.send_to_reader(caller, self._welcome())
 
-    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None:
-        """The plane can read from a peer, or cannot."""
+    def on_backend_event(self, event: BackendEvent) -> None:
+        """A backend has joined a peer, or a read has ended or broken."""
+        now = time.monotonic()
         with self._turn():
-            self._peers.joined(peer, error, time.monotonic())
-
-    def read_ended(self, peer: PeerKey, read_id: int) -> None:
-        """All bytes of a read are in."""
-        with self._turn():
-            self._fetches.read_ended(read_id, time.monotonic())
-            self._peers.read_over(peer)
-
-    def read_failed(
-        self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool
-    ) -> None:
-        """A read broke."""
-        with self._turn():
-            if isinstance(error, PeerLost):
-                self._peers.way_lost(peer)
-            self._fetches.read_failed(read_id, error, time.monotonic(), in_flight=in_flight)
-            self._peers.read_over(peer)
+            match event:
+                case Joined(peer, error):
+                    self._peers.on_joined(peer, error, now)
+                case ReadEnded(peer, read_id):
+                    self._fetches.read_ended(read_id, now)
+                    self._peers.on_read_over(peer)
+                case ReadFailed(peer, read_id, error, in_flight):
+                    if isinstance(error, PeerLost):
+                        self._peers.on_way_lost(peer)
+                    self._fetches.read_failed(read_id, error, now, in_flight=in_flight)
+                    self._peers.on_read_over(peer)
 
     def serving(self) -> bool:
         """Whether peers may be reading from here: leases are out, or a reader has said something
@@ -408,7 +413,7 @@ class Desk:
         """
         return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """A thread has ended; `events` says so."""
         self._broken = error
         self._wake()
@@ -423,7 +428,7 @@ class Desk:
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
                 if isinstance(command, Sum):
-                    self._planes.sums(command.local_blocks, partial(self._summed, command.number))
+                    self._backends.sums(command.local_blocks, partial(self._summed, command.number))
                 else:
                     self._peers.carry_out(command, time.monotonic())
             for ended in self._leases.events:
@@ -431,31 +436,31 @@ class Desk:
                 self._growths.forget(ended.request_id)
                 self._offers.pop(ended.request_id, None)
             while (question := self._questions.next()) is not None:
-                self._planes.sums(question.blocks, partial(self._vouched, question))
+                self._backends.sums(question.blocks, partial(self._vouched, question))
             growth, self._growths.news = self._growths.news, []
             for follower, grown in growth:
-                self._control.tell(follower, grown)
+                self._control.send_to_reader(follower, grown)
             news = any(chain(self._leases.events, self._fetches.events))
         if news:
             self._wake()
 
-    def _answer_to(self, caller: bytes, hello: Hello) -> Message | None:
-        """Source: a Welcome, which follows later if planes must be opened first."""
+    def _answer_to(self, caller: bytes, hello: HandshakeRequest) -> Message | None:
+        """Source: a HandshakeReply, which follows later if planes must be opened first."""
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         with self._lock:
-            kinds = [kind for kind in self._planes if hello.opens is None or kind in hello.opens]
+            kinds = [kind for kind in self._backends if hello.opens is None or kind in hello.opens]
             for kind in kinds:
-                self._planes.open(kind)
-            if any(map(self._planes.is_opening, kinds)):
+                self._backends.open(kind)
+            if any(map(self._backends.is_opening, kinds)):
                 self._callers[caller] = kinds
                 return None
         return self._welcome()
 
-    def _welcome(self) -> Welcome:
-        planes, words = self._planes, self._words.place
-        return Welcome(
+    def _welcome(self) -> HandshakeReply:
+        planes, words = self._backends, self._words.place
+        return HandshakeReply(
             self._engine_id,
             self._generation,
             self._fingerprint,
@@ -469,7 +474,7 @@ class Desk:
         """Source: the answer follows when they are summed, if the lease still holds then. Of other
         blocks none does.
         """
-        if self._planes.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
+        if self._backends.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
             return Renewed(time.monotonic(), [], [asked.lease])
         return None
 
@@ -477,7 +482,7 @@ class Desk:
         with self._turn():
             told = self._questions.answered(question, checksums)
         if told is not None:
-            self._control.tell(question.sender, told)
+            self._control.send_to_reader(question.sender, told)
 
     def _summed(self, number: int, checksums: list[bytes]) -> None:
         with self._turn():
@@ -490,3 +495,80 @@ def _source(ticket: Ticket) -> PeerKey:
 
 def _blocks(ticket: Ticket) -> int:
     return sum(map(len, ticket.remote_block_ids))
+
+
+PLANES = ("direct", "nixl", "nccl")
+"""The fastest first: so a pair of nodes chooses among those that both have."""
+
+
+def open_connector(
+    engine_id: str,
+    fingerprint: Fingerprint,
+    region: PoolRegion,
+    config: TransferConfig,
+    wake: Callable[[], None],
+    link: RankLink | None = None,
+) -> TransferEngine:
+    """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has,
+    and open the best.
+
+    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any,
+    which call `join_connector`. `wake` is called from any thread when `events` has something.
+    Raises ConfigError if no plane can be had, or the control channel's address.
+    """
+    return TransferEngine(
+        engine_id,
+        fingerprint,
+        region,
+        config,
+        wake,
+        _planes(engine_id, region, terms_of(config)),
+        link,
+    )
+
+
+def join_connector(
+    rank: int, region: PoolRegion, meeting: LinkAddress, host: str, lost: Callable[[str], None]
+) -> LedBackends:
+    """Prepare the planes of a rank other than 0, which opens them when rank 0 says so.
+
+    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
+    rank 0 is lost.
+    """
+    terms = BackendTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
+    return LedBackends(
+        rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost
+    )
+
+
+def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
+    """What planes must know of the configuration; `rank_heads`: how many KV heads each of several
+    ranks has.
+    """
+    kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
+    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
+    # has lost it.
+    summed_heads = rank_heads if config.kv_checksums else 0
+    return BackendTerms(
+        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
+    )
+
+
+def _planes(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
+    return {kind: _plane(kind, name, region, terms) for kind in terms.kinds}
+
+
+def _plane(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
+    """Each imports what only it needs, and takes nothing yet."""
+    if kind == "direct":
+        from kvrelay.kv_transfer.direct import DirectBackend
+
+        return DirectBackend(region)
+    if kind == "nixl":
+        from kvrelay.kv_transfer.nixl import NixlBackend
+
+        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
+        return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
+    from kvrelay.kv_transfer.nccl import NcclBackend
+
+    return NcclBackend(region, terms.host, terms.meet_s, terms.patience_s)

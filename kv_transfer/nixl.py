@@ -7,22 +7,124 @@ it matters below.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import ipaddress
 import logging
 import os
+import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.ucx_devices import net_devices
+from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
-__all__ = ["NixlPlane"]
+__all__ = ["NixlBackend", "addresses_here", "net_devices", "net_devices_of"]
 
 log = logging.getLogger(__name__)
+
+_SIOCGIFCONF = 0x8912
+# An ifreq of the kernel, on 64 bits: 16 bytes of name, then a sockaddr_in with the address at its
+# byte 4.
+_IFREQ_BYTES, _ADDRESS_AT = 40, 20
+_MOST_ADDRESSES = 4096
+
+
+def net_devices(kv_host: str) -> str | None:
+    """UCX_NET_DEVICES for a node whose `kv_host` this is; None leaves all devices to UCX. Raises
+    ConfigError.
+    """
+    if is_loopback(kv_host):
+        return "lo"
+    try:
+        number = str(socket.getaddrinfo(kv_host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"kv_host {kv_host!r} is no address: {error}") from error
+    return net_devices_of(number, addresses_here(), Path("/sys"))
+
+
+def net_devices_of(address: str, known: Iterable[tuple[str, str]], sysfs: Path) -> str | None:
+    """The same for a number, on a machine with these (interface, address) pairs. Raises
+    ConfigError.
+    """
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_unspecified:
+        return None
+    if wanted.is_loopback:
+        return "lo"
+    # Of a link-local number the part behind % names the interface, which the list has in its own
+    # column.
+    numbers = [(name, ipaddress.ip_address(each.partition("%")[0])) for name, each in known]
+    name = next(
+        (name for name, each in numbers if each == ipaddress.ip_address(address.partition("%")[0])),
+        None,
+    )
+    if name is None:
+        raise ConfigError(
+            f"no network interface of this machine has kv_host's address {address}, so UCX would "
+            f"listen on all "
+            "of them; take an address of this machine, or set UCX_NET_DEVICES"
+        )
+    return ",".join([name, *_rdma_ports(name, sysfs)])
+
+
+def _rdma_ports(name: str, sysfs: Path) -> list[str]:
+    """Ports of the RDMA devices that belong to an interface, or to those that a bond or VLAN is
+    made of.
+    """
+    interface = sysfs / "class/net" / name
+    return sorted(
+        f"{device.name}:{port.name}"
+        for place in (interface, *interface.glob("lower_*"))
+        for device in place.glob("device/infiniband/*")
+        for port in (sysfs / "class/infiniband" / device.name / "ports").glob("*")
+    )
+
+
+def addresses_here() -> list[tuple[str, str]]:
+    """Each address of this machine with its interface. Raises ConfigError without Linux."""
+    try:
+        return [*_ipv4(), *_ipv6()]
+    except OSError as error:
+        raise ConfigError(
+            f"the network interfaces of this machine cannot be listed: {error}"
+        ) from error
+
+
+def _ipv4() -> list[tuple[str, str]]:
+    space = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+    where, _ = space.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        used, _ = struct.unpack(
+            "iL", fcntl.ioctl(asker, _SIOCGIFCONF, struct.pack("iL", len(space), where))
+        )
+    found = []
+    for at in range(0, used, _IFREQ_BYTES):
+        # A second address may have a label of its own, eth0:1.
+        name = bytes(space[at : at + 16]).partition(b"\0")[0].decode().partition(":")[0]
+        found.append(
+            (name, socket.inet_ntoa(bytes(space[at + _ADDRESS_AT : at + _ADDRESS_AT + 4])))
+        )
+    return found
+
+
+def _ipv6() -> list[tuple[str, str]]:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return []  # the kernel has no IPv6
+    return [
+        (line.split()[5], str(ipaddress.ip_address(bytes.fromhex(line.split()[0]))))
+        for line in lines
+    ]
+
 
 # What this machine was given before its peer's end is through by then: bytes that UCX has not taken
 # out of a buffer, and over NVLink and PCIe, where it reads by copies of our own GPU, those (4 GiB
@@ -53,8 +155,8 @@ class _Handle:
     """If it is lost: from here on nothing lands."""
 
 
-class NixlPlane:
-    """A `DataPlane` over NIXL. All methods run on one thread: an agent is not thread-safe."""
+class NixlBackend:
+    """A `TransferBackend` over NIXL. All methods run on one thread: an agent is not thread-safe."""
 
     helps_readers = True
 

@@ -1,9 +1,9 @@
-"""The NCCL data plane: two-rank communicators between pairs of nodes with GPUs.
+"""The NCCL data plane: two-rank nccl_library between pairs of nodes with GPUs.
 
 Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own
 calls the methods here, which post jobs, look at results and never wait. One has the control socket
-(`kv_transfer/pair_control.py`). Each pair has one, where communicators may block
-(`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
+(`kv_transfer/nccl_control.py`). Each pair has one, where nccl_library may block
+(`kv_transfer/nccl_pairs.py`, which also tells why an aborted read is over at once).
 
 Bytes travel as NCCL sends them: not encrypted, between addresses that NCCL chooses
 (NCCL_SOCKET_IFNAME).
@@ -16,18 +16,16 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from kvrelay.kv_transfer.communicators import NcclLibrary
+from kvrelay.kv_transfer.backend import Source
 from kvrelay.kv_transfer.connector import PoolRegion
-from kvrelay.kv_transfer.pair_budget import Budget
-from kvrelay.kv_transfer.pair_control import PairControl
-from kvrelay.kv_transfer.pair_messages import Address, Ask, encode
-from kvrelay.kv_transfer.pairs import Terms, Transfer
-from kvrelay.kv_transfer.planes import Source
-from kvrelay.kv_transfer.staging import BlockPool
+from kvrelay.kv_transfer.nccl_control import PairControl
+from kvrelay.kv_transfer.nccl_library import NcclLibrary
+from kvrelay.kv_transfer.nccl_pairs import Address, Ask, Terms, Transfer, encode
+from kvrelay.kv_transfer.staging import Budget, StagedPool
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 from kvrelay.wire.frames import MALFORMED
 
-__all__ = ["NcclPlane"]
+__all__ = ["NcclBackend"]
 
 # A pair has three slices of staging. 64 MiB take 190 us over NVLink, twice what the host needs to
 # copy and to launch a slice; larger ones are not faster, and smaller ones leave the wire idle.
@@ -36,8 +34,8 @@ SLICE_BYTES = 64 << 20
 MEMORY_CAP_BYTES = 2 << 30
 
 
-class NcclPlane:
-    """A `DataPlane` over NCCL."""
+class NcclBackend:
+    """A `TransferBackend` over NCCL."""
 
     helps_readers = False  # its own threads do
 
@@ -70,7 +68,7 @@ class NcclPlane:
                 "kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel"
             )
         nccl = self._nccl or NcclLibrary(_gpu(self._region.device), self._patience_s)
-        pool = BlockPool(self._region)
+        pool = StagedPool(self._region)
         pool.compile()
         self._terms = Terms(
             pool, nccl, self.budget, self._slice_bytes, self._meet_s, self._patience_s

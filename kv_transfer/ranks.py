@@ -1,0 +1,317 @@
+"""The link between rank 0 of an engine, where its `TransferEngine` is, and its other ranks.
+
+Carries messages; what they mean is for the two ends (kv_transfer/rank_backends.py). One thread at
+each end, so that neither the step loop nor its messages are in the way of a transfer. An engine of
+one rank has no link.
+
+Every connection is authenticated and encrypted (ZMQ CURVE) by a key that rank 0 draws at its start.
+It goes to the ranks with the engine's own messages, which are theirs alone: so ranks of other hosts
+need no secret to be configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvrelay.kv_transfer.backend import BackendEvent, BackendJob
+from kvrelay.kv_transfer.connector import PoolRegion
+from kvrelay.kv_transfer.shares import Heads
+from kvrelay.kv_transfer.sockets import LINGER_MS, Connection, SocketThread, received
+from kvrelay.wire import errors
+from kvrelay.wire.errors import ConfigError, KvrelayError, PeerLost, TransferError
+
+__all__ = [
+    "OPEN_S",
+    "BackendTerms",
+    "Broke",
+    "Close",
+    "Do",
+    "FromRank",
+    "LinkAddress",
+    "LinkEnd",
+    "News",
+    "Open",
+    "Opened",
+    "Prepared",
+    "RankLink",
+    "Serve",
+    "Stop",
+    "Sum",
+    "Summed",
+    "ToRank",
+]
+
+# How long the ranks may take to prepare their backends, and to open one: on a GPU each compiles a
+# kernel.
+OPEN_S = 300.0
+# How often rank 0 looks whether peers still read from here, after somebody began to.
+SERVING_MS = 1000
+# A Read names up to 100,000 blocks on either side.
+MAX_RANK_MESSAGE_BYTES = 1 << 20
+
+
+class BackendTerms(msgspec.Struct, frozen=True):
+    """Backends that are wanted, the best first, and what they must know of the configuration."""
+
+    kinds: tuple[str, ...]
+    host: str
+    """Address at which peers reach this process."""
+    meet_s: float
+    patience_s: float
+    summed_heads: int = 0
+    """KV heads of each rank, if checksums of blocks may be asked for; else 0."""
+
+
+class LinkAddress(msgspec.Struct, frozen=True):
+    """The socket where rank 0 awaits the others, and the CURVE key that lets them in."""
+
+    host: str
+    port: int
+    key: bytes
+    engine_id: str
+    terms: BackendTerms
+
+
+class Open(msgspec.Struct, tag="open", frozen=True):
+    """Open this backend. Opened follows."""
+
+    kind: str
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Close this backend for good: another rank cannot have it."""
+
+    kind: str
+
+
+class Do(msgspec.Struct, tag="do", frozen=True):
+    """Give this job to a backend."""
+
+    kind: str
+    job: BackendJob
+
+
+class Serve(msgspec.Struct, tag="serve", frozen=True):
+    """Whether peers may be reading from the engine."""
+
+    on: bool
+
+
+class Sum(msgspec.Struct, tag="sum", frozen=True):
+    """Compute the checksums of these blocks. Summed follows."""
+
+    number: int
+    blocks: list[int]
+
+
+class Close(msgspec.Struct, tag="close", frozen=True):
+    """The engine ends."""
+
+
+class Prepared(msgspec.Struct, tag="prepared", frozen=True):
+    """A rank's first message: its pool, and why it cannot have some backends."""
+
+    rank: int
+    region: PoolRegion
+    missing: dict[str, str]
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """The answer to Open: what peers need to use the backend, or why it cannot be had."""
+
+    kind: str
+    card: bytes | None
+    why: str = ""
+
+
+class News(msgspec.Struct, tag="news", frozen=True):
+    """An event of a backend."""
+
+    kind: str
+    event: BackendEvent
+
+
+class Summed(msgspec.Struct, tag="summed", frozen=True):
+    """The answer to Sum, in the order of its blocks."""
+
+    number: int
+    checksums: list[bytes]
+
+
+class Broke(msgspec.Struct, tag="broke", frozen=True):
+    """A thread of the rank has ended by an error of ours."""
+
+    reason: str
+
+
+ToRank = Open | Stop | Do | Serve | Sum | Close
+FromRank = Prepared | Opened | News | Summed | Broke
+
+
+def _encoded(value: object) -> object:
+    assert isinstance(value, KvrelayError)
+    return type(value).__name__, value.message
+
+
+def _decoded(kind: type, value: tuple[str, str]) -> KvrelayError:
+    name, message = value
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, TransferError):
+        return known(message)
+    return TransferError(message)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_decoded)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, dec_hook=_decoded)
+
+
+class RankLink(SocketThread):
+    """Rank 0's end. Public methods return at once, except `prepared` and `close`."""
+
+    def __init__(
+        self, host: str, heads: Sequence[Heads], engine_id: str, terms: BackendTerms
+    ) -> None:
+        """Listens at `host` from here on. `heads`: of all ranks. Raises ConfigError."""
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "tensor-parallel nodes need a libzmq with CURVE; take pyzmq from a wheel"
+            )
+        # Messages are bounded by the requests of one engine.
+        super().__init__("kv-ranks", MAX_RANK_MESSAGE_BYTES, unbounded=True)
+        self.heads = tuple(heads)
+        self._on_message: Callable[[int, FromRank], None] = lambda _rank, _message: None
+        self._serving: Callable[[], bool] = lambda: False
+        self._on_error: Callable[[Exception], None] = lambda _error: None
+        self._told_serving = False
+        self._prepared: queue.Queue[Prepared] = queue.Queue()
+        self._names: dict[bytes, int] = {}  # of connections
+        self._ranks: dict[int, bytes] = {}
+        keys = zmq.curve_keypair()
+        self._router, port = self.new_router(host, 0, keys)
+        self.address = LinkAddress(host, port, keys[0], engine_id, terms)
+        self.start()
+
+    def serve(
+        self,
+        on_message: Callable[[int, FromRank], None],
+        serving: Callable[[], bool],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Give messages to `on_message`, and have ranks help readers while `serving`."""
+        self._on_message, self._serving, self._on_error = on_message, serving, on_error
+
+    def prepared(self) -> list[Prepared]:
+        """Wait for all other ranks; in their order. Raises ConfigError if one does not come."""
+        until = time.monotonic() + OPEN_S
+        found: dict[int, Prepared] = {}
+        while len(found) < len(self.heads) - 1:
+            try:
+                one = self._prepared.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                missing = sorted(set(range(1, len(self.heads))) - set(found))
+                raise ConfigError(
+                    f"ranks {missing} have not prepared their KV connectors within {OPEN_S:g} s; "
+                    f"their logs may say why, and no firewall may stand before port "
+                    f"{self.address.port} of {self.address.host}"
+                ) from None
+            found[one.rank] = one
+        return [found[rank] for rank in sorted(found)]
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Send to a rank."""
+        self.post(lambda: self._send(self._ranks[rank], message))
+
+    def nudge(self) -> None:
+        """Look soon whether peers read from here."""
+        if not self._told_serving:
+            self.wake()
+
+    def wait_ms(self) -> int | None:
+        """Tell the ranks whether peers read from here; return how long to poll."""
+        serving = self._serving()
+        if serving != self._told_serving:
+            self._told_serving = serving
+            for name in self._ranks.values():
+                self._send(name, Serve(serving))
+        return SERVING_MS if serving else None
+
+    def on_ready(self, ready: set[Any]) -> None:
+        """Hear the ranks."""
+        if self._router in ready:
+            for name, frame in received(self._router):
+                self._take(name, _from_rank.decode(frame))
+
+    def on_error(self, error: Exception) -> None:
+        """Report it."""
+        self._on_error(error)
+
+    def on_close(self) -> None:
+        """Have all ranks close their backends."""
+        for name in self._ranks.values():
+            self._send(name, Close())
+        self._router.close(linger=LINGER_MS)
+
+    def _take(self, name: bytes, message: FromRank) -> None:
+        if isinstance(message, Prepared):
+            if message.rank not in range(1, len(self.heads)) or message.rank in self._ranks:
+                raise PeerLost(
+                    f"rank {message.rank} of {len(self.heads)} came twice, or from elsewhere"
+                )
+            self._names[name], self._ranks[message.rank] = message.rank, name
+            self._prepared.put(message)
+        elif name in self._names:
+            self._on_message(self._names[name], message)
+
+    def _send(self, name: bytes, message: ToRank) -> None:
+        # A rank that does not take what it is told has hung, and so has the engine.
+        with contextlib.suppress(zmq.Again):
+            self._router.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
+
+
+class LinkEnd(SocketThread):
+    """Another rank's end. `send` may be called from any thread and returns at once."""
+
+    def __init__(
+        self,
+        address: LinkAddress,
+        on_message: Callable[[ToRank], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """Dials. `lost` is called once, from this thread, unless the engine ends in order."""
+        super().__init__("kv-rank", MAX_RANK_MESSAGE_BYTES, unbounded=True)
+        self._on_message, self._lost = on_message, lost
+        self._connection = Connection(self, zmq.curve_keypair(), address.key)
+        self._connection.connect(address.host, address.port)
+        self.start()
+
+    def send(self, message: FromRank) -> None:
+        """Send to rank 0."""
+        self.post(partial(self._connection.send, _encoder.encode(message)))
+
+    def on_ready(self, ready: set[Any]) -> None:
+        """Hear rank 0. Raises PeerLost when the connection has ended."""
+        if self._connection.dealer in ready:
+            for (frame,) in received(self._connection.dealer):
+                message = _to_rank.decode(frame)
+                self._on_message(message)
+                self._closing |= isinstance(message, Close)
+        if self._connection.monitor in ready and not self._closing:
+            self._connection.end_event()
+            raise PeerLost("the connection to rank 0 has ended or was refused")
+
+    def on_error(self, error: Exception) -> None:
+        """Report it: the process must end."""
+        self._lost(f"{type(error).__name__}: {error}")
+
+    def on_close(self) -> None:
+        """Hang up."""
+        self._connection.close()

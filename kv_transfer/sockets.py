@@ -1,0 +1,262 @@
+"""Threads that own ZMQ sockets: one loop, its wake-up, connections, and messages of limited size."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvrelay.wire.errors import ConfigError
+
+__all__ = ["NO_HANDSHAKE", "Codec", "Connection", "Socket", "SocketThread", "listen", "received"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Socket = zmq.Socket[bytes]
+
+# Messages taken from one socket before the others and the clock get their turn.
+BURST = 256
+# How long farewells may take when we close.
+LINGER_MS = 100
+# What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size
+# limit.
+CURVE_OVERHEAD_BYTES = 33
+# A node with another secret, or with one where we have none, hangs up during the handshake without
+# a word (measured: all of them are "no detail", as a connection that was cut is).
+NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+NO_HANDSHAKE |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
+
+
+class Codec(Generic[T]):
+    """A family of messages as msgpack frames of a limited size; `T` is their union."""
+
+    def __init__(self, messages: Any, limit: int) -> None:
+        """`messages`: the union; `limit`: bytes of a frame."""
+        self.limit = limit
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(messages)
+
+    def encode(self, message: T) -> bytes:
+        """Return one frame. Raises ValueError beyond the size limit."""
+        frame = self._encoder.encode(message)
+        self._check(frame)
+        return frame
+
+    def decode(self, frame: bytes) -> T:
+        """Return a message. Raises msgspec.DecodeError; ValueError if too long or too nested."""
+        self._check(frame)
+        try:
+            return self._decoder.decode(frame)
+        except RecursionError as why:
+            raise ValueError("the message is nested too deeply") from why
+
+    def _check(self, frame: bytes) -> None:
+        if len(frame) > self.limit:
+            raise ValueError(f"message of {len(frame)} bytes is over the limit of {self.limit}")
+
+
+class SocketThread(abc.ABC):
+    """A thread that polls its sockets. `post` and `wake` may be called from any thread."""
+
+    def __init__(self, name: str, max_message_bytes: int, *, unbounded: bool = False) -> None:
+        """`unbounded`: no message is dropped because the other side does not read."""
+        self._max_bytes, self._unbounded = max_message_bytes, unbounded
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        self._closing = False
+        self.poller = zmq.Poller()
+        # ZMQ sockets belong to one thread; a socket pair can be written to by others.
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.poller.register(self._woken, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to poll."""
+        self._thread.start()
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Have the thread run `job`."""
+        self._jobs.append(job)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the poll."""
+        # A full buffer means that the thread was woken a few thousand times and is about to look.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"\0")
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread and its sockets; wait for so long, by default to the end."""
+        self._closing = True
+        self.wake()
+        if self._thread.ident is None:
+            self._end()
+        else:
+            self._thread.join(timeout_s)
+
+    def new_socket(
+        self, kind: int, keys: tuple[bytes, bytes] | None = None, server: bytes | None = None
+    ) -> Socket:
+        """Return a socket; with CURVE `keys` (public, secret) a server's, or one that dials it."""
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, self._max_bytes + CURVE_OVERHEAD_BYTES)
+        if self._unbounded:
+            sock.set_hwm(0)
+        if keys is not None:
+            sock.curve_publickey, sock.curve_secretkey = keys
+            if server is None:
+                sock.curve_server = True
+            else:
+                sock.curve_serverkey = server
+        return sock
+
+    def new_router(
+        self, host: str, port: int, keys: tuple[bytes, bytes] | None
+    ) -> tuple[Socket, int]:
+        """Return a ROUTER that listens, and its port. Raises ConfigError, and all is closed."""
+        router = self.new_socket(zmq.ROUTER, keys)
+        try:
+            port = listen(router, host, port)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            self._close_waker()
+            raise
+        self.poller.register(router, zmq.POLLIN)
+        return router, port
+
+    def run_jobs(self) -> None:
+        """Run what was posted."""
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def wait_ms(self) -> int | None:
+        """Return how long to poll at most; None: until something happens."""
+        return None
+
+    @abc.abstractmethod
+    def on_ready(self, ready: set[Any]) -> None:
+        """Read from these sockets."""
+
+    @abc.abstractmethod
+    def on_error(self, error: Exception) -> None:
+        """Report that the thread has ended by an error of ours."""
+
+    @abc.abstractmethod
+    def on_close(self) -> None:
+        """Close all sockets."""
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self.run_jobs()
+                ready = {sock for sock, _ in self.poller.poll(self.wait_ms())}
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(1 << 16)
+                self.on_ready(ready)
+        except Exception as error:
+            # The edge of this thread: the step loop must hear of it.
+            log.exception("thread %s ended", self._thread.name)
+            self.on_error(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.on_close()
+        self._context.term()
+        self._close_waker()
+
+    def _close_waker(self) -> None:
+        self._woken.close()
+        self._waker.close()
+
+
+class Connection:
+    """A DEALER that dials once, and the monitor that tells when its connection is over."""
+
+    def __init__(
+        self,
+        thread: SocketThread,
+        keys: tuple[bytes, bytes] | None = None,
+        server: bytes | None = None,
+    ) -> None:
+        self._thread = thread
+        self.dealer = thread.new_socket(zmq.DEALER, keys, server)
+        # No reconnecting under our feet: behind the same address there may be another process.
+        self.dealer.reconnect_ivl = -1
+        self.monitor = self.dealer.get_monitor_socket(_GONE)
+        for sock in (self.dealer, self.monitor):
+            thread.poller.register(sock, zmq.POLLIN)
+
+    def connect(self, host: str, port: int) -> None:
+        """Dial. Raises ZMQError if this is no address."""
+        self.dealer.connect(_tcp(host, port))
+
+    def send(self, frame: bytes) -> None:
+        """Send, or drop the frame if the peer has not read for long (1,000 messages)."""
+        with contextlib.suppress(zmq.Again):
+            self.dealer.send(frame, zmq.NOBLOCK)
+
+    def end_event(self) -> int:
+        """Return the ZMQ event by which the connection has ended."""
+        return int(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
+
+    def close(self) -> None:
+        """Hang up; what was sent has LINGER_MS to go out."""
+        for sock in (self.dealer, self.monitor):
+            self._thread.poller.unregister(sock)
+        self.dealer.disable_monitor()
+        self.monitor.close(linger=0)
+        self.dealer.close(linger=LINGER_MS)
+
+
+def received(sock: Socket) -> Iterator[list[bytes]]:
+    """Yield the messages that are there, BURST at most, while the socket is open."""
+    for _ in range(BURST):
+        if sock.closed:
+            return
+        try:
+            yield sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def listen(
+    listener: zmq.Socket[Any],
+    host: str,
+    port: int = 0,
+    called: tuple[str, str] = ("kv_host", "kv_port"),
+) -> int:
+    """Listen at this address of this machine; return the port, a free one for 0.
+
+    `host`: a name, a number, or * for all addresses. `called`: the options that host and port come
+    from. Raises ConfigError.
+    """
+    try:
+        # zmq binds to numbers only, so names are looked up first.
+        found = None if host == "*" else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        number = host if found is None else str(found[0][4][0])
+        listener.bind(_tcp(number, port or "*"))
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"cannot listen at {called[0]} {host!r}, {called[1]} {port}: {error}; take an address "
+            f"of this machine, or {called[1]} 0"
+        ) from error
+    return int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _tcp(host: str, port: int | str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
