@@ -1,6 +1,4 @@
-"""The OpenAI protocol for servers: requests, answers, tokenizing, chat templates, detokenizing,
-stop strings, tools, reasoning, SSE.
+"""The HTTP protocols: requests, answers, tokenizing, chat templates, tools, reasoning and SSE.
 
-Knows no engine, no socket and no other node, and never imports torch. The light parts (types, body,
-not_built, sse) stand apart from tokenizer code, so that the router never loads that.
+Never imports torch; what the router uses imports no tokenizer either.
 """

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-"""Of one request, over all of its prompts: each is a request of the engine."""
+"""Choices of one request, over all of its prompts: each is a request of the engine."""
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for
@@ -70,9 +70,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def body_request_id(body: bytes) -> str | None:
-    """The `request_id` that a body gives itself. Of a body that cannot be read its decoder says
-    why.
-    """
+    """Return the `request_id` of a body, None also for one that cannot be read."""
     try:
         return _named_decoder.decode(body).request_id
     except MALFORMED:
@@ -80,12 +78,12 @@ def body_request_id(body: bytes) -> str | None:
 
 
 def is_valid_id(value: str) -> bool:
-    """Whether an id of a client's may be the request's own, in logs and on the nodes."""
+    """Return whether a client's id may be the request's own, in logs and on nodes."""
     return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """The chat request in `body`. Raises RequestError."""
+    """Return the chat request in `body`, checked. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     check_choices(1, choice_count(request))
     _check_messages(request)
@@ -112,7 +110,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """The completion request in `body`. Raises RequestError."""
+    """Return the completion request in `body`, checked. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
@@ -126,7 +124,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt, a text or token ids."""
+    """Return each prompt, a text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -136,7 +134,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def check_choices(prompts: int, choices: int) -> None:
-    """Raise RequestError if a request asks for more choices than one may, over all of its prompts."""
+    """Raise RequestError if a request asks for too many choices, over all of its prompts."""
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "
@@ -147,22 +145,20 @@ def check_choices(prompts: int, choices: int) -> None:
 
 
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
-    """How many choices are generated for each prompt; `n` of them are returned."""
+    """Return how many choices are generated for each prompt; `n` of them are returned."""
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     return max(request.n or 1, best_of or 1)
 
 
 def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """How many of the most likely tokens the client wants to see beside each token; None: nothing
-    of the kind.
-    """
+    """Return how many of the most likely tokens the client wants beside each token."""
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
-    """Whether the prompt's tokens are among those whose log-probabilities a completion lists."""
+    """Return whether a completion lists log-probabilities of its prompt."""
     return (
         isinstance(request, CompletionRequest)
         and bool(request.echo)
@@ -171,7 +167,7 @@ def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
-    """Whether the answer is the prompt and no token more."""
+    """Return whether the answer is the prompt and no token more."""
     return (
         isinstance(request, CompletionRequest)
         and bool(request.echo)
@@ -182,7 +178,7 @@ def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
 def kept_tokens(
     request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int
 ) -> int:
-    """How many tokens at the end of the prompt the request wants to keep. Raises RequestError."""
+    """Return how many tokens at the end of the prompt are kept. Raises RequestError."""
     kept = request.truncate_prompt_tokens
     if kept is None:
         return prompt_tokens
@@ -213,10 +209,9 @@ def token_limit(
     max_model_len: int,
     defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> int:
-    """How many tokens the client's answer may have. Raises RequestError if the context cannot hold
-    them.
+    """Return how many tokens the answer may have. Raises RequestError if the context is too small.
 
-    On a prefill leg the client's own limit is in the hand-over, because `max_tokens` is 1 there.
+    On a prefill node the client's own limit is in the hand-over, because `max_tokens` is 1 there.
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if prompt_tokens < 1:
@@ -262,14 +257,10 @@ def sampling_params(
     bad_words: tuple[tuple[int, ...], ...] = (),
     defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> SamplingParams:
-    """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the
-    client gave none.
+    """Return the request's sampling, checked. Raises RequestError.
 
-    `defaults` are the model's, for what the client left out; `bad_words` are token ids:
-    openai_api/structured.py.
-
-    On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises
-    RequestError.
+    `default_seed` is used if the client gave none, `defaults` are the model's, `bad_words` are
+    token ids. On a prefill node max_tokens is 1.
     """
     limit = token_limit(request, prompt_tokens, max_model_len, defaults)
     min_tokens = request.min_tokens or 0
@@ -380,7 +371,6 @@ def _check_messages(request: ChatRequest) -> None:
 
 
 def _check_past_call(where: str, call: dict[str, Any]) -> None:
-    """Of a call in a message, what every chat template reads."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
@@ -394,7 +384,6 @@ def _check_logprobs(name: str, value: int) -> None:
 
 
 def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
-    """(field name, the client's limit or None)."""
     params = request.kv_transfer_params
     if params is not None and params.do_remote_decode and request.max_tokens != 0:
         return "max_tokens", params.client_max_tokens or None
@@ -480,7 +469,7 @@ _decoder = msgspec.json.Decoder(_Asked)
 
 
 def refuse_not_built(body: bytes) -> None:
-    """Raise RequestError if a JSON request asks for something of the table."""
+    """Raise RequestError if a JSON request asks for something of REFUSED."""
     asked = _decoder.decode(body)
     for name, (harmless, instead) in REFUSED.items():
         value = getattr(asked, name)

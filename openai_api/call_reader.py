@@ -1,8 +1,7 @@
-"""JSON that comes in pieces: where a value ends, and what an object says about a tool call. Pure.
+"""Incremental reading of JSON: where a value ends, and a tool call in an object. Pure.
 
-Nothing is parsed twice and nothing is kept but what is not decided yet. Control characters in
-strings are let through, because models write line breaks there; everything else that is not JSON is
-a fault, at its first character.
+Control characters in strings pass, because models write line breaks there; everything else that is
+not JSON fails at its first character.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 
 class _At(enum.Enum):
-    """What the next character is a part of."""
-
     VALUE = enum.auto()
     FIRST_ITEM = enum.auto()  # or the end of the array
     FIRST_KEY = enum.auto()  # or the end of the object
@@ -41,8 +38,9 @@ class _At(enum.Enum):
 
 
 class JsonValue:
-    """Finds the end of one JSON value. A number alone ends with the character behind it, which is
-    not its own.
+    """A reader that finds the end of one JSON value.
+
+    A number alone ends before the first character that is not its own.
     """
 
     def __init__(self) -> None:
@@ -54,16 +52,14 @@ class JsonValue:
 
     @property
     def done(self) -> bool:
-        """The value is complete."""
         return self._at is _At.DONE
 
     @property
     def failed(self) -> bool:
-        """It is not JSON."""
         return self._at is _At.FAILED
 
     def feed(self, text: str, begin: int = 0) -> int:
-        """Index behind the last character of `text` that is the value's, read from `begin` on."""
+        """Return the index after the last character of `text` that belongs to the value."""
         i = begin
         while i < len(text) and self._at not in (_At.DONE, _At.FAILED):
             if self._at is _At.STRING:
@@ -92,7 +88,6 @@ class JsonValue:
         )
 
     def _take(self, char: str) -> bool:
-        """Go on by one character outside of a string's plain text; whether it belongs to the value."""
         at = self._at
         if at is _At.NUMBER:
             return self._number(char)
@@ -178,12 +173,12 @@ class JsonValue:
 
 
 class ArgumentsReader:
-    """A JSON object as the arguments of a call whose name is known."""
+    """A reader of a JSON object, the arguments of a call whose name is known."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.begun = False
-        """Name and first character of the arguments are known: from here on it is a call, whatever
+        """The name and the first character of the arguments are known: it is a call, whatever
         follows.
         """
         self.done = False
@@ -192,20 +187,19 @@ class ArgumentsReader:
         self._value: JsonValue | None = None
 
     def take(self) -> str:
-        """The arguments that have come since the last time."""
+        """Return the arguments that have come since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that belongs to the call."""
+        """Return the index after the last character that belongs to the call."""
         end = self._arguments(text, _skip_blanks(text, 0) if self._value is None else 0)
         self.begun = self._value is not None
         self.done = self._value is not None and self._value.done
         return end
 
     def _arguments(self, text: str, i: int) -> int:
-        """Read on in the arguments; sets `failed`."""
         if i == len(text):
             return i
         if self._value is None:
@@ -220,10 +214,9 @@ class ArgumentsReader:
 
 
 class CallReader(ArgumentsReader):
-    """An object with a name and arguments (or parameters) in any order, and perhaps more that means
-    nothing.
+    """A reader of an object with a name and arguments (or parameters), in any order.
 
-    `may_lack_arguments`: without them it is a call with none. Otherwise such an object is no call.
+    Without arguments it is a call only if `may_lack_arguments`.
     """
 
     def __init__(self, may_lack_arguments: bool) -> None:
@@ -237,7 +230,6 @@ class CallReader(ArgumentsReader):
         self._have_arguments = False
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that belongs to the call."""
         i = 0
         while not (self.done or self.failed):
             if self._other is None and not self._within_arguments():
@@ -311,9 +303,6 @@ class CallReader(ArgumentsReader):
         return i + (not self.failed)
 
     def _read_other(self, text: str, i: int) -> int:
-        """Read on in a key or a value of no further meaning; it is complete if `_other` is None
-        then.
-        """
         assert self._other is not None
         end = self._other.feed(text, i)
         self._raw.append(text[i:end])
@@ -323,7 +312,6 @@ class CallReader(ArgumentsReader):
         return end
 
     def _next(self, expected: bool, i: int, step: Callable[[str, int], int], width: int = 1) -> int:
-        """Go to `step`, `width` characters on, if the character was an expected one."""
         if not expected:
             self.failed = True
             return i

@@ -1,7 +1,6 @@
-"""Arguments of tool calls that are not written in JSON, as JSON while they come: in tags and in
-Python. Pure.
+"""Incremental reading of tool calls that are not JSON, as JSON: in tags and in Python. Pure.
 
-These readers are fed as openai_api/call_reader.py's are: with all that they have not taken yet.
+Like those of call_reader.py, these readers are fed with all text that they have not consumed yet.
 """
 
 from __future__ import annotations
@@ -28,23 +27,20 @@ _UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """How a model writes the arguments of a call: key and value between tags, and a tag at the end
-    of all.
-    """
+    """A model's syntax of arguments: tags around keys and values, and a tag at the end."""
 
     key: tuple[str, str]
     value: tuple[str, str]
-    """The first may be empty: the value then follows the key's second tag."""
+    """The first may be empty: then the value follows the key's second tag."""
     end: str
     padding: str = ""
-    """What the model puts on both sides of a value."""
+    """Text around a value."""
 
 
 class TaggedReader:
-    """Arguments in tags. Texts go on as they come, other values when they are complete.
+    """A reader of arguments in tags. Texts are passed on as they come, other values when complete.
 
-    `properties` is JSON schema's: an argument that may be a text only is one, another is what it
-    reads as.
+    `properties` is a JSON schema's: it says which arguments are texts.
     """
 
     def __init__(self, name: str, tags: CallTags, properties: Mapping[str, Any]) -> None:
@@ -62,15 +58,13 @@ class TaggedReader:
         self._value: list[str] = []
 
     def take(self) -> str:
-        """The JSON that has come since the last time."""
+        """Return the JSON that has come since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that is taken; what follows it is wanted again, with
-        more.
-        """
+        """Return the index after the last consumed character."""
         i = 0
         while not (self.done or self.failed):
             end = self._step(text, i)
@@ -80,7 +74,6 @@ class TaggedReader:
         return i
 
     def _between(self, text: str, i: int) -> int | None:
-        """Before a key, or the end of all."""
         rest = text[i:].lstrip()
         if len(rest) < len(text) - i:
             return len(text) - len(rest)
@@ -140,9 +133,7 @@ class TaggedReader:
 
 
 class PythonReader:
-    """A call as Python writes one, `name(key=value, ...)`. Known as a whole only: then it is a
-    call, or it is not.
-    """
+    """A reader of a call as Python writes one, `name(key=value, ...)`, as a whole."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -154,14 +145,12 @@ class PythonReader:
         self._escaped = False
 
     def take(self) -> str:
-        """The arguments as JSON, once."""
+        """Return the arguments as JSON, once."""
         text, self._arguments = self._arguments, ""
         return text
 
     def feed(self, text: str) -> int:
-        """Index behind the last character that is taken; what follows it is wanted again, with
-        more.
-        """
+        """Return the index after the last consumed character."""
         i = 0
         if not self.name:
             found = _PYTHON_NAME.match(text)
@@ -218,8 +207,6 @@ class PythonReader:
 
 
 class _WithWords(ast.NodeTransformer):
-    """JSON's words as Python's, which models mix."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
@@ -233,7 +220,6 @@ def _dumped(value: Any) -> str:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """The types that a JSON schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if "enum" in schema and isinstance(schema["enum"], list) and "type" not in schema:
@@ -261,7 +247,6 @@ def _kind(value: Any) -> str:
 
 
 def _typed(text: str, kinds: frozenset[str]) -> str:
-    """The JSON of a value that is written without quotes."""
     for read in (_read_json, _read_python):
         try:
             value = read(text.strip())

@@ -24,16 +24,11 @@ __all__ = ["PROBE", "check_template", "render", "told_tools", "with_object"]
 _log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
 _SLOW_S = 0.1
-"""Those of models take 10 ms at most for what is rendered on a node's event loop
-(node/preprocess.py).
-"""
 _PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError if a template is not valid Jinja, and log that it is slow; for the start of
-    a node.
-    """
+    """Check a node's template: raise ConfigError if it is no valid Jinja, warn if it is slow."""
     try:
         _compiled(template)
     except (
@@ -71,12 +66,12 @@ def render(
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
-    """The prompt for these messages; `kwargs` are further variables of the template.
+    """Return the prompt of these messages; `kwargs` are further variables of the template.
 
-    With `write`, which makes the text of a call, tools that the template does not render are told
-    in a text of ours. With `continue_final_message` it ends where the last message's content does,
-    so that the answer goes on with it. Raises RequestError if there is no template or no message,
-    or if the template refuses them.
+    `write` makes the text of a call: with it, tools that the template does not render are put into
+    a system text. With `continue_final_message` the prompt ends where the last message's content
+    does. Raises RequestError if there is no template or no message, or if the template refuses
+    them.
     """
     if not template:
         raise RequestError(
@@ -117,9 +112,6 @@ def render(
 
 
 def _up_to(content: str, text: str) -> str:
-    """The rendered `text` without what the template writes behind the last message; it may have
-    trimmed the message.
-    """
     trimmed = content.strip()
     behind = text[::-1].find(
         trimmed[::-1]
@@ -136,7 +128,6 @@ def _up_to(content: str, text: str) -> str:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: content is one text, and arguments of calls are objects."""
     plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": message.text}
     if message.thought:
         plain |= {"reasoning": message.thought, "reasoning_content": message.thought}
@@ -148,9 +139,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, where the API has JSON in a text. What is no such JSON
-    stays as it is.
-    """
+    """Return a call with its arguments as an object; text that is no JSON object stays as it is."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return dict(call)
@@ -189,7 +178,6 @@ def _compiled(template: str) -> Template:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own tojson escapes HTML, which would change the prompt."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
@@ -218,7 +206,6 @@ PROBE: tuple[dict[str, Any], ...] = (
         },
     },
 )
-"""A template that renders tools shows this one's name."""
 
 # docs/guides/answers.md repeats it.
 _TEXT = """\
@@ -237,12 +224,6 @@ def told_tools(
     *,
     system: bool,
 ) -> list[dict[str, Any]]:
-    """The messages with the tools in a system text, or before the first message's content where
-    there can be none.
-
-    `write` is how the model writes calls (ToolFormat.write). Calls become content, results a user's
-    messages.
-    """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _TEXT.format(tools=listed, example=write("name_of_the_function", {"argument": "value"}))
     told: list[dict[str, Any]] = []

@@ -1,12 +1,9 @@
-"""A connection before there is a request, at the router and at a node: how many, how large and how
-slow their heads.
+"""HTTP connections of the router and of nodes, with limits on number, size and time.
 
-uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read
-differently (a length beside chunks, two lengths, folded or odd headers). What it lacks is here: the
-one Host that a request has, bounds on a head's size and time, on connections that send nothing, on
-the files that connections are, on those that are closed and whose peer does not read what is left,
-and the end of a request whose client is gone while another one waits behind it on the same
-connection.
+uvicorn's protocol over httptools reads HTTP, and httptools refuses what two servers could read
+differently. Added here: the check of Host, limits on a head's size and time, on silent connections,
+on open files and on peers that do not read, and the end of a request whose client is gone while
+another request waits on the same connection.
 """
 
 from __future__ import annotations
@@ -35,14 +32,10 @@ from kvrelay.wire.log_lines import Seldom
 __all__ = ["HEAD_DEADLINE_S", "HttpConnection", "connection_class"]
 
 HEAD_DEADLINE_S = 20.0
-"""From the beginning of a connection, or of a further request on it, until its headers are there."""
+"""From the start of a connection, or of a further request on it, until its headers are complete."""
 _LINGER_S = 5.0
-"""A body that still comes when its request is answered is read for so long, that the answer is not
-lost.
-"""
 _FLUSH_S = 30.0
 _FLUSHED_BYTES = 32 << 10
-"""Who is waited for at the end reads so much in this time, or reads nothing."""
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 128
 _MAX_URL_BYTES = 8 << 10
@@ -57,7 +50,7 @@ _log = logging.getLogger("kvrelay.http")
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection. Subclasses may serve it otherwise; the limits stay."""
+    """A connection with limits."""
 
     max_connections = 0
     max_files = sys.maxsize
@@ -92,9 +85,6 @@ class HttpConnection(HttpToolsProtocol):
         self._tell_gone()
 
     def eof_received(self) -> None:
-        """The event loop closes the connection right behind this: what is written in between would
-        raise.
-        """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -160,15 +150,13 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def flush_in_time(self) -> None:
-        """From now on the peer reads, or the connection ends: a transport that is closed waits for
-        it without limit.
-        """
+        """Abort the connection if the peer does not read; a closed transport waits without limit."""
         self.flush_at_leisure()
         self._unread = self._not_taken()
         self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)
 
     def flush_at_leisure(self) -> None:
-        """It may take any time."""
+        """Let the peer read as slowly as it wants."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -180,9 +168,6 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def _not_taken(self) -> int:
-        """Bytes that the peer has not taken. The kernel's are among them: it asks for more by
-        megabytes only.
-        """
         waiting = self.transport.get_write_buffer_size()
         socket = self.transport.get_extra_info("socket")
         if socket is not None:
@@ -201,9 +186,6 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, functools.partial(self._answer, cycle, app))
 
     async def _answer(self, cycle: RequestResponseCycle, app: Any, *args: Any) -> None:
-        """Whom the server cuts off at its end is told so, if nothing was told yet; uvicorn would
-        say 500 and log a traceback.
-        """
         try:
             await app(*args)
         except asyncio.CancelledError:
@@ -223,9 +205,6 @@ class HttpConnection(HttpToolsProtocol):
         )
 
     def _check_host(self) -> None:
-        """RFC 9112, 3.2: one, valid, and none only before HTTP/1.1. What is behind two of them is
-        read differently.
-        """
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
             return
@@ -240,7 +219,6 @@ class HttpConnection(HttpToolsProtocol):
         raise ValueError(self._wrong.message)
 
     def _full(self) -> str | None:
-        """Why there is no room for this connection, if there is none."""
         if len(self.connections) > self.max_connections:
             return f"{self.max_connections} connections are open, and no more may be"
         socket = self.transport.get_extra_info("socket")
@@ -262,7 +240,6 @@ class HttpConnection(HttpToolsProtocol):
             answering.message_event.set()
 
     def _busy(self) -> bool:
-        """A request is being answered, or the connection is at its end."""
         return self.transport.is_closing() or (
             self.cycle is not None and not self.cycle.response_complete
         )
@@ -315,7 +292,7 @@ def connection_class(
     head_deadline_s: float = HEAD_DEADLINE_S,
     of: type[HttpConnection] = HttpConnection,
 ) -> type[HttpToolsProtocol]:
-    """Connections of this type with these limits, for uvicorn's Config as `http`."""
+    """Return the class of connections with these limits, for uvicorn's Config as `http`."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limits = {
         "max_connections": at_most,

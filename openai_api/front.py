@@ -1,8 +1,7 @@
-"""The front of a server, before its routes and keys: the path that a proxy puts before ours, and
-other origins (CORS).
+"""What comes before the routes and keys of a server: a proxy's path prefix, and CORS.
 
-What CORS says is starlette's to know. Its middleware is asked instead of wrapped around the server,
-because the router writes answers past ASGI. Where nothing is configured there is no front.
+Starlette's middleware is called instead of wrapped around the server, because the router writes
+answers past ASGI.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 __all__ = ["CORS_HEADERS", "Front", "Fronted", "front_of"]
 
 CORS_HEADERS = "kvrelay.cors"
-"""Key of a request's scope: headers for its answer, for who writes it past `send`."""
+"""Key of a request's scope: headers for an answer that is written past `send`."""
 
 
 class Fronted(Protocol):
-    """The settings of a front; see RouterConfig and NodeConfig."""
+    """A server's settings of its front."""
 
     @property
     def root_path(self) -> str: ...
@@ -36,13 +35,11 @@ class Fronted(Protocol):
 
 
 def front_of(config: Fronted) -> Front | None:
-    """Make the front that is configured, if any is."""
+    """Return the configured front, None if there is none."""
     return Front(config) if config.root_path or config.allowed_origins else None
 
 
 class Front:
-    """See the module."""
-
     def __init__(self, config: Fronted) -> None:
         self._root = config.root_path
         self._cors: CORSMiddleware | None = None
@@ -56,8 +53,9 @@ class Front:
             )
 
     async def enter(self, scope: Scope, receive: Receive, send: Send) -> Send | None:
-        """Let a request in, its path without the proxy's: how to answer it. None: it was a
-        browser's question first.
+        """Strip the proxy's prefix from the path and return how to answer.
+
+        None if the request was a preflight, which is answered.
         """
         if scope["type"] != "http":
             return send

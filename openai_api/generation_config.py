@@ -1,9 +1,4 @@
-"""The sampling of requests that leave it to the model: generation_config.json, and what the command
-line puts above it.
-
-Owns where it comes from. What is valid wire/sampling.py says, and which requests have it
-openai_api/body.py.
-"""
+"""Sampling defaults of a model: generation_config.json and the command line's overrides."""
 
 from __future__ import annotations
 
@@ -26,10 +21,10 @@ _FROM_CARDS: dict[str, dict[str, Any]] = {
 
 
 def sampling_defaults(config: EngineConfig, name: str = "") -> SamplingDefaults:
-    """The defaults of the model at a path, which is called `name`.
+    """Return the defaults of the configured model, which is called `name`.
 
-    As in vLLM, max_new_tokens of the model is a default, and one that an operator chose a limit.
-    Raises ConfigError naming file, field and value.
+    As in vLLM, the model's max_new_tokens is a default, and an operator's is a limit. Raises
+    ConfigError.
     """
     source = config.generation_config
     if source == "auto":

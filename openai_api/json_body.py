@@ -1,4 +1,4 @@
-"""JSON bodies: bounds on their size, errors that name a field, and work on long ones off the event loop."""
+"""JSON bodies: limits on their size, errors that name a field, and long ones off the event loop."""
 
 from __future__ import annotations
 
@@ -38,17 +38,14 @@ __all__ = [
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
 MAX_CONTAINERS = 1 << 16
-"""Objects and lists in a body: four times the messages that a chat may have. A million take seconds
-to read.
+"""Objects and lists in a body: four times the messages of a chat. A million take seconds to read.
 """
 MAX_STRINGS = 1 << 18
 """Keys and texts in a body."""
 MAX_VALUES = 1 << 20
-"""Values of lists and objects in a body: token ids of the longest contexts. Each takes up to 36
-bytes of memory.
-"""
+"""Values in a body: token ids of the longest contexts, up to 36 bytes of memory each."""
 _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
-"""The field in which nodes hand over what they have, and how many times as much it may hold."""
+"""The field in which nodes hand over, and how many times the limits it may hold."""
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
@@ -59,11 +56,10 @@ _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed
 
 
 def check_node_body(body: bytes, limit: int) -> None:
-    """Raise RequestError if the body of a leg is too long, nests too deep or holds too much in
-    number.
+    """Raise RequestError if a body on its way to a node is too long, too deep or holds too much.
 
-    `limit` is in bytes. What a node has handed over counts apart, and may be more: a prompt with
-    log-probabilities of each of its tokens.
+    `limit` is in bytes. What a node has handed over counts apart: it may have log-probabilities of
+    each token of the prompt.
     """
     if len(body) <= limit:
         with suppress(RequestError):
@@ -82,10 +78,9 @@ def check_node_body(body: bytes, limit: int) -> None:
 
 
 def check_shape(body: bytes, times: int = 1) -> None:
-    """Raise RequestError if a JSON body nests too deep or holds more than `times` the limits in
-    number.
+    """Raise RequestError if JSON nests too deep or holds more than `times` the limits in number.
 
-    What is no JSON passes: its reader says so.
+    Malformed JSON passes: its decoder says so.
     """
     most_strings, most_values, most_containers = (
         times * MAX_STRINGS,
@@ -126,7 +121,6 @@ def check_shape(body: bytes, times: int = 1) -> None:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """Cut a body between its strings."""
     at = 0
     while at < len(body):
         found = _PIECE.match(body, at)
@@ -137,7 +131,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def json_errors() -> Iterator[None]:
-    """Around the decoding of a body: msgspec's errors leave it as RequestErrors."""
+    """Turn msgspec's errors in the block into RequestErrors that name the field."""
     try:
         yield
     except msgspec.ValidationError as why:
@@ -151,14 +145,11 @@ def json_errors() -> Iterator[None]:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Any value of msgspec's as the answer of a route."""
+    """Return any value as a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def _named(message: str) -> RequestError:
-    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the
-    param.
-    """
     if message.startswith("Object missing required field "):
         field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
         name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")
@@ -185,11 +176,10 @@ T = TypeVar("T")
 
 
 def return_large_blocks() -> None:
-    """Have this process give the memory of long bodies back to the system as soon as it is freed.
+    """Have this process return the memory of long bodies to the system once it is freed.
 
-    glibc does so from 128 KiB on, but raises that to the size of each block that is freed, up to 32
-    MiB (mallopt(3)). What is smaller then stays: four bodies of 16 MiB at once left 300 MiB behind
-    in a process of 80.
+    glibc raises its limit for that, 128 KiB, to the size of each freed block, up to 32 MiB
+    (mallopt(3)): four bodies of 16 MiB at once left 300 MiB behind in a process of 80.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -197,9 +187,7 @@ def return_large_blocks() -> None:
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do work on a body of `size` bytes: at once, on a thread, or on the thread of the very long
-    ones.
-    """
+    """Do work on a body of `size` bytes: at once, on a thread, or on the one of very long bodies."""
     if size <= _INLINE_BYTES:
         return work(*args, **kwargs)
     thread = _alone if size > LONG_BYTES else None
@@ -207,7 +195,7 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`, or None if the client left first; `work` is cancelled then."""
+    """Return the result of `work`, or None if the client left first, which cancels it."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:

@@ -22,15 +22,12 @@ from kvrelay.wire.outputs import TokenLogprobs
 __all__ = ["ScoredPrompt", "chat_logprobs", "completion_logprobs", "finite", "joined"]
 
 _LOWEST = -9999.0
-"""JSON has no infinity; the API's clients know this value for 'impossible'."""
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
 ) -> ChatLogprobs:
-    """One entry per token, with the asked number of most likely tokens. `as_token_ids`: see
-    `_name`.
-    """
+    """Return one entry per token, with its most likely tokens."""
     content = []
     for entry in logprobs:
         chosen = _top(tokenizer, entry.token_id, entry.logprob, as_token_ids)
@@ -49,7 +46,7 @@ def completion_logprobs(
     *,
     as_token_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Parallel lists; the chosen token is among the most likely even where it is not one of them."""
+    """Return parallel lists; the chosen token is always among the most likely ones."""
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
         pairs = [
@@ -70,7 +67,7 @@ def completion_logprobs(
 def joined(
     first: CompletionLogprobs | None, then: CompletionLogprobs | None
 ) -> CompletionLogprobs | None:
-    """The lists of two parts of a text, one behind the other."""
+    """Return the lists of two consecutive parts of a text as one."""
     if first is None or then is None:
         return first or then
     return CompletionLogprobs(
@@ -82,7 +79,6 @@ def joined(
 
 
 def _name(tokenizer: Tokenizer, token_id: int, as_token_ids: bool) -> str:
-    """A token's text, which several tokens may share, or `token_id:` and its id, which none does."""
     return f"token_id:{token_id}" if as_token_ids else tokenizer.token_text(token_id)
 
 
@@ -95,16 +91,15 @@ def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool
 
 
 def finite(logprob: float) -> float:
-    """As JSON can say it."""
+    """Return a log-probability that JSON can hold."""
     return logprob if logprob >= _LOWEST else _LOWEST
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """A prompt's tokens, and of all but the first their log-probabilities, with as many likely ones
-    as anybody wants.
+    """A prompt's tokens, and the log-probabilities of all but the first.
 
-    Raises RequestError if there are more or fewer than that.
+    Raises RequestError if their numbers do not match.
     """
 
     token_ids: Sequence[int]
@@ -120,9 +115,7 @@ class ScoredPrompt:
             )
 
     def listed(self, tokenizer: Tokenizer, count: int) -> list[dict[str, PromptLogprob] | None]:
-        """For each token itself and the `count` likeliest ones by id; of the first nothing is
-        known.
-        """
+        """Return, for each token, itself and the `count` likeliest ones by id; None for the first."""
 
         def named(token: int, logprob: float, rank: int) -> PromptLogprob:
             return PromptLogprob(finite(logprob), rank, tokenizer.token_text(token))
@@ -139,7 +132,7 @@ class ScoredPrompt:
     def echoed(
         self, tokenizer: Tokenizer, count: int, echo: str, *, as_token_ids: bool = False
     ) -> CompletionLogprobs:
-        """The lists of a completion that begins with the prompt, whose text is `echo`."""
+        """Return the lists of a completion that begins with the prompt, whose text is `echo`."""
         first = TokenLogprobs(self.token_ids[0], 0.0)
         cut = [
             replace(e, top_ids=e.top_ids[:count], top_logprobs=e.top_logprobs[:count])
@@ -154,11 +147,6 @@ class ScoredPrompt:
         )
 
     def _offsets(self, tokenizer: Tokenizer, echo: str) -> list[int]:
-        """Where in `echo` each token's text begins.
-
-        The tokens may say more than the text: what the tokenizer puts before it, or special tokens,
-        which a prompt of token ids shows no text of.
-        """
         for skipped in (frozenset(), tokenizer.special_ids):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             text, begins = "", []

@@ -27,21 +27,21 @@ _SHORT = 9  # Mistral's templates refuse ids of any other length
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of what the client reads as the answer."""
+    """A piece of the answer's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thought before."""
+    """A piece of the answer's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool call: `index` counts those of one choice from 0."""
+    """A tool call that begins; `index` counts the calls of a choice from 0."""
 
     index: int
     id: str
@@ -50,7 +50,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the JSON of a call's arguments, exactly as the model wrote it."""
+    """A piece of the JSON of a call's arguments, as the model wrote it."""
 
     index: int
     text: str
@@ -60,7 +60,7 @@ Part = Content | Reasoning | CallBegun | Arguments
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same with neighbours of one kind as one."""
+    """Return the parts with neighbours of one kind merged."""
     out = list(parts)
     if len(out) < 2:  # nearly always, and for every token
         return out
@@ -83,21 +83,19 @@ def _kind(part: Part) -> tuple[type[Part], int]:
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """Ids of the calls of one choice: functions of these values, so that every node gives a call
-    the same one.
-    """
+    """A source of call ids. They depend on these values only, so every node makes the same ones."""
 
     response_id: str
     choice: int
     form: str = "call_{hex}"
-    """What an id looks like to the model, with `{hex}`, `{short}` (nine letters and digits),
-    `{name}` and `{index}`.
+    """How the model writes an id, with `{hex}`, `{short}` (nine letters and digits), `{name}`,
+    `{index}`.
     """
     first: int = 0
-    """Index of the first one in the whole chat."""
+    """Index of the first call in the whole chat."""
 
     def of(self, index: int, name: str) -> str:
-        """The id of the call with that index, of the tool of that name."""
+        """Return the id of the call with this index, to the tool of this name."""
         digest = hashlib.blake2b(
             f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
         )
@@ -111,9 +109,7 @@ class CallIds:
 
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that one of the markers begins with, without being all of
-    it.
-    """
+    """Return the length of the longest end of `text` that is the beginning of a marker."""
     beginnings, longest = _beginnings(markers)
     for length in range(min(longest, len(text)), 0, -1):
         if text[-length:] in beginnings:
@@ -123,13 +119,12 @@ def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=64)
 def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """The pattern of the markers."""
+    """Return the pattern that matches any of the markers."""
     return re.compile("|".join(map(re.escape, markers)))
 
 
 @lru_cache(maxsize=64)
 def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """(what markers begin with, the length of the longest such)."""
     all_of_them = frozenset(
         marker[:length] for marker in markers for length in range(1, len(marker))
     )

@@ -1,10 +1,13 @@
-"""The text of a chat's choice as its message: reasoning, content and tool calls. Pure."""
+"""The text of a chat's choice as its message: reasoning, content and tool calls. Pure.
+
+The state of a parser depends on the text only, however it is cut: a node that continues an answer
+pushes what the client has, and drops the deltas.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -36,97 +39,69 @@ from kvrelay.openai_api.types import (
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint
 
-__all__ = ["MessageForm", "MessageParser", "MessageStream", "PlainMessage", "message_form"]
-
-
-class MessageParser(Protocol):
-    """Takes the text of one choice in pieces. Its state is a function of the text so far, however
-    that is cut.
-    """
-
-    rendered: frozenset[int]
-    """Special tokens that have their text here, whatever the request says of them."""
-
-    def push(self, text: str) -> list[Delta]:
-        """What more text adds to the message; `text` is never empty."""
-
-    def finish(self) -> list[Delta]:
-        """What it adds that nothing follows. Once, behind the last `push`."""
-
-    def message(self) -> ReplyMessage:
-        """All of it, after `finish`."""
-
-    def finish_reason(self, reason: str) -> str:
-        """The choice's finish_reason, after `finish`; `reason` is why the text ended."""
-
-
-class PlainMessage:
-    """All text is content."""
-
-    rendered: frozenset[int] = frozenset()
-
-    def __init__(self, role: str) -> None:
-        self._role = role
-        self._text: list[str] = []
-
-    def push(self, text: str) -> list[Delta]:
-        """See MessageParser."""
-        self._text.append(text)
-        return [Delta(content=text)]
-
-    def finish(self) -> list[Delta]:
-        """See MessageParser."""
-        return []
-
-    def message(self) -> ReplyMessage:
-        """See MessageParser."""
-        return ReplyMessage(self._role, "".join(self._text))
-
-    def finish_reason(self, reason: str) -> str:
-        """See MessageParser."""
-        return reason
+__all__ = ["MessageForm", "MessageStream", "PlainMessage", "message_form"]
 
 
 _ROLE = "assistant"
 _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 
 
+class PlainMessage:
+    """A parser for which all text is content, and the interface of all parsers."""
+
+    def __init__(self, role: str) -> None:
+        self.rendered: frozenset[int] = frozenset()
+        """Special tokens that have their text here, whatever the request says of them."""
+        self._role = role
+        self._text: list[str] = []
+
+    def push(self, text: str) -> list[Delta]:
+        """Return what more text, which is never empty, adds to the message."""
+        self._text.append(text)
+        return [Delta(content=text)]
+
+    def finish(self) -> list[Delta]:
+        """Return the rest, now that nothing follows."""
+        return []
+
+    def message(self) -> ReplyMessage:
+        """Return the whole message, after `finish`."""
+        return ReplyMessage(self._role, "".join(self._text))
+
+    def finish_reason(self, reason: str) -> str:
+        """Return the choice's finish_reason, after `finish`; `reason` is why the text ended."""
+        return reason
+
+
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How the text of the answers to a request becomes messages."""
+    """The form of a request's answers; it makes a parser for each choice."""
 
     tools: ToolUse
     tool_format: ToolFormat | None = None
-    """The node's, for tool_choice auto; its model's ids of calls are made for the other choices
-    too.
-    """
+    """The node's, for tool_choice auto; it makes the ids of calls for the other choices, too."""
     calls: int = 0
-    """In the chat so far, for models that count them in the ids."""
+    """Calls in the chat so far, for models that number them."""
     reasoning: ReasoningFormat | None = None
-    """None: none is looked for."""
     opening: Opening = Opening.FREE
-    """How the answer begins."""
     include_reasoning: bool = True
     hidden: dict[int, str] = field(default_factory=dict)
-    """Markers that are special tokens, by id: they are rendered for the parsers, and the client
-    never sees them.
-    """
+    """Markers that are special tokens, by id: parsers get their text, clients do not."""
 
     @property
     def plain(self) -> bool:
-        """The text is the content."""
         return self.tools.choice is Choice.NONE and self.reasoning is None
 
     def guided(self, constraint: Constraint | None) -> Constraint | None:
-        """A constraint of the content, as one of the whole text: reasoning is free."""
+        """Return a constraint of the content as one of the whole text: reasoning is free."""
         if constraint is None or self.reasoning is None or self.opening is Opening.BEHIND:
             return constraint
         marks = self.reasoning.marks
         opener = marks.openers[0] if self.opening is Opening.FREE else ""
         return msgspec.structs.replace(constraint, behind=marks.closers[0], opener=opener)
 
-    def parser(self, response_id: str, choice: int) -> MessageParser:
-        """For one choice."""
+    def parser(self, response_id: str, choice: int) -> PlainMessage:
+        """Return the parser of one choice."""
         if self.plain:
             return PlainMessage(_ROLE)
         form = (self.tool_format or TOOL_FORMATS["json"]).ids
@@ -154,10 +129,9 @@ def message_form(
     tool_format: ToolFormat | None,
     reasoning: ReasoningFormat | None,
 ) -> MessageForm:
-    """The form of the answers to a request on a node with these formats.
+    """Return the form of the answers to a request on a node with these formats.
 
-    Raises RequestError if it is left to the model whether to call a tool, and no parser would
-    notice.
+    Raises RequestError for tool_choice auto without a parser of tool calls.
     """
     if isinstance(request, CompletionRequest):
         return MessageForm(ToolUse())
@@ -194,22 +168,17 @@ def message_form(
 
 @dataclass(slots=True)
 class _Call:
-    """A call so far."""
-
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
 
 
-class MessageStream:
-    """One choice, as a MessageParser. `push` pieces of text, cut anywhere, and `finish` once."""
+class MessageStream(PlainMessage):
+    """A parser of reasoning and tool calls."""
 
     def __init__(self, form: MessageForm, content: TextParser, thoughts: TextParser) -> None:
-        """`content` and `thoughts` parse what their names say; in thoughts are markers to be taken
-        out at most.
-        """
+        super().__init__(_ROLE)
         self.rendered = frozenset(form.hidden)
-        """Special tokens that must have their text here."""
         self._form = form
         self._parser = content
         self._split = None if form.reasoning is None else form.reasoning.split(form.opening)
@@ -219,18 +188,15 @@ class MessageStream:
         self._calls: list[_Call] = []
 
     def push(self, text: str) -> list[Delta]:
-        """What more text adds to the message."""
         if self._split is None:
             return self._told(self._parser.push(text))
         return self._told(self._divided(self._split.push(text)))
 
     def finish(self) -> list[Delta]:
-        """What it adds that nothing follows."""
         parts = [] if self._split is None else self._divided(self._split.finish())
         return self._told([*parts, *self._end_thoughts(), *self._parser.finish()])
 
     def message(self) -> ReplyMessage:
-        """All of it, after `finish`."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [
             ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments)))
@@ -240,14 +206,11 @@ class MessageStream:
         return ReplyMessage(_ROLE, shown, reasoning or None, reasoning or UNSET, calls or UNSET)
 
     def finish_reason(self, reason: str) -> str:
-        """The choice's, after `finish`. A call that the request named ends with `stop` as any text
-        does.
-        """
+        """Return the choice's reason; a call that the request named ends with `stop`."""
         called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
         return "tool_calls" if called and reason == "stop" else reason
 
     def _divided(self, split: list[Part]) -> list[Part]:
-        """Reasoning without markers, and tools in the content."""
         parts: list[Part] = []
         for part in split:
             if isinstance(part, Reasoning):
@@ -257,11 +220,9 @@ class MessageStream:
         return parts
 
     def _end_thoughts(self) -> list[Part]:
-        """What their parser holds back."""
         return _as_reasoning(self._thoughts.finish())
 
     def _told(self, parts: Iterable[Part]) -> list[Delta]:
-        """What the client is told of these, and the message keeps."""
         deltas: list[Delta] = []
         for part in joined(parts):
             if isinstance(part, Content):

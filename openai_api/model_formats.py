@@ -1,8 +1,6 @@
-"""How models write tool calls and reasoning: one table, by vLLM's names, and which of it a model's
-files ask for.
+"""How families of models write tool calls and reasoning, and which format a model needs.
 
-What all of them share is in openai_api/tool_parsers.py and openai_api/reasoning.py. A plugin adds
-rows.
+Names are vLLM's. A plugin adds rows.
 """
 # ruff: noqa: RUF001 - DeepSeek's markers are written with these characters
 
@@ -51,16 +49,10 @@ _NAME = r"(?P<name>[^\s<>{}]+)"
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """One row. A chat template that holds all texts of one of the `signs` asks for it, else the
-    model's type does.
-    """
-
     signs: tuple[tuple[str, ...], ...] = ()
     model_types: tuple[str, ...] = ()
-    """`model_type` in config.json, or a GGUF file's architecture."""
 
     def signed(self, template: str) -> bool:
-        """Whether a chat template asks for it."""
         return any(all(sign in template for sign in signs) for signs in self.signs)
 
 
@@ -76,12 +68,10 @@ class ToolFormat(_Format):
     parser: type[MarkedParser] | type[ListedParser] = MarkedParser
     marks: CallMarks = _NO_MARKS
     ids: str = "call_{hex}"
-    """See CallIds.form."""
 
     def reader(
         self, ids: CallIds, hidden: tuple[str, ...], tools: Tools
     ) -> MarkedParser | ListedParser:
-        """A parser of one text."""
         return self.parser(ids, hidden, tools, self.marks)
 
 
@@ -91,15 +81,13 @@ class ReasoningFormat(_Format):
 
     marks: ReasoningMarks = _THINK
     channels: bool = False
-    """The whole answer is in harmony's channels; the marks are for constraints then."""
+    """The whole answer is in harmony's channels; the marks are for constraints."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that must be seen also where they are special tokens."""
         return HARMONY_MARKERS if self.channels else (*self.marks.openers, *self.marks.closers)
 
     def split(self, begins: Opening) -> ReasoningSplit | HarmonySplit:
-        """What divides one text."""
         return HarmonySplit() if self.channels else ReasoningSplit(self.marks, begins)
 
 
@@ -139,7 +127,6 @@ def _deepseek(head: str, arguments: str, behind: str = "") -> str:
 
 
 def _deepseek_marks(head: str, head_end: str) -> CallMarks:
-    """The name follows a separator, which in older versions the kind of tool precedes."""
     return CallMarks(
         openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         closers=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
@@ -269,7 +256,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "json": ToolFormat(write=_object, parser=ListedParser, marks=CallMarks(bare=True)),
 }
-"""By the name that `--tool-call-parser` takes. The first row that a template's signs name is taken."""
+"""Formats by the names of `--tool-call-parser`; the first one whose signs a template holds is used.
+"""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
@@ -305,14 +293,14 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "deepseek_v3": ReasoningFormat(signs=(("<｜Assistant｜>", "</think>"),)),
     "qwen3": ReasoningFormat(signs=(("<think>",), ("</think>",))),
 }
-"""By the name that `--reasoning-parser` takes."""
+"""Formats by the names of `--reasoning-parser`."""
 
 
 def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str, ToolFormat] | None:
-    """A row and its name: the one asked for, by `auto` the model's, hermes' if nothing tells; None
-    by `none`.
+    """Return the format asked for and its name: for `auto` the model's, else hermes; None for
+    `none`.
 
-    Raises ConfigError for a name that is not in the table.
+    Raises ConfigError for an unknown name.
     """
     if asked != "auto":
         return _asked("tool-call-parser", TOOL_FORMATS, asked)
@@ -322,10 +310,9 @@ def tool_format(asked: str, template: str | None, model_type: str) -> tuple[str,
 def reasoning_format(
     asked: str, template: str | None, model_type: str
 ) -> tuple[str, ReasoningFormat] | None:
-    """A row and its name: the one asked for, by `auto` the model's; None by `none`, or if it shows
-    none.
+    """Return the format asked for and its name: for `auto` the model's, if any; None for `none`.
 
-    Raises ConfigError for a name that is not in the table.
+    Raises ConfigError for an unknown name.
     """
     if asked != "auto":
         return _asked("reasoning-parser", REASONING_FORMATS, asked)
@@ -333,9 +320,7 @@ def reasoning_format(
 
 
 def load_plugin(path: str) -> None:
-    """Run an operator's Python file, which adds rows to the table. Raises ConfigError with what is
-    wrong with it.
-    """
+    """Run an operator's Python file, which adds rows to the tables. Raises ConfigError."""
     try:
         spec = importlib.util.spec_from_file_location(
             "kvrelay_tool_parser_plugin", Path(path).expanduser()
@@ -363,7 +348,6 @@ def _asked(flag: str, formats: Mapping[str, _F], name: str) -> tuple[str, _F] | 
 def _chosen(
     formats: Mapping[str, _F], template: str | None, model_type: str
 ) -> tuple[str, _F] | None:
-    """By the template first: a model type is shared by models that were taught different things."""
     for name, row in formats.items():
         if row.signed(template or ""):
             return name, row

@@ -1,7 +1,7 @@
-"""One node's part of one request: what to submit to the engine, and how its updates become frames.
+"""One node's part of one request: what to submit to the engine, and how updates become frames.
 
-Each choice of the answer is an engine request of its own; all but the first fork from it. The base
-class serves a request to its end; prefill_node/request.py ends it with a hand-over instead.
+Each choice is an engine request of its own; all but the first fork from it. prefill_node/request.py
+ends a request with a hand-over instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["NodeRequest", "fork_submits"]
 
 
 def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
-    """A request of the engine for each choice; `generated` are the output tokens it has. The first
-    gets `first`'s id and fetch, the others share its prompt.
+    """Return an engine request for each choice, with the output tokens that it has.
+
+    The first one gets `first`'s id and fetch, the others share its prompt.
     """
     submits: list[Submit] = []
     for choice, tokens in generated.items():
@@ -44,11 +45,10 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
 
 
 class NodeRequest:
-    """`done` once the last frame was made, also when the engine has not ended all requests (a stop
-    string was hit).
+    """A request on this node. `done` once its last frame is made, before the engine is done
+    perhaps.
 
-    `submits` are those of the choices that are not over yet; choice i of the answer is
-    `writer.choices[i]`.
+    `submits` are the choices that are not over yet; choice i of the answer is `writer.choices[i]`.
     """
 
     def __init__(self, submits: Sequence[Submit], writer: AnswerWriter) -> None:
@@ -57,15 +57,13 @@ class NodeRequest:
         self.done = False
         self.finish: Finish | None = None
         self.timing: Timing | None = None
-        """The newest from the engine, of the first request."""
+        """The newest from the engine, of the first choice."""
         self.unneeded: Submit | None = None
-        """A request with a claim on KV elsewhere that needs none: the claim is to be given up."""
+        """A request whose claim on KV elsewhere is to be given up."""
         self._kv_error: str | None = None
-        """Why KV did not come; empty once the router has been told."""
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
         self._tells_load = True
-        """The next frame with tokens is the first."""
 
     def constrain(self, constraint: Constraint) -> None:
         """Give all choices this constraint in place of theirs."""
@@ -77,20 +75,17 @@ class NodeRequest:
         ]
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """What can be said before the engine says anything; all, if the leg has nothing for the
-        engine.
-        """
+        """Return the frames before the engine's first; all of them if nothing is submitted."""
         return iter(())
 
     def over(self, request_id: str) -> bool:
-        """Whether this request of the engine has nothing more to say, whatever the engine thinks of
-        it.
-        """
+        """Return whether an engine request has nothing more to say."""
         return request_id not in self._live
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded,
-        RequestError.
+        """Return the frames of an engine update.
+
+        Raises what ended the request: NodeFailed, KvNotLoaded, RequestError.
         """
         if update.fetch_error is not None and self._kv_error is None:
             self._kv_error = update.fetch_error.partition(":")[0]
@@ -128,15 +123,12 @@ class NodeRequest:
     def last_frames(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
     ) -> Iterator[Frame]:
-        """A choice has ended; the leg does when all have."""
         yield self.ended(choice, payload + self.writer.end(choice, finish), update, finish, load)
 
     def tokens(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load
     ) -> Frame:
-        """A frame about one choice. `finish`: if it has ended. The leg's first one with tokens
-        tells the load.
-        """
+        """Return a frame about one choice. The first one with tokens tells the load."""
         tells, self._tells_load = self._tells_load, self._tells_load and not update.token_ids
         return Frame(
             FrameKind.TOKENS,
@@ -153,7 +145,7 @@ class NodeRequest:
     def ended(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
     ) -> Frame:
-        """A frame about the end of a choice; the last of the leg if all have ended."""
+        """Return a frame about the end of a choice, the last one if all have ended."""
         frame = self.tokens(choice, payload, update, finish, load)
         if not self.writer.ended:
             return frame
@@ -169,7 +161,7 @@ class NodeRequest:
         )
 
     def error(self, why: KvrelayError) -> Frame:
-        """The leg broke."""
+        """Return the frame of a request that broke."""
         self.done = True
         self.finish = Finish.ERROR
         told = self._untold_kv_error()
@@ -186,7 +178,7 @@ class NodeRequest:
         return cause or ""
 
     def stages(self, update: RequestUpdate) -> dict[str, float] | None:
-        """Milliseconds of each stage inside the engine, at the last update."""
+        """Return milliseconds of each stage in the engine, as of the last update."""
         if self.timing is None:
             return None
         stages = stages_ms(self.timing)

@@ -90,7 +90,6 @@ _LIMITS: dict[str, dict[str, Schema]] = {
     "ContentPart": {"type": {"enum": ["text"]}},
     "DetokenizeRequest": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
 }
-"""Limits beyond the types, where a schema can state them."""
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -167,9 +166,7 @@ class _Operation:
     path: str
     about: str
     asks: tuple[Any, ...] = ()
-    """Types of the JSON body; a request has one of them."""
     answers: Any = None
-    """The type of the JSON answer, or a media type."""
     streams: bool = False
     query: Mapping[str, Schema] = field(default_factory=dict)
 
@@ -316,7 +313,6 @@ def _types_of(each: _Operation) -> Iterator[Any]:
 
 
 def _used(schema: Any, components: Mapping[str, Schema]) -> set[str]:
-    """Names of the components that a schema refers to, directly or through others."""
     found: set[str] = set()
     pending = [msgspec.json.encode(schema).decode()]
     while pending:

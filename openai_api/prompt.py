@@ -1,4 +1,8 @@
-"""The prompt of a request as token ids: rendered, tokenized once, and truncated as the client asks."""
+"""The prompt of a request as token ids: rendered, tokenized once, and truncated as asked.
+
+A text that cannot fit the context is refused by its bytes, or after its first parts were tokenized.
+Of a text that is truncated only an end is tokenized.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,7 @@ __all__ = [
 _LIKELY_BYTES_PER_TOKEN = 6
 _SLICE_CHARS = 256 << 10
 _CUT_TOKENS = 16
-"""A cut through a word adds fewer."""
 _MAX_COUNTED_BYTES = 1 << 20
-"""Of a text whose tokens are counted, whether or not they fit a context."""
 _MARGIN_CHARS = 4096
 # Tokenizers begin a token at a space like this. Marks, numbers and other white space may go into
 # one with it.
@@ -38,7 +40,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
 class Prompts:
-    """The prompts of one model's requests."""
+    """A model's prompts."""
 
     def __init__(
         self,
@@ -49,11 +51,10 @@ class Prompts:
         trusts_request_templates: bool,
         tool_format: ToolFormat | None = None,
     ) -> None:
-        """`chat_template`: None takes the model's. Templates of requests are refused unless they
-        are trusted.
+        """Templates of requests are refused unless they are trusted.
 
-        `tool_format` is how the model writes calls, as it is told where a template does not render
-        tools; None: hermes.
+        `chat_template` replaces the model's. `tool_format` is how calls are written in prompts
+        whose template does not render tools, by default hermes'.
         """
         self._write = (tool_format or TOOL_FORMATS["hermes"]).write
         self._tokenizer = tokenizer
@@ -65,8 +66,9 @@ class Prompts:
     def all_token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[list[int]]:
-        """Each prompt of a request; a chat has one. `fits`: it must fit the context. Raises
-        RequestError.
+        """Return each prompt of a request; a chat has one. Raises RequestError.
+
+        `fits`: it must fit the context.
         """
         if isinstance(request, ChatRequest):
             return [self.token_ids(request, fits=fits)]
@@ -79,7 +81,7 @@ class Prompts:
     def token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[int]:
-        """The prompt of a chat, or of a completion with one prompt. Raises RequestError."""
+        """Return the prompt of a chat, or of a completion with one prompt. Raises RequestError."""
         if isinstance(request, ChatRequest):
             text, special = self._chat(request), bool(request.add_special_tokens)
         elif isinstance(request.prompt, str):
@@ -99,14 +101,6 @@ class Prompts:
         return self._tokenizer.encode(text, special)
 
     def _end(self, text: str, special: bool, kept: int) -> list[int]:
-        """Encode as much of the end of a text as has `kept` tokens, and return these.
-
-        They are those of the whole text: what is encoded begins between two words, where a token
-        begins whatever stands before. Where 4,096 characters hold no two words it begins anywhere,
-        and the tokens that this changes are dropped. Only a text without any place at which its
-        tokens must end, such as one letter a million times, may be divided in another way than as a
-        whole.
-        """
         chars = kept * _LIKELY_BYTES_PER_TOKEN + _MARGIN_CHARS
         while chars < len(text):
             start = len(text) - chars
@@ -123,7 +117,7 @@ class Prompts:
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
     ) -> Beginning:
-        """What an answer to this prompt begins with."""
+        """Return what an answer to this prompt begins with."""
         text = None
         if isinstance(request, CompletionRequest) and request.echo:
             whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
@@ -131,7 +125,6 @@ class Prompts:
         return beginning_of(request, token_ids, text if isinstance(text, str) else None)
 
     def _chat(self, request: ChatRequest) -> str:
-        """The rendered prompt, with the special tokens that the template writes."""
         if request.chat_template is not None and not self._trusts_request_templates:
             raise RequestError(
                 "chat_template of a request is refused here: a template is a program; start the "
@@ -158,9 +151,6 @@ class Prompts:
         )
 
     def _check_length(self, text: str, field: str, *, fits: bool) -> None:
-        """Raise RequestError for a text that is surely longer than the context, or too long to
-        count its tokens.
-        """
         context, size = self._max_model_len, len(text.encode("utf-8", "surrogatepass"))
         likely = context * _LIKELY_BYTES_PER_TOKEN
         if not fits:
@@ -201,12 +191,11 @@ _ASSISTANT = "assistant"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Of every choice of an answer."""
+    """The beginning of each choice of an answer."""
 
     role: str = _ASSISTANT
     echo: str = ""
     prompt_token_ids: Sequence[int] | None = None
-    """If the client asks for token ids."""
 
 
 def beginning_of(
@@ -214,7 +203,6 @@ def beginning_of(
     prompt_token_ids: Sequence[int],
     prompt_text: str | None,
 ) -> Beginning:
-    """`prompt_text` is what a completion repeats if it was asked to."""
     ids = prompt_token_ids if request.return_token_ids else None
     if isinstance(request, CompletionRequest):
         return Beginning(echo=(prompt_text or "") if request.echo else "", prompt_token_ids=ids)

@@ -1,4 +1,9 @@
-"""Splitting reasoning from the answer: `<think>` blocks and gpt-oss's harmony channels. Pure."""
+"""Splitting reasoning from the answer: `<think>` blocks and gpt-oss's harmony channels. Pure.
+
+Many templates open reasoning in the prompt, so the answer begins inside it; the prompt's end shows
+that. Reasoning without an end is reasoning to the last character. White space next to markers
+belongs to neither part.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +25,29 @@ __all__ = ["HarmonySplit", "HARMONY_MARKERS", "Opening", "ReasoningMarks", "Reas
 
 
 class Opening(enum.Enum):
-    """How an answer begins, as far as its prompt says."""
+    """How an answer begins, as far as its prompt shows."""
 
     INSIDE = enum.auto()
-    """In the middle of reasoning: the prompt has opened it."""
+    """Inside reasoning: the prompt has opened it."""
     BEHIND = enum.auto()
-    """With the content: the prompt has closed it (which is how templates switch thinking off)."""
+    """With content: the prompt has closed reasoning, which is how templates switch it off."""
     FREE = enum.auto()
-    """The model may open it."""
+    """The model may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What a model writes around its reasoning. Any of the openers and of the closers; the first
-    ones are its own.
-    """
+    """A model's markers around its reasoning; the first of each are those it writes itself."""
 
     openers: tuple[str, ...] = ("<think>",)
     closers: tuple[str, ...] = ("</think>",)
     ends: tuple[str, ...] = ()
-    """What ends it, too, and belongs to the content."""
+    """Markers that end it and belong to the content."""
     assumed: bool = False
-    """The answer begins with it, whether or not it is opened."""
+    """The answer begins with reasoning, even if it is not opened."""
 
     def opening(self, prompt_end: str) -> Opening:
-        """How the answer to a prompt with this end begins; the last 64 characters are enough."""
+        """Return how the answer to a prompt with this end begins."""
         end = prompt_end.rstrip()
         if end.endswith(self.closers):
             return Opening.BEHIND
@@ -52,7 +55,7 @@ class ReasoningMarks:
 
 
 class ReasoningSplit:
-    """Takes an answer's text in pieces that may be cut anywhere; gives Reasoning and Content."""
+    """A splitter of text, cut anywhere, into Reasoning and Content."""
 
     def __init__(self, marks: ReasoningMarks, begins: Opening) -> None:
         self._openers, self._closers = marks.openers, marks.closers
@@ -65,7 +68,7 @@ class ReasoningSplit:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """What has become certain with this text."""
+        """Return what has become certain with this text."""
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -73,7 +76,7 @@ class ReasoningSplit:
         return parts
 
     def finish(self) -> list[Part]:
-        """The rest, now that nothing follows."""
+        """Return the rest, now that nothing follows."""
         if self._state == self._start:
             self._state = self._thinking if self._inside else self._content
         parts = self.push("")
@@ -82,7 +85,6 @@ class ReasoningSplit:
         return joined([*parts, Reasoning(rest)]) if rest else parts
 
     def _start(self) -> bool:
-        """Before anything that counts; the model may open what the prompt has opened already."""
         text = self._buffer.lstrip()
         opener = next((each for each in self._openers if text.startswith(each)), None)
         if opener is not None:
@@ -144,9 +146,10 @@ _HEADS = ("<|", "to=")
 
 
 class HarmonySplit:
-    """Takes an answer's text in pieces that may be cut anywhere; gives Reasoning and Content.
+    """A splitter of harmony's channels into Reasoning and Content.
 
-    A call stays in the content as a message of its own, for the tool parser.
+    A call stays in the content as a message of its own, for the tool parser. The prompt ends with
+    `<|start|>assistant`, so the answer begins with the head of a message.
     """
 
     def __init__(self) -> None:
@@ -158,7 +161,6 @@ class HarmonySplit:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """What has become certain with this text."""
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -166,7 +168,7 @@ class HarmonySplit:
         return parts
 
     def finish(self) -> list[Part]:
-        """The rest, now that nothing follows. A head without a message is no content."""
+        """Return the rest. A head without a message is no content."""
         if self._buffer and self._state != self._head:
             self._parts.append(self._part(self._buffer))
         self._buffer = ""
@@ -174,7 +176,6 @@ class HarmonySplit:
         return parts
 
     def _start(self) -> bool:
-        """Where a head is due. A constrained answer may have none: then all of it is content."""
         text = self._buffer.lstrip()
         if any(head.startswith(text) for head in _HEADS):
             self._state = self._head if text in _HEADS else self._start

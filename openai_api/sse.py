@@ -18,12 +18,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: bytes) -> bytes:
-    """One event with one line of data; `payload` is JSON and so holds no line break."""
+    """Return an event with one line of data; JSON holds no line break."""
     return b"data: %b\n\n" % payload
 
 
 def error_event(error: KvrelayError) -> bytes:
-    """How a stream that has begun ends when it breaks. The official client raises APIError from it."""
+    """Return the end of a stream that broke, from which the official client raises APIError."""
     return event(error.json()) + DONE
 
 
@@ -36,8 +36,9 @@ class _Body(msgspec.Struct):
 
 
 def joined_body(bodies: Sequence[bytes]) -> bytes:
-    """One JSON body of those of all parts, in order: the first one's head, all choices, usage
-    summed.
+    """Return the JSON bodies of a completion's prompts as one, with all choices and summed usage.
+
+    Pure bytes work: choices are not decoded.
     """
     whole = msgspec.json.decode(bodies[0], type=dict[str, Raw])
     parts = [msgspec.json.decode(body, type=_Body) for body in bodies]
@@ -54,7 +55,7 @@ def joined_end(
     created: int,
     model: str,
 ) -> bytes:
-    """What ends a stream: the usage of all parts, if it is asked for, and [DONE]."""
+    """Return the end of a joined stream: the usage of all prompts, if asked for, and [DONE]."""
     if not include_usage:
         return sse.DONE
     chunk = CompletionChunk(response_id, "text_completion", created, model, [], _sum(counts))

@@ -41,17 +41,14 @@ STAGES = (
     "total",
 )
 TOLD = "told"
-"""No stage, and for the router only: from the news that the KV is complete to the token of the
-first step.
+"""Time from the news that the KV is complete to the token of the first step; for the router only.
 """
 MOVED = "transfer_bytes"
-"""No stage and no time, and for the router only: bytes of KV that were fetched."""
+"""Bytes of KV that were fetched; for the router only."""
 
 
 def stages_ms(timing: Timing) -> dict[str, float]:
-    """Milliseconds of the stages that a request went through in one engine, TOLD, and MOVED if
-    anything was.
-    """
+    """Return milliseconds of a request's stages in one engine, with TOLD and MOVED."""
     stages_s: dict[str, float] = {}
     if timing.transfer_s:
         if timing.prefill_s:
@@ -69,10 +66,9 @@ def stages_ms(timing: Timing) -> dict[str, float]:
 
 
 def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
-    """The end of an answer, a stream or a JSON body, whose last JSON object gets a member `kvrelay`
-    with milliseconds.
+    """Add a member `kvrelay` with milliseconds to the last JSON object of an answer's end.
 
-    Bytes are put into bytes: nothing is decoded, and all others stay what they are.
+    Nothing is decoded: all other bytes stay what they are.
     """
     tail = b"}\n\n" + sse.DONE
     if not end.endswith(tail):
@@ -84,7 +80,7 @@ def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:
 
 
 class StageTime(NamedTuple):
-    """A stage, from `start` to `end`."""
+    """A stage of a request, from `start` to `end`."""
 
     name: str
     start: float
@@ -92,7 +88,11 @@ class StageTime(NamedTuple):
 
 
 def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
-    """The stages of a leg that was here from `began` to `ended`, those that took no time left out."""
+    """Return the stages of a request that was here from `began` to `ended`, without empty ones.
+
+    An engine reports durations, which follow each other without gaps, so they are counted back from
+    the end. Seconds of one clock.
+    """
     decode = max(began, ended - timing.decode_s)
     prefill = max(began, decode - timing.prefill_s)
     spent: list[StageTime] = []

@@ -1,9 +1,7 @@
-"""What a request asks of the form of its answer, as one value: response_format, structured_outputs,
-guided_* fields.
+"""What a request asks of its answer's form: response_format, structured_outputs, guided_*.
 
-Light: whether a schema, an expression or a grammar can be followed is said where it is compiled
-(paged_engine/grammar.py). Names and meanings are OpenAI's and vLLM's; `guided_decoding_backend` is
-ignored, because one library serves all kinds.
+Names are OpenAI's and vLLM's. Whether a schema, regex or grammar can be followed is decided where
+it is compiled (paged_engine/grammar.py).
 """
 
 from __future__ import annotations
@@ -37,8 +35,9 @@ _MAX_TAGS = 128
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
-    """The one constraint that a request names, None if the answer is free. Raises RequestError, for
-    several too.
+    """Return the one constraint of a request, None if the answer is free.
+
+    Raises RequestError, also for several.
     """
     # A forced tool call leaves no message whose format could matter.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
@@ -64,8 +63,9 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
 def bad_word_ids(
     words: list[str] | None, encode: Callable[[str], list[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, at the beginning of a text and behind a space. Raises RequestError
-    for an empty word.
+    """Return token ids of each word, at the beginning of a text and after a space.
+
+    Raises RequestError for an empty or long word.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words or ():
@@ -121,7 +121,6 @@ def _guided(request: SamplingFields) -> Iterator[Constraint]:
 
 
 def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
-    """vLLM's object of one kind, with what goes with it."""
     given = {
         key: value
         for key, value in (asked or {}).items()
@@ -149,7 +148,6 @@ def _structured(asked: dict[str, Any] | None) -> Iterator[Constraint]:
 
 
 def _of(kind: ConstraintKind, value: Any, field: str) -> Constraint:
-    """The constraint that a field's value stands for."""
     if kind == "json":
         if isinstance(value, str):
             return Constraint(kind, value, field=field)

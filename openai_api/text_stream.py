@@ -1,7 +1,6 @@
 """Token ids in, text out: holds back what is not certain yet, and finds stop strings. Pure.
 
-The state is a function of the token ids alone. So it is never sent to another node: replaying the
-ids there makes it again, to the character.
+The state depends on the token ids only, so another node rebuilds it by replaying them.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ __all__ = ["TextStream"]
 
 
 class TextStream:
-    """The text of one answer. Held back are parts of a character and what may become a stop string.
+    """The text of one answer. Parts of a character and of a possible stop string are held back.
 
-    Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens
-    have no text if `skip_special_tokens`, but for those in `rendered`.
+    Stop strings are not looked for in the text of the first `min_tokens` tokens. If
+    `skip_special_tokens`, only those in `rendered` have text.
     """
 
     def __init__(
@@ -30,11 +29,11 @@ class TextStream:
         rendered: frozenset[int] = frozenset(),
     ) -> None:
         self.stop_hit: str | None = None
-        """The stop string that ended the text; tokens after it have no text."""
+        """The stop string that ended the text."""
         self.sent = 0
         """Characters released so far."""
         self.decoded = 0
-        """Characters decoded so far, also those held back: where the text of the next token begins."""
+        """Characters decoded so far, with those held back: where the next token's text begins."""
         self._bytes_of = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         if rendered:
@@ -47,7 +46,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """The text that may be sent now."""
+        """Return the text that may be sent now."""
         if self.stop_hit is not None:
             return ""
         text = "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
@@ -58,7 +57,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return what was held back, now that nothing follows."""
         if self.stop_hit is not None:
             return ""
         rest = self._utf8.decode(b"", final=True)
@@ -68,9 +67,6 @@ class TextStream:
         return rest
 
     def _certain(self, text: str) -> str:
-        """The part of held-back and new text that no stop string can begin in any more; sets
-        `stop_hit`.
-        """
         if self._unstoppable > 0:
             self._unstoppable -= 1
             return text
@@ -85,9 +81,6 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the one that is complete first, wherever tokens are cut; the
-        longest of several.
-        """
         found = [
             (start + len(stop), start, stop)
             for stop in self._stop
@@ -99,7 +92,6 @@ class TextStream:
         return start, stop
 
     def _beginning_at_end(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
         if not text or text[-1] not in self._beginnings:
             return 0
         longest = 0

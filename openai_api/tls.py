@@ -1,9 +1,7 @@
-"""TLS of servers and of the router as a client of nodes: contexts whose files are read again when
-they have changed.
+"""TLS contexts that read their files again when these change.
 
-Nothing has to be told and nothing runs beside: a connection that begins looks at the files, once a
-second at most. Connections that are open keep what they began with. Files that cannot be used leave
-everything as it was.
+A new connection checks the files, at most once a second; open ones keep what they began with. Files
+that cannot be used leave everything as it was.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _Stamp = list[tuple[int, int, int] | None]
 
 
 class Served(Protocol):
-    """The settings of a server that decide how it serves; see RouterConfig and NodeConfig."""
+    """A server's settings of TLS."""
 
     @property
     def ssl_certfile(self) -> str: ...
@@ -40,7 +38,7 @@ class Served(Protocol):
 
 
 def server_context(config: Served) -> ssl.SSLContext | None:
-    """Make the context to serve https with; None for http. Raises ConfigError."""
+    """Return the context to serve https with; None for http. Raises ConfigError."""
     if not config.ssl_certfile:
         return None
 
@@ -64,8 +62,7 @@ def server_context(config: Served) -> ssl.SSLContext | None:
 
 
 def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SSLContext:
-    """Make a context that is made anew when one of these files has changed; by setting, empty for
-    none.
+    """Return a context that is made again when one of `files` (by setting) has changed.
 
     Raises ConfigError if it cannot be made now.
     """
@@ -84,10 +81,6 @@ def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SS
 
 
 class _Renewed(ssl.SSLContext):
-    """The context that servers and clients are given. Each connection is made by the newest one
-    that there is.
-    """
-
     def __new__(cls, made: ssl.SSLContext, *_: Any) -> _Renewed:
         return super().__new__(cls, made.protocol)
 
@@ -102,7 +95,6 @@ class _Renewed(ssl.SSLContext):
         self._looked_at = time.monotonic()
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin a connection, as event loops do."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now
@@ -128,9 +120,7 @@ class _Renewed(ssl.SSLContext):
 
 
 def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    """Give a context its own certificate, with the key's file if that is another one. Raises
-    OSError.
-    """
+    """Give a context its own certificate and key. Raises OSError."""
     # Never asks at a terminal for a password.
     context.load_cert_chain(certfile, keyfile or None, password=lambda: "")
 

@@ -127,7 +127,6 @@ def _folder_tokenizer(folder: Path, backend: Backend) -> Tokenizer:
 
 
 def _decoding(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
-    """Return (bytes of a vocabulary entry, whether encoding puts a space before a text)."""
     steps = _steps(backend.decoder)
     known = steps or _steps(backend.pre_tokenizer)
     if "ByteLevel" in known:
@@ -160,7 +159,6 @@ def _before_space(piece: str, suffix: str) -> bytes:
 
 
 def _eos_token_ids(config: Path) -> tuple[int, ...]:
-    """By the engine's rule: generation_config.json, else the model's config."""
     for values in (read_object(config.parent / "generation_config.json"), read_object(config)):
         found = values.get("eos_token_id")
         if found is not None:
@@ -169,7 +167,6 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Templates by name: the files, else the config's, which holds one or a list of named ones."""
     default, tool_use = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
     files = {"default": folder / default, "tool_use": folder / tool_use}
     named: dict[str, Any] = {}
@@ -185,7 +182,6 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A token is written as a text, or as an object with its text in `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

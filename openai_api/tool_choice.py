@@ -1,7 +1,7 @@
-"""What a chat request asks of tools: none, auto, required or one by name; checked. Pure and light.
+"""What a chat request asks of tools: none, auto, required or one by name. Pure and light.
 
-Auto needs a parser of what the model writes (openai_api/tool_parsers.py). Required and named need
-none: the output is constrained to a JSON schema, which is made here.
+Auto needs a parser of the model's calls. Required and named need none: the output is constrained to
+a JSON schema, which is made here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {
 
 
 class Choice(enum.Enum):
-    """The kinds of `tool_choice`."""
+    """A kind of `tool_choice`."""
 
     NONE = "none"
     AUTO = "auto"
@@ -37,21 +37,20 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request asks of tools. `name` is set with NAMED; not `parallel`: one call at most."""
+    """The tools of a request. `name` is set with NAMED; without `parallel` there is one call at
+    most.
+    """
 
     choice: Choice = Choice.NONE
     tools: tuple[Mapping[str, Any], ...] = ()
-    """For the chat template, as the client wrote them. Empty with NONE: what is not shown is not
-    called.
-    """
+    """Tools as the client wrote them, for the chat template; empty with NONE."""
     name: str = ""
     parallel: bool = True
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer's content is constrained to, or None (none, auto).
+        """Return the JSON schema that the content is constrained to; None for none and auto.
 
-        Named: of the arguments alone. Required: of a list of {"name", "parameters"}. Raises
-        RequestError.
+        Named: of the arguments. Required: of a list of {"name", "parameters"}. Raises RequestError.
         """
         if self.choice is Choice.NAMED:
             return dict(
@@ -74,7 +73,7 @@ class ToolUse:
 
 
 def asked_tools(request: ChatRequest) -> ToolUse:
-    """What a request asks of tools. Raises RequestError."""
+    """Return what a request asks of tools, checked. Raises RequestError."""
     return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
 
 
@@ -83,7 +82,6 @@ def tool_use(
     tool_choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
 ) -> ToolUse:
-    """The request's three fields, checked. Raises RequestError that names the field."""
     names = _checked_names(tools or ())
     # An empty list of tools is a client's way to have none, whatever else it sends.
     if tool_choice is None or (tools == [] and isinstance(tool_choice, str)):
@@ -125,7 +123,6 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
 
 
 def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the tools, each of which is one that can be called."""
     check_tools(tools)
     names: list[str] = []
     for i, tool in enumerate(tools):
@@ -169,7 +166,6 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
     found: Mapping[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
     return found if "type" in found or "$ref" in found else {"type": "object", **found}
 
@@ -189,7 +185,6 @@ def _call_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str) -> Any:
-    """The same schema with references that hold where it stands at `root` of another one."""
     if isinstance(value, Mapping):
         return {
             key: root + below[1:]

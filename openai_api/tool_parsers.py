@@ -1,14 +1,12 @@
-"""Generated text into content and tool calls, as it comes. Pure.
+"""Generated text as content and tool calls, while it comes. Pure.
 
-Two parsers and Mistral's are all the ways in which models write calls; what differs between models
-is a row of marks (openai_api/model_formats.py). Pieces may be cut anywhere, and what comes out is a
-function of the text: a node that goes on with an answer replays its text. A call is told as soon as
-it is certain to be one (its name and the first character of its arguments); what is malformed
-before that is content, and nothing of it is lost. What breaks later leaves a call with broken
-arguments, and the rest is content. White space next to calls is no content.
+What differs between models is a row of marks (model_formats.py). Text may be cut anywhere, and the
+result depends on the text only: a node that continues an answer replays it. A call is reported once
+its name and the first character of its arguments are there. What is malformed before that is
+content; what breaks later leaves a call with broken arguments, and the rest is content. White space
+next to calls is no content.
 
-Markers that are special tokens in a vocabulary (`hidden`) never become content, not even those of
-malformed calls.
+Markers that are special tokens (`hidden`) never become content.
 """
 
 from __future__ import annotations
@@ -47,24 +45,21 @@ _MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/tool_choice.py)
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """What a model writes around its calls."""
+    """A model's markers around its calls."""
 
     openers: tuple[str, ...] = ()
-    """Markers that open calls."""
     closers: tuple[str, ...] = ()
     """Markers behind calls, which are never content there."""
     inner: tuple[str, ...] = ()
-    """Further ones that the parser must see, though they may be special tokens, which otherwise
-    have no text.
-    """
+    """Further markers that must be rendered even if they are special tokens."""
     head: str | None = None
-    """A pattern for what stands before the arguments, with the group `name`. None: the object holds
-    the name.
+    """A pattern for the text before the arguments, with a group `name`. None: the object holds the
+    name.
     """
     head_end: str = ""
     """A pattern for the end of the head."""
     tags: CallTags | None = None
-    """How the arguments are written, if not in JSON."""
+    """The syntax of arguments, if it is not JSON."""
     bare: bool = False
     """The text may begin with a call, without a marker."""
     python: bool = False
@@ -72,15 +67,14 @@ class CallMarks:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All that a parser must see."""
         return (*self.openers, *self.closers, *self.inner)
 
 
 class TextParser:
-    """The parser that finds no calls, and what all others have in common.
+    """A parser that finds no calls, and the base of those that do.
 
-    A state is a method: it takes what it can from `_buffer` and says whether the next state may go
-    on at once.
+    A state is a method: it consumes what it can of `_buffer`, and returns whether the next state
+    may run.
     """
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
@@ -95,14 +89,14 @@ class TextParser:
         self._has_content = False
 
     def push(self, text: str) -> list[Part]:
-        """What has become certain with this text."""
+        """Return what has become certain with this text."""
         self._buffer += text
         while self._buffer and self._state():
             pass
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """The rest, now that nothing follows."""
+        """Return the rest, now that nothing follows."""
         self._content(self._rest())
         self._buffer = ""
         if self._space and not self.calls:
@@ -115,17 +109,12 @@ class TextParser:
         return parts
 
     def _rest(self) -> str:
-        """What of the buffer is content if nothing follows."""
         return self._without_hidden(self._buffer)
 
     def _text(self) -> bool:
-        """The state of content: up to a marker."""
         return self._content_to(self._hidden) is not None
 
     def _content_to(self, markers: tuple[str, ...]) -> str | None:
-        """Take content and the marker behind it; without one all content up to what may be the
-        beginning of one.
-        """
         found = any_of(markers).search(self._buffer) if markers else None
         if found is not None:
             self._content(self._buffer[: found.start()])
@@ -138,7 +127,6 @@ class TextParser:
         return None
 
     def _content(self, text: str) -> None:
-        """Text for the client. White space waits for what follows."""
         if not text:
             return
         end = len(text.rstrip())
@@ -156,8 +144,6 @@ class TextParser:
 
 
 class _CallParser(TextParser, abc.ABC):
-    """What parsers have in common that look for calls in a text."""
-
     def __init__(
         self,
         ids: CallIds,
@@ -165,9 +151,6 @@ class _CallParser(TextParser, abc.ABC):
         tools: Tools = (),
         marks: CallMarks | None = None,
     ) -> None:
-        """`tools` are the request's, checked; they say which arguments are texts where a model does
-        not.
-        """
         super().__init__(ids, hidden)
         self._marks, self._tools = marks or CallMarks(), tools
         openers = self._marks.openers
@@ -178,11 +161,11 @@ class _CallParser(TextParser, abc.ABC):
 
     @abc.abstractmethod
     def _opened(self) -> None:
-        """A marker has opened a call."""
+        pass
 
     @abc.abstractmethod
     def _call_ended(self, whole: bool) -> None:
-        """A call is complete, or has broken in its arguments or behind them."""
+        pass
 
     def _rest(self) -> str:
         return self._without_hidden("".join(self._held) + self._buffer)
@@ -201,7 +184,6 @@ class _CallParser(TextParser, abc.ABC):
         return True
 
     def _call(self) -> bool:
-        """A call, read by `_reader`."""
         reader = self._reader
         assert reader is not None
         end = reader.feed(self._buffer)
@@ -234,15 +216,12 @@ class _CallParser(TextParser, abc.ABC):
         self._state = self._call
 
     def _release(self) -> None:
-        """What was held is no call."""
         self._content(self._without_hidden("".join(self._held)))
         self._held.clear()
 
 
 class MarkedParser(_CallParser):
-    """Calls between markers, any number: a JSON object with the name in it, or a head with the name
-    and arguments.
-    """
+    """A parser of calls between markers: an object with the name, or a head and arguments."""
 
     def _opened(self) -> None:
         if self._marks.head is None:
@@ -251,7 +230,6 @@ class MarkedParser(_CallParser):
             self._state = self._head
 
     def _head(self) -> bool:
-        """What stands between the marker and the arguments, with the name."""
         marks, text = self._marks, self._buffer.lstrip()
         assert marks.head is not None
         blanks = len(self._buffer) - len(text)
@@ -279,7 +257,6 @@ class MarkedParser(_CallParser):
         return True
 
     def _properties(self, name: str) -> Mapping[str, Any]:
-        """What the request's tool of that name says of its arguments."""
         for tool in self._tools:
             if tool["function"]["name"] == name:
                 found = (tool["function"].get("parameters") or {}).get("properties")
@@ -296,7 +273,6 @@ class MarkedParser(_CallParser):
         return bool(self._buffer)
 
     def _close(self) -> bool:
-        """Behind a call: what stands before its end is content, the marker itself never is."""
         marker = self._content_to((*self._marks.closers, *self._sought))
         if marker is None:
             return False
@@ -315,9 +291,7 @@ class MarkedParser(_CallParser):
 
 
 class ListedParser(_CallParser):
-    """Calls one behind the other or in a list, as JSON objects or as Python, with separators
-    between them.
-    """
+    """A parser of calls in sequence or in a list, as JSON objects or Python, with separators."""
 
     _SEPARATORS = " \t\r\n,;"
 
@@ -333,7 +307,6 @@ class ListedParser(_CallParser):
             self._state = self._start
 
     def _start(self) -> bool:
-        """Where a call or a list of them may begin."""
         text = self._buffer.lstrip()
         if text.startswith("["):
             self._hold_to(len(self._buffer) - len(text) + 1)
@@ -346,7 +319,6 @@ class ListedParser(_CallParser):
         return bool(text)
 
     def _objects(self) -> bool:
-        """Where a call may stand, or behind one."""
         text = self._buffer.lstrip(self._SEPARATORS)
         self._held.append(self._buffer[: len(self._buffer) - len(text)])
         self._buffer = text
@@ -379,11 +351,10 @@ class ListedParser(_CallParser):
 
 
 class MistralParser(ListedParser):
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or since version 11
-    `[TOOL_CALLS]name{...}` for each.
+    """A parser of `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` or
+    `[TOOL_CALLS]name{...}`.
 
-    Between name and arguments there may be `[CALL_ID]id` and `[ARGS]`, by the version; the id is
-    not used.
+    By version, `[CALL_ID]id` and `[ARGS]` may stand before the arguments; the id is not used.
     """
 
     _NAME = re.compile(r"([^\s{}\[\]]+)(?:\[CALL_ID\][^\s{}\[\]]*)?(?:\[ARGS\])?\s*")
@@ -411,7 +382,6 @@ class MistralParser(ListedParser):
         return True
 
     def _named(self) -> bool:
-        """A name, and the arguments behind it."""
         head, brace, _ = self._buffer.partition("{")
         found = self._NAME.fullmatch(head)
         if brace and found is not None:
@@ -429,14 +399,13 @@ class MistralParser(ListedParser):
 
 
 class NamedParser(TextParser):
-    """The whole text is the arguments of one call, whose name the request gave."""
+    """A parser for which the whole text is the arguments of one named call."""
 
     def __init__(self, ids: CallIds, name: str) -> None:
         super().__init__(ids)
         self._name = name
 
     def push(self, text: str) -> list[Part]:
-        """All of it."""
         if not text:
             return []
         begun: list[Part] = (
@@ -446,5 +415,4 @@ class NamedParser(TextParser):
         return [*begun, Arguments(0, text)]
 
     def finish(self) -> list[Part]:
-        """Nothing is held."""
         return []

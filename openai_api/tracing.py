@@ -1,11 +1,7 @@
-"""OpenTelemetry traces of a server: one span for each request, its stages as children, sent by OTLP
-over HTTP.
+"""OpenTelemetry traces: a span for each request, its stages as children, by OTLP over HTTP.
 
-OpenTelemetry is imported only if an endpoint is configured. Spans are made of times that were taken
-anyway, when the request has ended; at its beginning there is only the span that others are to name
-as their parent. Which traces are kept, the service's name and more facts of it follow
-OpenTelemetry's own variables (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-OTEL_EXPORTER_OTLP_HEADERS and so on). Knows no stage by name.
+OpenTelemetry is imported only if an endpoint is configured, and its own variables (OTEL_*) apply.
+Spans are made when a request has ended, of times that were measured anyway.
 """
 
 from __future__ import annotations
@@ -43,9 +39,7 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
-    """Where traces are sent; empty if nowhere. What is configured wins over OpenTelemetry's
-    variables.
-    """
+    """Return where traces are sent, empty if nowhere; the configuration overrides the environment."""
     if (
         environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or environ.get("OTEL_TRACES_EXPORTER", "") == "none"
@@ -56,9 +50,9 @@ def otlp_endpoint(configured: str, environ: Mapping[str, str]) -> str:
 
 
 def start_tracing(configured: str, service: str) -> Tracing | None:
-    """Tracing of this process, or None if no endpoint is given, by configuration or environment.
+    """Return the tracing of this process, None without an endpoint.
 
-    `service` is its name unless OTEL_SERVICE_NAME gives one. Raises ConfigError if OpenTelemetry is
+    `service` is its name unless OTEL_SERVICE_NAME is set. Raises ConfigError if OpenTelemetry is
     not installed.
     """
     endpoint = otlp_endpoint(configured, os.environ)
@@ -66,15 +60,13 @@ def start_tracing(configured: str, service: str) -> Tracing | None:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace that a W3C traceparent names; empty if it names none."""
+    """Return the trace id of a W3C traceparent, empty if it has none."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else ""
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Of a caller's headers those that are passed on: W3C's traceparent and tracestate, and neither
-    if it is odd.
-    """
+    """Return the valid traceparent and tracestate of a caller, which are passed on."""
     parent, state = header("traceparent"), header("tracestate")
     if parent is None or not _TRACE.fullmatch(parent):
         return {}
@@ -84,7 +76,7 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
 
 
 class RequestSpan:
-    """One request in this process. `headers` go with all that it asks of others; end it once."""
+    """A request in this process. `headers` go with all requests that it makes."""
 
     def __init__(
         self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]
@@ -99,9 +91,7 @@ class RequestSpan:
         ended: float,
         error: str = "",
     ) -> None:
-        """It ended at that monotonic second; `stages` are in monotonic seconds, too. `error`: why
-        it failed.
-        """
+        """End the span at a monotonic second, with its stages; `error` is why it failed."""
         if not self._span.is_recording():
             return
         from opentelemetry.trace import Status, StatusCode
@@ -117,7 +107,7 @@ class RequestSpan:
 
 
 class Tracing:
-    """All spans of a process. Sent in the background; those that nobody takes are dropped."""
+    """The spans of a process. They are sent in the background, or dropped."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         try:
@@ -147,9 +137,7 @@ class Tracing:
         self._carrier = TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], began: float) -> RequestSpan:
-        """A request that came with these headers (traceparent and tracestate count) at that
-        monotonic second.
-        """
+        """Begin the span of a request that came with these headers at a monotonic second."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -163,7 +151,7 @@ class Tracing:
         return RequestSpan(span, child_of, told, self._tracer.start_span)
 
     def close(self, within_s: float = _FLUSH_S) -> None:
-        """Send what is left, for that time at most. Blocks."""
+        """Send what is left, blocking for at most `within_s`."""
         # A thread of its own, because a collector that hangs is waited for longer than a process
         # should.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)

@@ -66,7 +66,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """The schema of a response format. It is always followed, also where `strict` is not set."""
+    """A JSON schema, which is followed even if `strict` is not set."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
@@ -74,9 +74,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`type`: text, json_object, json_schema, or vLLM's structural_tag, which has `structures` and
-    `triggers`.
-    """
+    """The form of an answer: text, json_object, json_schema, or vLLM's structural_tag."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -142,23 +140,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, however they were given."""
         if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only `text` parts are served."""
+    """A part of a message's content; only `text` parts are served."""
 
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a chat. What is not its content goes to the chat template as it is, but for
-    arguments of calls.
-    """
+    """A message of a chat. Templates get all its fields."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -170,7 +165,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def thought(self) -> str | None:
-        """Reasoning, by whichever name it goes."""
         return self.reasoning or self.reasoning_content
 
     @property
@@ -208,7 +202,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is a text, token ids, or a list of one of these."""
+    """POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
@@ -234,14 +228,11 @@ class Usage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, prompt: int, generated: int, cached: int) -> Usage:
-        """From the numbers of tokens."""
         return cls(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character; None beside
-    ids.
-    """
+    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character."""
 
     token: str
     logprob: float
@@ -264,9 +255,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Lists with one entry per token; `text_offset` counts characters of the answer's text. None:
-    not known.
-    """
+    """Lists with one entry per token; `text_offset` counts characters of the answer's text."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -275,7 +264,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """What is known of one token at one place of the prompt. `rank` 1 is the likeliest."""
+    """A token at one place of the prompt; the likeliest has rank 1."""
 
     logprob: float
     rank: int
@@ -283,14 +272,14 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """`arguments` is JSON as the model wrote it; it may be cut off or broken."""
+    """A called function. `arguments` is JSON as the model wrote it, perhaps cut off or broken."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a whole answer."""
+    """A call of a whole answer."""
 
     id: str
     function: CalledFunction
@@ -298,10 +287,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """The answer's message. `content` is None beside tool calls if there is none.
+    """The answer's message. Beside tool calls, `content` may be None.
 
-    `reasoning` is vLLM's name, and always there: its clients read it from every answer. Others call
-    it `reasoning_content`.
+    `reasoning` is vLLM's name, and always there for its clients; others read `reasoning_content`.
     """
 
     role: str
@@ -312,9 +300,7 @@ class ReplyMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One choice of a whole chat answer. `stop_reason` is the stop string or stop token that was
-    hit.
-    """
+    """A choice of a whole chat answer. `stop_reason` is the stop string or token that was hit."""
 
     index: int
     message: ReplyMessage
@@ -339,23 +325,23 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a called function: first the name, then pieces of the arguments."""
+    """An addition to a called function: first the name, then pieces of the arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a call. `id` and `type` are there in its first one only."""
+    """An addition to a call. Only its first chunk has `id` and `type`."""
 
-    index: int
-    function: FunctionDelta
+    index: int | None = None
+    function: FunctionDelta = FunctionDelta()
     id: str | None = None
     type: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message: one of these, reasoning by both of its names."""
+    """An addition to the message; reasoning has both of its names."""
 
     role: str | None = None
     content: str | None = None
@@ -363,9 +349,14 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
+    @property
+    def thought(self) -> str | None:
+        """Reasoning, by either of its names."""
+        return self.reasoning or self.reasoning_content
+
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """`stop_reason` is there in the last chunk only."""
+    """A choice of a chunk. Only the last one has `stop_reason`."""
 
     index: int
     delta: Delta
@@ -376,7 +367,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True):
-    """`stop_reason` is there in the last chunk only."""
+    """A choice of a chunk. Only the last one has `stop_reason`."""
 
     index: int
     text: str
@@ -388,7 +379,7 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One event of a streamed chat. `choices` is empty in the usage chunk and nowhere else."""
+    """An event of a streamed chat. Only the usage chunk has no choices."""
 
     id: str
     object: str
@@ -400,7 +391,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):
-    """One event of a streamed completion. `choices` is empty in the usage chunk and nowhere else."""
+    """An event of a streamed completion. Only the usage chunk has no choices."""
 
     id: str
     object: str
@@ -411,7 +402,7 @@ class CompletionChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One choice of a whole completion."""
+    """A choice of a whole completion."""
 
     index: int
     text: str
@@ -436,10 +427,9 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One served model, as OpenAI's and Anthropic's clients read it.
+    """A served model, for OpenAI's and Anthropic's clients.
 
-    An adapter has a `parent`, the model that it is for; an alias has a `root`, the model that it
-    stands for.
+    An adapter has a `parent`, its base model; an alias has a `root`, the model it stands for.
     """
 
     id: str
@@ -456,7 +446,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, created: int, max_model_len: int) -> ModelCard:
-        """A model's own card; `created` is a Unix second."""
+        """Return a model's own card; `created` is a Unix second."""
         return cls(
             name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat()
         )
@@ -464,7 +454,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     def named(
         self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET
     ) -> ModelCard:
-        """The card of an adapter or an alias of this model or adapter."""
+        """Return the card of an adapter or an alias of this model."""
         return msgspec.structs.replace(
             self,
             id=name,
@@ -475,7 +465,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """GET /v1/models: all of them, which is one page to Anthropic's clients."""
+    """GET /v1/models: all of them, on one page."""
 
     data: list[ModelCard]
     first_id: str | None
@@ -485,14 +475,11 @@ class ModelList(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, cards: list[ModelCard]) -> ModelList:
-        """With these cards."""
         return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """What is read before the prompt: which of the two kinds it is, and what to tell beside the
-    ids.
-    """
+    """POST /tokenize: the fields beside those of a completion or a chat."""
 
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw()
@@ -500,12 +487,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_chat(self) -> bool:
-        """It has messages."""
         return bytes(self.messages).strip() not in (b"", b"null")
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """The answer. `token_strs` are the tokens' texts, if they were asked for."""
+    """The tokens of a prompt. `token_strs` are their texts, if asked for."""
 
     count: int
     max_model_len: int
@@ -521,15 +507,13 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
-    """The answer: the text of the tokens, special ones too."""
+    """The text of tokens, special ones included."""
 
     prompt: str
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
-    """POST /v1/load_lora_adapter: a folder on each node's machine. `load_inplace`: it may replace
-    its namesake.
-    """
+    """POST /v1/load_lora_adapter: a folder on each node; `load_inplace` may replace an adapter."""
 
     lora_name: str
     lora_path: str
@@ -543,7 +527,7 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True):
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
-    """What one node has said."""
+    """The answer of one node."""
 
     url: str
     role: str
@@ -552,7 +536,7 @@ class NodeAnswer(msgspec.Struct, frozen=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """What has happened to an adapter. `nodes`: a router's only."""
+    """What has happened to an adapter. Only a router tells of `nodes`."""
 
     lora_name: str
     message: str

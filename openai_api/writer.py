@@ -1,4 +1,8 @@
-"""Tokens of the engine as the bytes of an answer: SSE events, or one JSON body. Pure."""
+"""Tokens of the engine as the bytes of an answer: SSE events, or one JSON body. Pure.
+
+The state of a choice depends on the request and the token ids only. A writer on another node that
+is given the tokens so far continues where this one stood: the client sees the bytes of one writer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from msgspec.structs import replace
 from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
 from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
-from kvrelay.openai_api.message_stream import MessageParser, PlainMessage
+from kvrelay.openai_api.message_stream import PlainMessage
 from kvrelay.openai_api.prompt import Beginning
 from kvrelay.openai_api.text_stream import TextStream
 from kvrelay.openai_api.tokenizer import Tokenizer
@@ -43,11 +47,10 @@ ChunkChoice = ChatChunkChoice | CompletionChunkChoice
 
 
 class ChoiceWriter:
-    """Call `tokens` for each update and then `end` once; `whole` after it, for an answer that is
-    not streamed.
+    """A choice of an answer. Call `tokens` for each update, `end` once, then `whole` if not
+    streamed.
 
-    `so_far` is what was made elsewhere. Then `stopped` may be true at once (the choice is complete,
-    call `end`), or `ended` (its end is known to the client, call nothing).
+    After a replay of `so_far`, `stopped` may be true (call `end`), or `ended` (call nothing).
     """
 
     def __init__(
@@ -56,19 +59,17 @@ class ChoiceWriter:
         tokenizer: Tokenizer,
         params: SamplingParams,
         index: int,
-        message: MessageParser,
+        message: PlainMessage,
         so_far: ChoiceSoFar,
         beginning: Beginning,
     ) -> None:
-        """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far`
-        are missing.
-        """
+        """Raises RequestError if log-probabilities of `so_far` are missing."""
         self.index = index
         self.token_ids: list[int] = []
-        """All tokens of the choice so far, replayed ones too, none behind a stop string."""
+        """All tokens so far, replayed ones too, none after a stop string."""
         self.ended = False
         self.scored_prompt: ScoredPrompt | None = None
-        """There with the first token, if anything of it is to be said."""
+        """Set with the first token, if the request wants it."""
         self._chat = isinstance(request, ChatRequest)
         self._streams = bool(request.stream)
         self._tokenizer = tokenizer
@@ -108,25 +109,23 @@ class ChoiceWriter:
 
     @property
     def sent_text(self) -> int:
-        """Characters of text that the client has once it has all bytes so far."""
+        """Characters that the client has once it has all bytes so far."""
         return self._stream.sent - len(self._unsent)
 
     @property
     def text(self) -> str:
-        """All of its text; of answers that are not streamed."""
         return "".join(self._text)
 
     @property
     def logprob(self) -> float:
-        """Of the choice as a whole: the sum over its tokens."""
         return sum(entry.logprob for entry in self._logprobs or ())
 
     def tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> list[ChunkChoice]:
-        """Take new tokens; what to say of them now, always nothing if the client does not stream.
+        """Add new tokens and return the chunks to send now, none if the client does not stream.
 
-        With no new tokens: what a replay left unsent. Tokens behind a stop string are dropped.
+        Without new tokens: what a replay left unsent. Tokens after a stop string are dropped.
         """
         text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
         if not self._streams:
@@ -139,7 +138,7 @@ class ChoiceWriter:
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[ChunkChoice]:
-        """The end of the choice; what to say of it. The last one carries the finish reason."""
+        """End the choice and return its last chunks, with the finish reason."""
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
@@ -156,7 +155,7 @@ class ChoiceWriter:
         return [*self._head(), *chunks, replace(last, **reasons)]
 
     def whole(self) -> ChatChoice | CompletionChoice:
-        """The ended choice in a body that is not streamed."""
+        """Return the ended choice of a body that is not streamed."""
         rest = (
             self._finish_reason,
             self._stop_reason,
@@ -174,7 +173,6 @@ class ChoiceWriter:
         return CompletionChoice(self.index, text, logprobs, *rest, ids, self.prompt_logprobs())
 
     def prompt_logprobs(self) -> list[dict[str, PromptLogprob] | None] | UnsetType:
-        """What a whole answer says of the prompt's tokens."""
         if self._prompt_logprobs is None or self.scored_prompt is None:
             return UNSET
         return self.scored_prompt.listed(self._tokenizer, self._prompt_logprobs)
@@ -201,7 +199,6 @@ class ChoiceWriter:
             self.end(so_far.finish)
 
     def _take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
-        """Count tokens up to a stop string; their text that may be sent."""
         released = []
         for i, token in enumerate(token_ids):
             if self.stopped or self._prompt_only:
@@ -215,9 +212,6 @@ class ChoiceWriter:
         return "".join(released)
 
     def _head(self) -> list[ChunkChoice]:
-        """What comes before the first token, once: of a chat the role, and what of the prompt the
-        client wants back.
-        """
         if self._begun:
             return []
         self._begun = True
@@ -235,9 +229,6 @@ class ChoiceWriter:
         return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
 
     def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
-        """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there
-        is neither.
-        """
         if not (text or fresh):
             return []
         if not self._chat:
@@ -266,9 +257,6 @@ class ChoiceWriter:
         self._finish_reason, self._stop_reason = self._reasons(finish)
 
     def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
-        """Finish reason, and the stop string or the stop token that the request named; None for the
-        model's own end.
-        """
         if self._prompt_only:
             finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
@@ -307,11 +295,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AnswerWriter:
-    """One answer to one prompt. For each choice `tokens` for each update and then `end`; when all
-    have ended, `close`.
-
-    If it broke, `error`. `so_far` says of each choice what was made elsewhere.
-    """
+    """An answer to one prompt. Call `tokens` and `end` for each choice, then `close`, or `error`."""
 
     def __init__(
         self,
@@ -328,20 +312,18 @@ class AnswerWriter:
         part: bool = False,
         first_index: int = 0,
         beginning: Beginning = Beginning(),  # noqa: B008 - a constant
-        message: Callable[[int], MessageParser] = lambda _: PlainMessage(_ROLE),
+        message: Callable[[int], PlainMessage] = lambda _: PlainMessage(_ROLE),
     ) -> None:
-        """`message` makes the parser of the choice of an index. A `part` of a request with several
-        prompts counts its choices from `first_index` and leaves the end of a stream to
-        openai_api/sse.py.
+        """`message` makes the parser of the choice with an index; `so_far` is what was made
+        elsewhere.
 
-        Raises RequestError for a `so_far` that cannot be gone on from.
+        A `part` of a request with several prompts counts its choices from `first_index`, and leaves
+        the end of a stream to sse.py. Raises RequestError for a `so_far` that cannot be continued.
         """
         self.streams = bool(request.stream)
         self._part = part
         self.cached_tokens = cached_tokens
-        """Of the prompt, those found in a prefix cache. Known when the first update comes; set it
-        then.
-        """
+        """Tokens of the prompt that were found in a prefix cache; set with the first update."""
         self.choices = [
             ChoiceWriter(
                 request,
@@ -369,9 +351,7 @@ class AnswerWriter:
 
     @property
     def scored_prompt(self) -> ScoredPrompt | None:
-        """Of a request that asks for log-probabilities of its prompt; set it before the first
-        token.
-        """
+        """Log-probabilities of the prompt, if the request wants them; set before the first token."""
         return self.choices[0].scored_prompt
 
     @scored_prompt.setter
@@ -381,24 +361,22 @@ class AnswerWriter:
 
     @property
     def ended(self) -> bool:
-        """All choices have ended."""
         return all(choice.ended for choice in self.choices)
 
     def tokens(
         self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> bytes:
-        """Take new tokens of a choice; the events to send now. See ChoiceWriter.tokens."""
+        """Add new tokens of a choice and return the events to send now."""
         return self._events(self.choices[choice].tokens(token_ids, logprobs or ()))
 
     def end(self, choice: int, finish: Finish) -> bytes:
-        """The end of one choice: its last events."""
+        """End a choice and return its last events."""
         return self._events(self.choices[choice].end(finish))
 
     def close(self, handover: KvTransferParams | None = None) -> bytes:
-        """Behind the end of all choices: usage and [DONE], or the whole JSON body.
+        """Return the end of the answer: usage and [DONE], or the whole JSON body.
 
-        `handover` goes into the body (not into streams) for a proxy that carries it to the decode
-        node.
+        `handover` goes into a JSON body, for a proxy that carries it to the decode node.
         """
         if self.streams and self._part:
             return b""
@@ -407,21 +385,20 @@ class AnswerWriter:
         return _encode(self._whole(handover))
 
     def cut(self, handover: KvTransferParams | None = None) -> bytes:
-        """The end of an answer that is given to a caller as it is now: the choices that have begun."""
+        """End the choices that have begun, and the answer."""
         begun = [
             at for at, choice in enumerate(self.choices) if choice.token_ids and not choice.ended
         ]
         return b"".join([self.end(at, Finish.LENGTH) for at in begun]) + self.close(handover)
 
     def error(self, error: KvrelayError) -> bytes:
-        """The end of an answer that broke: an event and [DONE], or the JSON body of the error."""
+        """Return the end of an answer that broke: an event and [DONE], or the error's JSON body."""
         return sse.error_event(error) if self.streams else error.json()
 
     def _events(self, chunks: Sequence[ChunkChoice]) -> bytes:
         return b"".join([self._event(chunk) for chunk in chunks])
 
     def _event(self, choice: ChunkChoice | None) -> bytes:
-        """One chunk; without a choice it is the usage chunk."""
         usage = self._usage() if choice is None or self._usage_in_chunks else UNSET
         head = (self.response_id, self._object, self.created, self.model)
         if isinstance(choice, CompletionChunkChoice):
@@ -445,9 +422,6 @@ class AnswerWriter:
         return Completion(*head, texts, self._usage(), carried)
 
     def _best(self) -> Sequence[ChoiceWriter]:
-        """The choices to return: if there are more than were asked for, the likeliest, in that
-        order.
-        """
         if len(self.choices) <= self._returned:
             return self.choices
         first = self.choices[0].index
@@ -458,9 +432,7 @@ class AnswerWriter:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Tokens of the prompt, generated ones of all choices, and those of the prompt found in a
-        prefix cache.
-        """
+        """Tokens of the prompt, of all choices, and of the prompt found in a prefix cache."""
         return (
             self.prompt_tokens,
             sum(len(choice.token_ids) for choice in self.choices),

@@ -8,12 +8,9 @@ import msgspec
 
 from kvrelay.openai_api.dialects.base import (
     KEEP_ALIVE,
-    ChatChoice,
-    ChatEvent,
-    ChatEvents,
-    ChatUsage,
+    ChatAnswer,
     Dialect,
-    ToolCall,
+    EventChoice,
     assistant,
     check_messages,
     check_tools,
@@ -21,9 +18,9 @@ from kvrelay.openai_api.dialects.base import (
     joined_system,
     passed_on,
     text_of,
-    whole_chat,
 )
 from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.types import Delta, ToolCallDelta
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 
 __all__ = [
@@ -45,23 +42,21 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What one side has said."""
+    """A turn of one side."""
 
     role: str
     content: str | list[Block]
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """`type`: enabled, adaptive or disabled. The budget is not enforced: max_tokens counts thinking
-    too.
-    """
+    """A switch of thinking: enabled, adaptive or disabled. The budget is not enforced."""
 
     type: str
     budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """`format`: {"type": "json_schema", "schema": ...}."""
+    """The form of an output: {"type": "json_schema", "schema": ...}."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -80,7 +75,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """POST /v1/messages. Fields of chat_fields.PASSED_ON are taken beside these."""
+    """POST /v1/messages. The fields of PASSED_ON are taken, too."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -97,7 +92,7 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
-    """The request in `body`. Raises RequestError."""
+    """Return the request in `body`, checked. Raises RequestError."""
     with json_errors():
         request = _decoder.decode(body)
     if request.max_tokens < 1:
@@ -111,9 +106,7 @@ def decode_messages(body: bytes) -> MessagesRequest:
 
 
 def chat_body(request: MessagesRequest, body: bytes) -> bytes:
-    """The chat completion that `request` means; `body` is its own, for the fields passed on. Raises
-    RequestError.
-    """
+    """Return the body of the chat completion that `request`, in `body`, means. Raises RequestError."""
     user = (request.metadata or {}).get("user_id")
     stream = {"include_usage": True, "continuous_usage_stats": True} if request.stream else None
     every: dict[str, Any] = {
@@ -135,9 +128,7 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
 
 
 def count_body(body: bytes) -> bytes:
-    """The body of POST /tokenize that counts what a count_tokens request asks for. Raises
-    RequestError.
-    """
+    """Return the body of POST /tokenize for a count_tokens request. Raises RequestError."""
     with json_errors():
         request = _count_decoder.decode(body)
     every = {**_prompt(request), **_thinking(request.thinking, {})}
@@ -145,7 +136,6 @@ def count_body(body: bytes) -> bytes:
 
 
 def _prompt(request: CountRequest) -> dict[str, Any]:
-    """The chat fields that make the prompt."""
     check_tools(request.tools)
     check_messages(request.messages)
     system = text_of(request.system, ("text",), "system")
@@ -214,7 +204,6 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
 
 
 def _tools(request: CountRequest) -> dict[str, Any]:
-    """The chat fields of tools."""
     if not request.tools:
         return {}
     tools: list[dict[str, Any]] = []
@@ -244,9 +233,6 @@ def _tools(request: CountRequest) -> dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Templates of models that can think or not ask for `enable_thinking`; others do not look at
-    it.
-    """
     if thinking is None or "chat_template_kwargs" in given:
         return {}
     if thinking.type not in ("enabled", "adaptive", "disabled"):
@@ -286,112 +272,73 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def anthropic_error(status: int, error: ErrorBody) -> bytes:
-    """`{"type": "error", "error": {...}}`."""
+    """Return an error in Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
     return _encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
 def translate_messages(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
-    """A Translate (openai_api/dialects/base.py). `message_id` begins with msg_. Raises RequestError."""
+    """Translate the body of POST /v1/messages. Raises RequestError."""
     request = decode_messages(body)
     return chat_body(request, body), AnthropicAnswer(request, message_id)
 
 
-class AnthropicAnswer:
-    """One answer in the Anthropic API."""
+class AnthropicAnswer(ChatAnswer):
+    """An answer of the Anthropic API. `message_id` begins with msg_."""
 
-    chat = True
+    begins_at_once = False
 
     def __init__(self, request: MessagesRequest, message_id: str) -> None:
+        super().__init__()
         self._request = request
         self._id = message_id
-        self._chunks = ChatEvents()
-        self._sent: list[bytes] = []
         self._blocks: list[dict[str, Any]] = []
-        self._grows: list[str] | None = None  # pieces of the block that is open
-        self._call: int | None = None  # index of the tool call that is open
+        self._pieces: list[str] | None = None  # of the open block
+        self._open_call: int | None = None
         self._calls = 0
-        self._begun = self._over = False
         self._finish: str | None = None
         self._stopped_by: int | str | None = None
-        self._usage = ChatUsage()
-
-    def events(self, payload: bytes) -> bytes:
-        """Bytes of a streamed chat completion as events of this API."""
-        if self._over:
-            return b""
-        try:
-            for chunk in self._chunks.feed(payload):
-                self._take(chunk)
-            if self._chunks.done:
-                self._end()
-        except NodeFailed as why:
-            self._fail(why.body())
-        sent = b"".join(self._sent)
-        self._sent.clear()
-        return sent
 
     def keep_alive(self) -> bytes:
-        """A ping; before the message has begun, a comment."""
+        """Return a ping; before the message has begun, a comment."""
         return _event("ping") if self._begun else KEEP_ALIVE
 
-    def whole(self, body: bytes) -> bytes:
-        """The message as one object. Raises NodeFailed."""
-        self._take(whole_chat(body))
-        self._end()
-        self._sent.clear()
-        return _encode(self._message(self._blocks, *self._stop()))
-
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """The error in this API's shape."""
+        """Return an error in this API's shape."""
         return anthropic_error(status, error)
 
-    def _say(self, kind: str, **values: Any) -> None:
+    def _send(self, kind: str, **values: Any) -> None:
         self._sent.append(_event(kind, **values))
-
-    def _take(self, event: ChatEvent) -> None:
-        if event.error is not None:
-            self._fail(event.error)
-            return
-        self._usage = event.usage or self._usage
-        self._begin()
-        for choice in event.choices:
-            self._add(choice)
 
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._say("message_start", message=self._message([], None, None))
+            self._send("message_start", message=self._message([], None, None))
 
-    def _add(self, choice: ChatChoice) -> None:
-        said = choice.said
-        if said.thought:
-            self._text("thinking", said.thought)
-        if said.content:
-            self._text("text", said.content)
-        for at, call in enumerate(said.tool_calls or ()):
+    def _add(self, choice: EventChoice, delta: Delta) -> None:
+        if delta.thought:
+            self._text("thinking", delta.thought)
+        if delta.content:
+            self._text("text", delta.content)
+        for at, call in enumerate(delta.tool_calls or ()):
             self._tool(at if call.index is None else call.index, call)
         if choice.finish_reason is not None:
             self._finish, self._stopped_by = choice.finish_reason, choice.stop_reason
 
     def _text(self, kind: str, text: str) -> None:
-        if self._grows is None or self._blocks[-1]["type"] != kind:
-            self._open(
-                {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-            )
+        if self._pieces is None or self._blocks[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            self._open({"type": kind, kind: "", **signature})
         self._grow(f"{kind}_delta", kind, text)
 
-    def _tool(self, index: int, call: ToolCall) -> None:
+    def _tool(self, index: int, call: ToolCallDelta) -> None:
         if index >= self._calls:
-            self._calls, call_id = (
-                index + 1,
-                call.id or f"toolu_{self._id.removeprefix('msg_')}{index}",
-            )
-            self._open(
-                {"type": "tool_use", "id": call_id, "name": call.function.name or "", "input": {}}
-            )
-            self._call = index
-        elif index != self._call:
+            self._calls = index + 1
+            call_id = call.id or f"toolu_{self._id.removeprefix('msg_')}{index}"
+            name = call.function.name or ""
+            self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            self._open_call = index
+        elif index != self._open_call:
             raise NodeFailed(
                 "a node went on with a tool call that had ended; send the request again"
             )
@@ -400,64 +347,52 @@ class AnthropicAnswer:
 
     def _open(self, block: dict[str, Any]) -> None:
         self._close()
-        self._say("content_block_start", index=len(self._blocks), content_block=block)
+        self._send("content_block_start", index=len(self._blocks), content_block=block)
         self._blocks.append(block)
-        self._grows = []
+        self._pieces = []
 
     def _grow(self, kind: str, name: str, piece: str) -> None:
-        assert self._grows is not None
-        self._grows.append(piece)
-        self._say(
-            "content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: piece}
-        )
+        assert self._pieces is not None
+        self._pieces.append(piece)
+        delta = {"type": kind, name: piece}
+        self._send("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> None:
         """End the open block, if there is one: there is never more than one."""
-        if self._grows is None:
+        if self._pieces is None:
             return
-        block, text = self._blocks[-1], "".join(self._grows)
-        self._blocks[-1] = {
-            **block,
-            **({"input": _arguments(text)} if "input" in block else {block["type"]: text}),
-        }
-        self._say("content_block_stop", index=len(self._blocks) - 1)
-        self._grows = self._call = None
+        block, text = self._blocks[-1], "".join(self._pieces)
+        whole = {"input": _arguments(text)} if "input" in block else {block["type"]: text}
+        self._blocks[-1] = block | whole
+        self._send("content_block_stop", index=len(self._blocks) - 1)
+        self._pieces = self._open_call = None
 
-    def _end(self) -> None:
+    def _end(self) -> dict[str, Any]:
         if self._over:
-            return
+            return {}
         self._over = True
         self._begin()
         self._close()
         reason, sequence = self._stop()
-        self._say(
-            "message_delta",
-            delta={"stop_reason": reason, "stop_sequence": sequence},
-            usage=self._counts(),
-        )
-        self._say("message_stop")
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        self._send("message_delta", delta=delta, usage=self._counts())
+        self._send("message_stop")
+        return self._message(self._blocks, reason, sequence)
 
     def _fail(self, error: ErrorBody) -> None:
-        """It broke after the first event."""
         self._over = True
-        self._sent.append(
-            b"event: error\ndata: %b\n\n" % anthropic_error(_STATUS_OF.get(error.type, 500), error)
-        )
+        body = anthropic_error(_STATUS_OF.get(error.type, 500), error)
+        self._sent.append(b"event: error\ndata: %b\n\n" % body)
 
     def _stop(self) -> tuple[str, str | None]:
         """(stop_reason, stop_sequence)."""
         if self._finish == "stop" and self._calls:
-            return (
-                "tool_use",
-                None,
-            )  # chat completions say `stop` when the client has named the tool
+            # Chat completions say `stop` when the client has named the tool.
+            return "tool_use", None
         if self._finish == "stop" and self._stopped_by in (self._request.stop_sequences or ()):
             return "stop_sequence", str(self._stopped_by)
         if self._finish == "length" and self._usage.completion_tokens < self._request.max_tokens:
-            return (
-                "model_context_window_exceeded",
-                None,
-            )  # max_tokens was more than the context has room for
+            return "model_context_window_exceeded", None
         return _STOP_REASONS.get(self._finish or "stop", "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:
@@ -489,9 +424,6 @@ def _event(kind: str, **values: Any) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; what is none (the answer was cut) is kept as text under one
-    name.
-    """
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.DecodeError:

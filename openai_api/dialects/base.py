@@ -1,32 +1,35 @@
-"""Client dialects: what each must provide, and what their translations share. Pure and light."""
+"""Client dialects: what each must provide, and what their translations share. Pure and light.
+
+Inside the cluster there are chat and text completions only; an answer becomes the client's dialect
+where it leaves.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
 from kvrelay.openai_api.json_body import json_errors
+from kvrelay.openai_api.types import Delta
 from kvrelay.wire.errors import ErrorBody, NodeFailed, RequestError
 from kvrelay.wire.frames import MALFORMED
 
 __all__ = [
     "AS_IS",
-    "ChatChoice",
-    "ChatEvent",
-    "ChatEvents",
-    "ChatUsage",
-    "Dialect",
-    "Events",
     "KEEP_ALIVE",
     "MAX_MESSAGES",
     "MAX_TOOLS",
     "PASSED_ON",
-    "Said",
+    "ChatAnswer",
+    "ChatEvent",
+    "ChatUsage",
+    "Dialect",
+    "EventChoice",
+    "Events",
     "Translate",
-    "ToolCall",
-    "untranslated",
     "assistant",
     "check_messages",
     "check_tools",
@@ -36,77 +39,13 @@ __all__ = [
     "openai_error",
     "passed_on",
     "text_of",
-    "whole_chat",
+    "untranslated",
 ]
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients of any dialect skip it."""
-
-
-class Dialect(Protocol):
-    """One answer, from the bytes of a chat completion to those that the client wants. Used for one
-    answer only.
-    """
-
-    chat: bool
-    """False: it is made of a text completion instead."""
-
-    def events(self, payload: bytes) -> bytes:
-        """Bytes of a streamed chat completion, cut anywhere, as events; an error event in them too."""
-        ...
-
-    def keep_alive(self) -> bytes:
-        """What is sent when nothing has come for a while."""
-        ...
-
-    def whole(self, body: bytes) -> bytes:
-        """A whole chat completion as a whole answer. Raises NodeFailed if it is none."""
-        ...
-
-    def error(self, status: int, error: ErrorBody) -> bytes:
-        """The body of an error answer."""
-        ...
-
-
-Translate = Callable[[bytes], tuple[bytes, Dialect]]
-"""From a request body to that of a chat completion, and the dialect of its answer. Raises
-RequestError.
-"""
-
-
-def openai_error(status: int, error: ErrorBody) -> bytes:
-    """`{"error": {...}}`."""
-    return msgspec.json.encode({"error": error})
-
-
-class _AsIs:
-    """Chat completions (and text completions): a move of bytes."""
-
-    chat = True
-
-    def events(self, payload: bytes) -> bytes:
-        return payload
-
-    def keep_alive(self) -> bytes:
-        return KEEP_ALIVE
-
-    def whole(self, body: bytes) -> bytes:
-        return body
-
-    def error(self, status: int, error: ErrorBody) -> bytes:
-        return openai_error(status, error)
-
-
-AS_IS: Dialect = _AsIs()
-
-
-def untranslated(body: bytes) -> tuple[bytes, Dialect]:
-    """The Translate of chat and text completions."""
-    return body, AS_IS
-
-
+"""A comment, which clients of any dialect skip."""
 MAX_MESSAGES = 16384
-"""Far above any conversation; each is rendered by a template."""
+"""Far above any conversation; each message is rendered by a template."""
 MAX_TOOLS = 1024
 
 PASSED_ON = (
@@ -131,24 +70,83 @@ PASSED_ON = (
     "bad_words",
     "structured_outputs",
 )
-"""Fields of ours (and vLLM's) that no dialect has a word for: they mean what they mean in a chat
-completion.
-"""
+"""Fields of chat completions that every dialect takes, too."""
+
+Message = dict[str, Any]
+T = TypeVar("T")
+
+
+class Dialect(Protocol):
+    """A translation of one answer from a chat completion."""
+
+    chat: ClassVar[bool]
+    """False: the answer is made of a text completion."""
+
+    def events(self, payload: bytes) -> bytes:
+        """Translate bytes of a streamed completion, cut anywhere; an error becomes an event."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Return what is sent when nothing has come for a while."""
+        ...
+
+    def whole(self, body: bytes) -> bytes:
+        """Translate a whole completion. Raises NodeFailed if it is none."""
+        ...
+
+    def error(self, status: int, error: ErrorBody) -> bytes:
+        """Return the body of an error answer."""
+        ...
+
+
+Translate = Callable[[bytes], tuple[bytes, Dialect]]
+"""From a request body to a completion's body and the answer's dialect. Raises RequestError."""
+
+
+def openai_error(status: int, error: ErrorBody) -> bytes:
+    """Return an error in OpenAI's shape, `{"error": {...}}`."""
+    return msgspec.json.encode({"error": error})
+
+
+class _AsIs:
+    chat: ClassVar[bool] = True
+
+    def events(self, payload: bytes) -> bytes:
+        return payload
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
+
+    def whole(self, body: bytes) -> bytes:
+        return body
+
+    def error(self, status: int, error: ErrorBody) -> bytes:
+        return openai_error(status, error)
+
+
+AS_IS: Dialect = _AsIs()
+"""The dialect of chat and text completions themselves."""
+
+
+def untranslated(body: bytes) -> tuple[bytes, Dialect]:
+    """Return the body of a chat or text completion as it is."""
+    return body, AS_IS
+
+
+# Requests
 
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-Message = dict[str, Any]
-
 
 def passed_on(body: bytes) -> dict[str, Any]:
-    """Find the fields of PASSED_ON that a body has, as they are. Raises RequestError."""
+    """Return the fields of PASSED_ON that a body has, undecoded. Raises RequestError."""
     with json_errors():
         fields = _raw_decoder.decode(body)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
 
 def text_of(content: Any, types: tuple[str, ...], where: str) -> str:
-    """The text of a string or of parts of these types. Raises RequestError at any other part."""
+    """Return the text of a string or of parts of these types. Raises RequestError."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -174,21 +172,16 @@ def text_of(content: Any, types: tuple[str, ...], where: str) -> str:
 
 
 def assistant(messages: list[Message]) -> Message:
-    """The assistant's message at the end of `messages`, added if there is none: one turn is one
-    message.
-    """
+    """Return the assistant's message at the end of `messages`, added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def joined_system(messages: list[Message]) -> list[Message]:
-    """With one system message at the beginning instead of several: many chat templates take one,
-    and only there.
-    """
-    count = next(
-        (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
-    )
+    """Join the system messages at the beginning, because many chat templates take one only."""
+    others = (i for i, message in enumerate(messages) if message["role"] != "system")
+    count = next(others, len(messages))
     if count < 2:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
@@ -196,7 +189,7 @@ def joined_system(messages: list[Message]) -> list[Message]:
 
 
 def check_messages(messages: Sequence[object]) -> None:
-    """Raise RequestError if there are more messages than a chat completion may have."""
+    """Raise RequestError if there are too many messages."""
     if len(messages) > MAX_MESSAGES:
         raise RequestError(
             f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}; send fewer",
@@ -205,7 +198,7 @@ def check_messages(messages: Sequence[object]) -> None:
 
 
 def check_tools(tools: Sequence[object] | None) -> None:
-    """Raise RequestError if there are more tools than a chat completion may have."""
+    """Raise RequestError if there are too many tools."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise RequestError(
             f"tools lists {len(tools)} tools; the limit is {MAX_TOOLS}; send fewer", param="tools"
@@ -213,120 +206,72 @@ def check_tools(tools: Sequence[object] | None) -> None:
 
 
 def function_tool(tool: dict[str, Any], parameters: str, where: str) -> dict[str, Any]:
-    """A tool as chat completions have it; `parameters` is the field with its schema. Raises
-    RequestError.
+    """Return a tool as chat completions have it. Raises RequestError.
+
+    `parameters` is the name of the field with its schema.
     """
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(
             f"{where}.name is missing; a function tool needs one", param=f"{where}.name"
         )
-    given = {
+    function = {
+        "name": name,
         "description": tool.get("description"),
         "parameters": tool.get(parameters),
         "strict": tool.get("strict"),
     }
-    function = {"name": name, **given}
     return {
         "type": "function",
         "function": {key: value for key, value in function.items() if value is not None},
     }
 
 
-T = TypeVar("T")
+# Answers
 
 
-class _Function(msgspec.Struct, frozen=True):
-    name: str | None = None
-    arguments: str | None = None
+class EventChoice(msgspec.Struct, frozen=True):
+    """A choice of a chunk (`delta`) or of a whole answer (`message`)."""
 
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call, or what a chunk adds to one: `id` and `name` come once, `arguments` in pieces."""
-
-    index: int | None = None
-    id: str | None = None
-    function: _Function = _Function()
-
-
-class Said(msgspec.Struct, frozen=True):
-    """A message, or what a chunk adds to it."""
-
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    """The older name, which is all that older nodes of vLLM say."""
-    tool_calls: list[ToolCall] | None = None
-
-    @property
-    def thought(self) -> str | None:
-        """Reasoning, by whichever name it goes."""
-        return self.reasoning or self.reasoning_content
-
-
-class _Logprobs(msgspec.Struct, frozen=True):
-    content: list[dict[str, Any]] | None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    """Of a chunk (`delta`) or of a whole answer (`message`)."""
-
-    delta: Said | None = None
-    message: Said | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-    @property
-    def said(self) -> Said:
-        """What it holds or adds."""
-        return self.delta or self.message or Said()
-
-
-class _Cached(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class _Reasoned(msgspec.Struct, frozen=True):
-    reasoning_tokens: int | None = None
+    logprobs: dict[str, Any] | None = None
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
-    """Token counts."""
+    """Token counts of a chat completion, ours or vLLM's."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _Cached | None = None
-    completion_tokens_details: _Reasoned | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, those found in a prefix cache."""
-        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
+        """Tokens of the prompt that were found in a prefix cache."""
+        return (self.prompt_tokens_details or {}).get("cached_tokens") or 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the answer, those of its reasoning, where the answer tells."""
-        return (
-            (self.completion_tokens_details.reasoning_tokens or 0)
-            if self.completion_tokens_details
-            else 0
-        )
+        """Tokens of reasoning, where the answer tells."""
+        return (self.completion_tokens_details or {}).get("reasoning_tokens") or 0
 
 
 class ChatEvent(msgspec.Struct, frozen=True):
-    """One chunk, one whole answer, or an error."""
+    """A chunk, a whole answer, or an error."""
 
-    choices: list[ChatChoice] = []
+    choices: list[EventChoice] = []
     usage: ChatUsage | None = None
     error: ErrorBody | None = None
 
 
-_decoder = msgspec.json.Decoder(ChatEvent)
+_event_decoder = msgspec.json.Decoder(ChatEvent)
 
 
 class Events(Generic[T]):
-    """Cuts a byte stream into events. `done` once [DONE] has come."""
+    """A reader of events from a byte stream. `done` once [DONE] has come."""
 
     def __init__(self, decoder: msgspec.json.Decoder[T]) -> None:
         self.done = False
@@ -334,9 +279,7 @@ class Events(Generic[T]):
         self._rest = b""
 
     def feed(self, payload: bytes) -> list[T]:
-        """All events completed by `payload`; comments are skipped. Raises NodeFailed on one that is
-        malformed.
-        """
+        """Return the events that `payload` completes. Raises NodeFailed for a malformed one."""
         *blocks, self._rest = (self._rest + payload).split(b"\n\n")
         events: list[T] = []
         for block in blocks:
@@ -350,24 +293,81 @@ class Events(Generic[T]):
         return events
 
 
-class ChatEvents(Events[ChatEvent]):
-    """Those of a chat completion."""
-
-    def __init__(self) -> None:
-        super().__init__(_decoder)
-
-
-def whole_chat(body: bytes) -> ChatEvent:
-    """A whole answer. Raises NodeFailed if it is none."""
-    answer = decoded(_decoder, body)
-    if not answer.choices:
-        raise NodeFailed("a node sent an answer without a choice; send the request again")
-    return answer
-
-
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
-    """A node's JSON. Raises NodeFailed if it is malformed."""
+    """Decode a node's JSON. Raises NodeFailed if it is malformed."""
     try:
         return decoder.decode(data)
     except MALFORMED as why:
         raise NodeFailed(f"a node sent a malformed completion: {why}") from why
+
+
+class ChatAnswer(abc.ABC):
+    """A dialect's answer, made of a chat completion.
+
+    A whole answer is a stream of one chunk whose events nobody sees, so one state machine does both.
+    """
+
+    chat: ClassVar[bool] = True
+    begins_at_once: ClassVar[bool]
+    """The first events come before the first chunk is complete."""
+
+    def __init__(self) -> None:
+        self._chunks = Events(_event_decoder)
+        self._sent: list[bytes] = []
+        self._begun = self._over = False
+        self._usage = ChatUsage()
+
+    def events(self, payload: bytes) -> bytes:
+        """Translate bytes of a streamed chat completion."""
+        if self._over:
+            return b""
+        if self.begins_at_once:
+            self._begin()
+        try:
+            for chunk in self._chunks.feed(payload):
+                self._take(chunk)
+            if self._chunks.done:
+                self._end()
+        except NodeFailed as why:
+            self._fail(why.body())
+        return self._flush()
+
+    def whole(self, body: bytes) -> bytes:
+        """Translate a whole chat completion. Raises NodeFailed."""
+        answer = decoded(_event_decoder, body)
+        if not answer.choices:
+            raise NodeFailed("a node sent an answer without a choice; send the request again")
+        self._take(answer)
+        answer_object = self._end()
+        self._sent.clear()
+        return msgspec.json.encode(answer_object)
+
+    def _flush(self) -> bytes:
+        sent = b"".join(self._sent)
+        self._sent.clear()
+        return sent
+
+    def _take(self, event: ChatEvent) -> None:
+        if event.error is not None:
+            self._fail(event.error)
+            return
+        self._usage = event.usage or self._usage
+        self._begin()
+        for choice in event.choices:
+            self._add(choice, choice.delta or choice.message or Delta())
+
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Send the first events, once."""
+
+    @abc.abstractmethod
+    def _add(self, choice: EventChoice, delta: Delta) -> None:
+        """Send what a chunk adds."""
+
+    @abc.abstractmethod
+    def _end(self) -> dict[str, Any]:
+        """Send the last events, once, and return the whole answer."""
+
+    @abc.abstractmethod
+    def _fail(self, error: ErrorBody) -> None:
+        """Send an error after the first event."""

@@ -1,8 +1,12 @@
-"""POST /inference/v1/generate, vLLM's tokens in, tokens out, as a text completion. Pure."""
+"""POST /inference/v1/generate, vLLM's tokens in, tokens out, as a text completion. Pure.
+
+Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Nodes make text on the way, which is
+dropped here.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -35,13 +39,10 @@ _BESIDE = (
     "priority",
     "kv_transfer_params",
 )
-"""Fields of a request that a completion has, too."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate. `sampling_params` are fields of a completion; without max_tokens
-    as many as fit.
-    """
+    """POST /inference/v1/generate. `sampling_params` are fields of a completion."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     sampling_params: dict[str, Any]
@@ -55,9 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratedChoice(msgspec.Struct, frozen=True):
-    """One choice, or what an event adds to it. Log-probabilities name tokens `token_id:` and the
-    id.
-    """
+    """A choice, or an addition to one. Log-probabilities name tokens `token_id:` and the id."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -66,9 +65,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """A whole answer, or one event of a stream; the last event has the usage, if it was asked for,
-    and no choice.
-    """
+    """A whole answer, or an event of a stream; the last one may have the usage and no choice."""
 
     request_id: str
     choices: list[GeneratedChoice]
@@ -78,8 +75,6 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    """Of a completion what is read here."""
-
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
@@ -88,8 +83,6 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    """A whole completion, a chunk of one, or an error."""
-
     id: str = ""
     choices: list[_Choice] = []
     usage: Usage | UnsetType | None = UNSET
@@ -103,7 +96,7 @@ _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
 def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
-    """A Translate (openai_api/dialects/base.py). Raises RequestError."""
+    """Translate the body of POST /inference/v1/generate. Raises RequestError."""
     with json_errors():
         request = _request_decoder.decode(body)
     if not request.token_ids:
@@ -136,9 +129,7 @@ def translate_generate(body: bytes) -> tuple[bytes, Dialect]:
 
 
 class _GenerateAnswer:
-    """One answer in tokens."""
-
-    chat = False
+    chat: ClassVar[bool] = False
 
     def __init__(self, request_id: str | None) -> None:
         self._request_id = request_id
@@ -146,7 +137,6 @@ class _GenerateAnswer:
         self._over = False
 
     def events(self, payload: bytes) -> bytes:
-        """Bytes of a streamed completion as events with its tokens."""
         if self._over:
             return b""
         try:
@@ -158,11 +148,9 @@ class _GenerateAnswer:
         return b"".join(sent) + (sse.DONE if self._over else b"")
 
     def keep_alive(self) -> bytes:
-        """A comment."""
         return KEEP_ALIVE
 
     def whole(self, body: bytes) -> bytes:
-        """The answer as one object. Raises NodeFailed."""
         answer = decoded(_completion_decoder, body)
         if not answer.choices:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
@@ -174,12 +162,10 @@ class _GenerateAnswer:
         return _encode(told)
 
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """OpenAI's error body, with this API's name of the field."""
         param = "token_ids" if error.param == "prompt" else error.param
         return openai_error(status, msgspec.structs.replace(error, param=param))
 
     def _event(self, chunk: _Completion) -> bytes:
-        """An event; nothing for a chunk that is about the prompt alone."""
         if chunk.error is not None:
             return sse.event(self.error(0, chunk.error))
         choices = [

@@ -1,4 +1,10 @@
-"""Stored responses, in SQLite."""
+"""Stored responses, in SQLite, which later requests continue.
+
+A response belongs to the key that made it, its owner; for another one it does not exist. When the
+limits of number or bytes are reached, the owner with the most loses its least recently used
+response. In memory the store dies with its process; a file is shared by the processes of one
+router.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +48,8 @@ _OLDEST = "SELECT rowid, size FROM kept WHERE owner = ? ORDER BY used LIMIT 1"
 class Stored:
     """A response as it was sent, the items that it answers, and all turns up to it.
 
-    Each turn is a JSON list of items; `items` is how many there are in all of them."""
+    Each turn is a JSON list of items; `items` is their number.
+    """
 
     body: bytes
     input: bytes
@@ -51,19 +58,15 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.body) + len(self.input) + self.turn_bytes
 
     @property
     def turn_bytes(self) -> int:
-        """Of all turns."""
         return sum(map(len, self.turns))
 
 
 class ResponseStore:
-    """Responses by owner and id. All methods but `put` raise Unavailable if the file cannot be
-    used.
-    """
+    """A store by owner and id. All methods but `put` raise Unavailable if the file cannot be used."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class ResponseStore:
         self._db.executescript(_TABLE)
 
     def held(self) -> tuple[int, int]:
-        """Count what is kept: responses and bytes."""
+        """Return the number of responses and of bytes."""
         with self._using() as db:
             number, size = db.execute(
                 "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM kept"
@@ -89,9 +92,7 @@ class ResponseStore:
         return number, size
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Keep a response, unless it is larger than all the room there is, or the file cannot be
-        used.
-        """
+        """Store a response, unless it is larger than the store or the file cannot be used."""
         if stored.size > self._max_bytes:
             return
         try:
@@ -109,7 +110,6 @@ class ResponseStore:
                 self._make_room(db, number, size)
 
     def _make_room(self, db: sqlite3.Connection, number: int, size: int) -> None:
-        """Have those who keep most of it lose what is over the limits, their oldest first."""
         asked = "SELECT owner, COUNT(*), SUM(size) FROM kept GROUP BY owner ORDER BY MAX(used)"
         held = {owner: [count, kept] for owner, count, kept in db.execute(asked)}
         while number > self._max_responses or size > self._max_bytes:
@@ -122,7 +122,7 @@ class ResponseStore:
             held[owner][1] -= gone
 
     def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
-        """Return a kept response. Raises NotFound, with `param` as the field that named it."""
+        """Return a response. Raises NotFound, with `param` as the field that named it."""
         with self._using() as db:
             asked = (owner, response_id)
             db.execute(f"UPDATE kept SET used = {_NEXT} WHERE owner = ? AND id = ?", asked)
@@ -136,7 +136,7 @@ class ResponseStore:
         return Stored(body, given, msgspec.msgpack.decode(turns, type=tuple[bytes, ...]), items)
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forget a response. Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         with self._using() as db:
             found = db.execute(
                 "DELETE FROM kept WHERE owner = ? AND id = ?", (owner, response_id)
@@ -146,7 +146,6 @@ class ResponseStore:
 
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction that ends with the block."""
         try:
             with self._lock, self._db:
                 yield self._db
@@ -157,7 +156,7 @@ class ResponseStore:
 
 
 def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:
-    """The error for a response that is not there; `param` is the field that named it."""
+    """Return the error for a response that is not stored."""
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was "
         f"deleted, gave way to "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,16 +26,13 @@ from kvrelay.wire.frames import MALFORMED
 __all__ = [
     "Recall",
     "StoredConversation",
-    "Shelf",
     "translate_responses",
     "input_page",
     "translate_body",
 ]
 
 Recall = Callable[[bytes, int], Awaitable[int]]
-"""What comes before a Translate. Given the body and the bytes that all may have, it returns those that
-are added to it.
-"""
+"""Look up what a body continues. From the body and the bytes allowed in all to the bytes added."""
 _NAMED = "previous_response_id"
 
 _encode = msgspec.json.Encoder().encode
@@ -49,30 +46,18 @@ class _Asked(msgspec.Struct):
 _asked = msgspec.json.Decoder(_Asked)
 
 
-class Shelf(Protocol):
-    """What one call needs of the responses that are kept."""
-
-    def get(self, response_id: str, param: str | None = None) -> Stored:
-        """An earlier one. Raises NotFound."""
-        ...
-
-    def put(self, response_id: str, stored: Stored) -> None:
-        """Keep its own."""
-        ...
-
-
 class StoredConversation:
-    """The Shelf of one call, for its owner: `recall` what its body goes on from first."""
+    """The store as one call sees it, for its owner; without `responses` nothing is stored."""
 
     def __init__(self, responses: ResponseStore | None = None, owner: str = "") -> None:
-        """Without `responses` nothing is kept, and nothing can be recalled."""
         self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
     async def recall(self, body: bytes, max_bytes: int) -> int:
-        """Get the response that a body goes on from, if it names one; this is a Recall.
+        """Get the response that a body continues, if it names one, and return its bytes.
 
-        Raises NotFound, Unavailable, and RequestError if the conversation is too long."""
+        Raises NotFound, Unavailable, and RequestError if the conversation is too long.
+        """
         try:
             wanted = (await off_loop(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
@@ -86,13 +71,12 @@ class StoredConversation:
         return earlier
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
-        """The one that was recalled. Raises NotFound if none was."""
+        """Return the response that was recalled. Raises NotFound if none was."""
         if self._found is None:
             raise missing(response_id, param)
         return self._found
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Keep its own."""
         if self._responses is not None:
             self._responses.put(self._owner, response_id, stored)
 
@@ -100,8 +84,8 @@ class StoredConversation:
 async def translate_body(
     body: bytes, translate: Translate, recall: Recall | None, max_bytes: int
 ) -> tuple[bytes, Dialect]:
-    """Return what `speak` makes of a body, on a thread if it or what it goes on from is long.
-    Raises KvrelayError.
+    """Return a body translated, on a thread if it or what it continues is long. Raises
+    KvrelayError.
     """
     earlier = 0 if recall is None else await recall(body, max_bytes)
     return await off_loop(
@@ -110,9 +94,6 @@ async def translate_body(
 
 
 def _joined(translate: Translate, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
-    """Return what `speak` makes of a body with what it goes on from, if that is no more than a body
-    may be.
-    """
     said, dialect = translate(body)
     _check_bytes(len(said), max_bytes)
     _check_shape(said)
@@ -139,10 +120,11 @@ def _check_shape(whole: bytes) -> None:
 
 
 def translate_responses(
-    body: bytes, store: Shelf, response_id: str, created_at: int
+    body: bytes, store: StoredConversation, response_id: str, created_at: int
 ) -> tuple[bytes, Dialect]:
-    """A Translate (openai_api/dialects/base.py). Raises RequestError, also NotFound for an earlier response
-    that is not kept.
+    """Translate the body of POST /v1/responses.
+
+    Raises RequestError, and NotFound if the response that it continues is not stored.
     """
     request = decode_responses(body)
     turns: tuple[bytes, ...] = ()
@@ -171,7 +153,6 @@ def translate_responses(
 
 
 def _said(item: Item) -> Item:
-    """An item of an output without log-probabilities, which no later turn reads."""
     if item["type"] != "message":
         return item
     return {
@@ -181,7 +162,7 @@ def _said(item: Item) -> Item:
 
 
 def input_page(stored: Stored, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """The page of a response's own input items behind the one with the id `after`."""
+    """Return the page of a response's own input items that follow the one with the id `after`."""
     items = _items.decode(stored.input)
     if order == "desc":
         items.reverse()

@@ -8,17 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.dialects.base import (
-    KEEP_ALIVE,
-    ChatChoice,
-    ChatEvent,
-    ChatEvents,
-    ChatUsage,
-    ToolCall,
-    openai_error,
-    whole_chat,
-)
+from kvrelay.openai_api.dialects.base import KEEP_ALIVE, ChatAnswer, EventChoice, openai_error
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
+from kvrelay.openai_api.types import Delta, ToolCallDelta
 from kvrelay.wire.errors import ErrorBody, NodeFailed
 
 __all__ = ["ResponsesAnswer"]
@@ -36,13 +28,11 @@ _PARAMS = {
 _CODES = {"overloaded_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 Finished = Callable[[dict[str, Any]], None]
-"""Told the whole response once, when it has ended well or cut short."""
+"""Called with the whole response once, when it has ended well or cut short."""
 
 
 @dataclass
 class _Item:
-    """One output item while it grows."""
-
     at: int
     value: dict[str, Any]
     text: list[str] = field(default_factory=list)
@@ -50,68 +40,36 @@ class _Item:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Which item an event is about."""
         return {"item_id": self.value["id"], "output_index": self.at}
 
 
-class ResponsesAnswer:
-    """One answer in the Responses API. `response_id` begins with resp_; items get its rest as the
-    end of their ids.
-    """
+class ResponsesAnswer(ChatAnswer):
+    """An answer of the Responses API. `response_id` begins with resp_, and ids of items end as it."""
 
-    chat = True
+    begins_at_once = True
 
     def __init__(self, request: ResponsesRequest, response_id: str, created_at: int) -> None:
+        super().__init__()
         self._head = _head(request, response_id, created_at)
         self._suffix = response_id.removeprefix("resp_")
         self.finished: Finished | None = None
-        self._chunks = ChatEvents()
-        self._sent: list[bytes] = []
         self._number = 0
         self._items: list[_Item] = []
         self._open: list[_Item] = []
         self._calls: dict[int, _Item] = {}
-        self._begun = self._over = False
         self._finish_reason = "stop"
-        self._usage = ChatUsage()
-
-    def events(self, payload: bytes) -> bytes:
-        """Bytes of a streamed chat completion as events of this API."""
-        if self._over:
-            return b""
-        self._begin()
-        try:
-            for chunk in self._chunks.feed(payload):
-                self._take(chunk)
-            if self._chunks.done:
-                self._end()
-        except NodeFailed as why:
-            self._fail(why.body())
-        return self._flush()
 
     def keep_alive(self) -> bytes:
-        """A comment, behind the first events if they were not sent yet."""
+        """Return the first events if they were not sent yet, else a comment."""
         self._begin()
         return self._flush() or KEEP_ALIVE
 
-    def whole(self, body: bytes) -> bytes:
-        """The response as one object. Raises NodeFailed."""
-        self._take(whole_chat(body))
-        response = self._end()
-        self._sent.clear()
-        return _encode(response)
-
     def error(self, status: int, error: ErrorBody) -> bytes:
-        """OpenAI's error body, with this API's name of the field."""
+        """Return OpenAI's error body, with this API's name of the field."""
         param = _PARAMS.get(error.param or "", error.param)
         return openai_error(status, msgspec.structs.replace(error, param=param))
 
-    def _flush(self) -> bytes:
-        sent = b"".join(self._sent)
-        self._sent.clear()
-        return sent
-
-    def _say(self, kind: str, **values: Any) -> None:
+    def _send(self, kind: str, **values: Any) -> None:
         event = _encode({"type": kind, "sequence_number": self._number, **values})
         self._number += 1
         self._sent.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), event))
@@ -119,25 +77,16 @@ class ResponsesAnswer:
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._say("response.created", response=self._response("in_progress"))
-            self._say("response.in_progress", response=self._response("in_progress"))
+            self._send("response.created", response=self._response("in_progress"))
+            self._send("response.in_progress", response=self._response("in_progress"))
 
-    def _take(self, event: ChatEvent) -> None:
-        if event.error is not None:
-            self._fail(event.error)
-            return
-        self._usage = event.usage or self._usage
-        for choice in event.choices:
-            self._add(choice)
-
-    def _add(self, choice: ChatChoice) -> None:
-        said = choice.said
-        if said.thought:
-            self._text("reasoning", said.thought, [])
-        logprobs = (choice.logprobs.content or []) if choice.logprobs else []
-        if said.content:
-            self._text("message", said.content, logprobs)
-        for at, call in enumerate(said.tool_calls or ()):
+    def _add(self, choice: EventChoice, delta: Delta) -> None:
+        if delta.thought:
+            self._text("reasoning", delta.thought, [])
+        if delta.content:
+            logprobs = (choice.logprobs or {}).get("content") or []
+            self._text("message", delta.content, logprobs)
+        for at, call in enumerate(delta.tool_calls or ()):
             self._call(at if call.index is None else call.index, call)
         self._finish_reason = choice.finish_reason or self._finish_reason
 
@@ -149,9 +98,9 @@ class ResponsesAnswer:
         item.logprobs += logprobs
         if kind == "message":
             place = {**item.place, "content_index": 0}
-            self._say("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+            self._send("response.output_text.delta", **place, delta=text, logprobs=logprobs)
         else:
-            self._say("response.reasoning_text.delta", **item.place, content_index=0, delta=text)
+            self._send("response.reasoning_text.delta", **item.place, content_index=0, delta=text)
 
     def _open_text(self, kind: str) -> _Item:
         self._close("completed")
@@ -159,12 +108,12 @@ class ResponsesAnswer:
             item = self._new(kind, "msg", role="assistant", content=[])
         else:
             item = self._new(kind, "rs", summary=[], content=[])
-        self._say(
+        self._send(
             "response.content_part.added", **item.place, content_index=0, part=_part(kind, "", [])
         )
         return item
 
-    def _call(self, index: int, call: ToolCall) -> None:
+    def _call(self, index: int, call: ToolCallDelta) -> None:
         item = self._calls.get(index)
         if item is None:
             if self._open and self._open[-1].value["type"] != "function_call":
@@ -179,7 +128,7 @@ class ResponsesAnswer:
             )
         if call.function.arguments:
             item.text.append(call.function.arguments)
-            self._say(
+            self._send(
                 "response.function_call_arguments.delta",
                 **item.place,
                 delta=call.function.arguments,
@@ -193,16 +142,15 @@ class ResponsesAnswer:
         )
         self._items.append(item)
         self._open.append(item)
-        self._say("response.output_item.added", output_index=at, item=item.value)
+        self._send("response.output_item.added", output_index=at, item=item.value)
         return item
 
     def _close(self, status: str) -> None:
-        """End all open items; several are only ever calls that are made in parallel."""
         for item in self._open:
             kind, text = item.value["type"], "".join(item.text)
             if kind == "function_call":
                 item.value = {**item.value, "status": status, "arguments": text}
-                self._say(
+                self._send(
                     "response.function_call_arguments.done",
                     **item.place,
                     name=item.value["name"],
@@ -213,37 +161,33 @@ class ResponsesAnswer:
                 item.value = {**item.value, "status": status, "content": [part]}
                 place = {**item.place, "content_index": 0}
                 if kind == "message":
-                    self._say(
+                    self._send(
                         "response.output_text.done", **place, text=text, logprobs=item.logprobs
                     )
                 else:
-                    self._say("response.reasoning_text.done", **place, text=text)
-                self._say("response.content_part.done", **place, part=part)
-            self._say("response.output_item.done", output_index=item.at, item=item.value)
+                    self._send("response.reasoning_text.done", **place, text=text)
+                self._send("response.content_part.done", **place, part=part)
+            self._send("response.output_item.done", output_index=item.at, item=item.value)
         self._open.clear()
 
     def _end(self) -> dict[str, Any]:
-        """The end of a chat completion: the response as a whole."""
         if self._over:
             return {}
         self._over = True
         if not self._items:
-            self._open_text(
-                "message"
-            )  # an answer without a word is one of no text, not of no message
+            self._open_text("message")  # an empty answer is a message without text
         cut = self._finish_reason == "length"
         status = "incomplete" if cut else "completed"
         self._close(status)
         response = self._response(status)
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._say(f"response.{status}", response=response)
+        self._send(f"response.{status}", response=response)
         if self.finished is not None:
             self.finished(response)
         return response
 
     def _fail(self, error: ErrorBody) -> None:
-        """It broke after the first event."""
         self._over = True
         self._close("incomplete")
         response = self._response("failed")
@@ -251,10 +195,9 @@ class ResponsesAnswer:
             "code": _CODES.get(error.type, "server_error"),
             "message": error.message,
         }
-        self._say("response.failed", response=response)
+        self._send("response.failed", response=response)
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response object as it is now."""
         usage: dict[str, Any] | None = None
         if status in ("completed", "incomplete"):
             told = self._usage
@@ -277,14 +220,12 @@ class ResponsesAnswer:
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message's or a reasoning's content."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _head(request: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
-    """What a response says of its request: all that does not change while it is made."""
     format_ = request.text.format if request.text and request.text.format else {"type": "text"}
     reasoning = request.reasoning
     return {

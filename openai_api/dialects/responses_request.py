@@ -1,4 +1,7 @@
-"""POST /v1/responses: its body as a chat completion. Pure and light."""
+"""POST /v1/responses: its body as a chat completion. Pure and light.
+
+Refuses what this server does not have (hosted tools, background runs, files).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ __all__ = [
 ]
 
 Item = dict[str, Any]
-"""One item of an input or an output."""
+"""An item of an input or an output."""
 
 _MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -47,14 +50,14 @@ class ReasoningConfig(msgspec.Struct, frozen=True):
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """`format`: {"type": "text" | "json_object" | "json_schema", ...}."""
+    """The form of a text: {"type": "text" | "json_object" | "json_schema", ...}."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/responses. Fields of chat_fields.PASSED_ON are taken beside these."""
+    """POST /v1/responses. The fields of PASSED_ON are taken, too."""
 
     model: str | None = None
     input: str | list[Item]
@@ -81,7 +84,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Log-probabilities go into the output's text parts."""
         return bool(self.top_logprobs) or _WITH_LOGPROBS in (self.include or ())
 
 
@@ -89,7 +91,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
-    """The request in `body`. Raises RequestError."""
+    """Return the request in `body`, checked. Raises RequestError."""
     with json_errors():
         request = _decoder.decode(body)
     if request.background:
@@ -124,9 +126,7 @@ def decode_responses(body: bytes) -> ResponsesRequest:
 
 
 def check_count(request: ResponsesRequest, earlier: int) -> None:
-    """Raise RequestError if `earlier` items and those of the input are more than a conversation may
-    have.
-    """
+    """Raise RequestError if the conversation, with `earlier` items, has too many of them."""
     count = earlier + (1 if isinstance(request.input, str) else len(request.input))
     if count <= MAX_MESSAGES:
         return
@@ -142,9 +142,7 @@ def check_count(request: ResponsesRequest, earlier: int) -> None:
 
 
 def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
-    """The input as items, each with an id: those without one are given one that ends with `suffix`
-    and a number.
-    """
+    """Return the input as items, each with an id, made of `suffix` where the client gave none."""
     given = request.input
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_completed(item, f"{suffix}{at}", at) for at, item in enumerate(items)]
@@ -168,10 +166,9 @@ def _completed(item: Item, suffix: str, at: int) -> Item:
 
 
 def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
-    """The chat completion that `request` means, over `items`: those of earlier responses and its
-    own.
+    """Return the body of the chat completion that `request`, in `body`, means.
 
-    `body` is the request's own, for the fields that are passed on. Raises RequestError.
+    `items` are those of earlier responses and its own. Raises RequestError.
     """
     messages = (
         [] if not request.instructions else [{"role": "system", "content": request.instructions}]
@@ -202,9 +199,6 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
-    """One item, as a message or as a part of the last one. An assistant's content stays a list of
-    texts here.
-    """
     where = f"input[{at}]"
     kind = item.get("type")
     if kind == "message":
@@ -256,7 +250,6 @@ def _required(item: Item, name: str, where: str) -> str:
 
 
 def _tools(request: ResponsesRequest) -> dict[str, Any]:
-    """The chat fields `tools` and `tool_choice`."""
     tools: list[dict[str, Any]] = []
     for at, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":

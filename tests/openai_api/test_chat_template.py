@@ -320,7 +320,7 @@ def test_smollm2_is_rendered_as_transformers_does(
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    smollm2._backend.save(str(tmp_path / "tokenizer.json"))
+    smollm2.backend.save(str(tmp_path / "tokenizer.json"))
     theirs = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"),
         bos_token=smollm2.bos_token,

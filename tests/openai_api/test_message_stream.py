@@ -13,7 +13,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.message_stream import MessageForm, MessageParser, message_form
+from kvrelay.openai_api.message_stream import MessageForm, PlainMessage, message_form
 from kvrelay.openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from kvrelay.openai_api.reasoning import Opening
 from kvrelay.openai_api.tokenizer import BYTE_CHARS, Tokenizer, byte_level
@@ -74,7 +74,7 @@ def added_up(deltas: list[Delta]) -> dict[str, Any]:
     return message | both | ({"tool_calls": calls} if calls else {})
 
 
-def told(stream: MessageParser, pieces: list[str]) -> dict[str, Any]:
+def told(stream: PlainMessage, pieces: list[str]) -> dict[str, Any]:
     """What deltas add up to; the whole message must be the same."""
     deltas = [delta for piece in pieces for delta in stream.push(piece)] + stream.finish()
     message = added_up(deltas)
@@ -82,7 +82,7 @@ def told(stream: MessageParser, pieces: list[str]) -> dict[str, Any]:
     return message
 
 
-def stream(form: MessageForm, choice: int = 0) -> MessageParser:
+def stream(form: MessageForm, choice: int = 0) -> PlainMessage:
     return form.parser("chatcmpl-1", choice)
 
 
