@@ -49,7 +49,6 @@ from kvrelay.router.prefix.kv_events import KvEvents
 from kvrelay.router.questions import ask_any
 from kvrelay.router.relay import CLIENT_GONE, Relay, Run
 from kvrelay.router.reload import Reread, changes
-from kvrelay.router.request.deaths import CrashRecord
 from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -59,10 +58,10 @@ from kvrelay.router.request.job import (
     parts_of,
     with_salt_of,
 )
-from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.multi_prompt import MultiPromptRun
 from kvrelay.router.request.placer import Placer
-from kvrelay.router.request.poison import DEATHS, fingerprint_of
+from kvrelay.router.request.poison import MAX_LOST, CrashRecord, fingerprint_of
+from kvrelay.router.request.retries import RunContext
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_requests import VllmLegs
@@ -312,7 +311,7 @@ class Router:
         async with self.admission.question(caller_of(request)):
             # What ends one node ends the next: no more of them than a request may have that is
             # answered by tokens.
-            attempts = min(self.config.attempts, DEATHS)
+            attempts = min(self.config.attempts, MAX_LOST)
             asked = ask_any(self.pool, self.models, self.node_client, path, body, attempts)
             return await unless_disconnected(request, asked)
 

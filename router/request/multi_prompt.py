@@ -13,7 +13,7 @@ from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.request.job import Job
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
-from kvrelay.router.request.poison import DEATHS
+from kvrelay.router.request.poison import MAX_LOST
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
 
@@ -88,16 +88,16 @@ class MultiPromptRun:
         """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be
         answered.
 
-        Until a node has told a token no more than DEATHS prompts are under way: a request that ends
+        Until a node has told a token no more than MAX_LOST prompts are under way: a request that ends
         its nodes ends no more of them by having many prompts.
         """
         self.parts[0].placed = self.placed
-        tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:DEATHS]]
+        tasks = [asyncio.create_task(walk.run()) for walk in self.parts[:MAX_LOST]]
         told = asyncio.create_task(self._first_token.wait())
         try:
             await asyncio.wait([told, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if not any(task.done() and task.exception() for task in tasks):
-                tasks += [asyncio.create_task(walk.run()) for walk in self.parts[DEATHS:]]
+                tasks += [asyncio.create_task(walk.run()) for walk in self.parts[MAX_LOST:]]
             await asyncio.gather(*tasks)
         finally:
             await cancel_and_wait([told, *tasks])
@@ -106,7 +106,7 @@ class MultiPromptRun:
     def _end(self) -> bytes:
         if self.job.stream:
             end = joined_end(
-                [walk.counts for walk in self.parts],
+                [walk.usage for walk in self.parts],
                 include_usage=self.job.include_usage,
                 response_id=self.job.response_id,
                 created=self.job.created,

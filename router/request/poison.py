@@ -1,35 +1,42 @@
-"""Requests on which nodes die: which ones, and for how long they are refused. Pure: `now` is an
-argument.
+"""Requests on which nodes die: how they are known, and where they are stopped.
 
-A request is known by its fingerprint, a hash of its key and its whole body, so a client that sends
-it again gets no fresh nodes. A process counts once however many requests of a fingerprint it had,
-and a request that was answered to its end is forgotten: whoever has died with others is mostly
-innocent.
+A request is known by its fingerprint, a hash of its API key and whole body, so that sending it again
+gives it no fresh nodes. A process counts once, however many requests of a fingerprint it had. A
+request that is answered to its end is forgotten: most requests on a node that dies are innocent.
+
+After the first loss a request goes on at once. Before a third node it waits until health checks
+show which processes have died.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import math
+import time
 from collections.abc import Callable, Mapping, Set
+from functools import cached_property
 
 import msgspec
 
-__all__ = ["DEATHS", "REFUSED_S", "Poison", "Suspect", "fingerprint_of"]
+from kvrelay.router.metrics import Metrics
+from kvrelay.router.nodes.node import Lease
+from kvrelay.wire.errors import PoisonRequest
 
-DEATHS = 2
-"""The node where it was first, and the only other one that it goes to."""
+__all__ = ["MAX_LOST", "REFUSED_S", "CrashRecord", "Poison", "Suspect", "fingerprint_of"]
+
+MAX_LOST = 2
+"""Processes that one request may be lost with: its first node, and one more."""
 REFUSED_S = 300.0
-"""How long a request is refused since the last death. A large model takes minutes to load: before
-the request may try the next nodes, those that it has killed are back.
-"""
-_MOST = 4096
-"""Fingerprints that are known; beyond, the one with the oldest death is forgotten. A death has as
-many as requests that were unanswered there.
-"""
+"""Seconds that a request is refused after the last death: as long as a large model takes to load."""
+_MAX_SUSPECTS = 4096
+# By then a node that lives, or refuses connections, has shown it: by default a node that is down is
+# asked twice a second, and has 2 s to answer.
+_VERDICT_S = 5.0
 
 
 class Suspect(msgspec.Struct, frozen=True, array_like=True):
-    """A request on which processes have died, and until when that counts."""
+    """The processes that died with a request, and until when that counts."""
 
     processes: frozenset[str] = frozenset()
     until: float = 0.0
@@ -39,11 +46,10 @@ _NOBODY = Suspect()
 
 
 class Poison:
-    """A record of one router process. False while nothing is known of any request."""
+    """The suspects of one router process; false while there are none. Pure."""
 
     def __init__(self) -> None:
-        self._suspects: dict[bytes, Suspect] = {}
-        """By fingerprint, in the order of their last deaths."""
+        self._suspects: dict[bytes, Suspect] = {}  # by fingerprint, the oldest death first
         self.tell: Callable[[bytes, str], None] = lambda _fingerprint, _process: None
         """Called with each death, and without a process when a request was answered."""
 
@@ -51,41 +57,115 @@ class Poison:
         return bool(self._suspects)
 
     def died(self, fingerprint: bytes, process: str, now: float) -> None:
-        """Note that this process died while the request was unanswered there."""
+        """Note that a process died while the request was unanswered there."""
         known = self._suspects.pop(fingerprint, _NOBODY)
         self._suspects[fingerprint] = Suspect(known.processes | {process}, now + REFUSED_S)
-        if len(self._suspects) > _MOST:
+        if len(self._suspects) > _MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
         self.tell(fingerprint, process)
 
     def spared(self, fingerprint: bytes) -> None:
-        """Note that the request was answered to its end. If it is refused it stays so."""
+        """Forget a request that was answered to its end, unless it is refused."""
         suspect = self._suspects.get(fingerprint)
-        if suspect is not None and len(suspect.processes) < DEATHS:
+        if suspect is not None and len(suspect.processes) < MAX_LOST:
             del self._suspects[fingerprint]
         self.tell(fingerprint, "")
 
     def suspects(self, now: float) -> Mapping[bytes, Suspect]:
-        """Return those that count now, by their fingerprints; forget all others."""
+        """Return the suspects that count now, by fingerprint."""
         while self._suspects and next(iter(self._suspects.values())).until <= now:
             del self._suspects[next(iter(self._suspects))]
         return self._suspects
 
     def take_over(self, suspects: Mapping[bytes, Suspect]) -> None:
-        """Know what another process knows, and nothing else."""
+        """Replace all suspects by those of another process."""
         self._suspects = dict(suspects)
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
-        """Name the processes that have died of late while the request was unanswered there."""
+        """Return the processes that died while the request was unanswered there."""
         return self.suspects(now).get(fingerprint, _NOBODY).processes
 
     def refused_s(self, fingerprint: bytes, now: float) -> float:
-        """Return for how much longer the request is refused; 0 if it is not."""
-        if len(self.processes(fingerprint, now)) < DEATHS:
+        """Return for how many seconds the request is still refused; 0 if it is not."""
+        if len(self.processes(fingerprint, now)) < MAX_LOST:
             return 0.0
         return self._suspects[fingerprint].until - now
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
-    """Hash what a request is known by; `key` is the hash of its API key."""
+    """Return the fingerprint of a body; `key` is the hash of its API key."""
     return hashlib.blake2b(body, digest_size=16, key=hashlib.sha256(key.encode()).digest()).digest()
+
+
+class CrashRecord:
+    """The processes that one request was lost with, over all attempts of all its prompts."""
+
+    def __init__(self, poison: Poison, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
+        """`fingerprint` is called at most once: it takes 1 ms for each MB of the body."""
+        self._poison, self._metrics = poison, metrics
+        self._make = fingerprint
+        self.first_token = asyncio.Event()
+        """Set once a node has sent a token: the request can be computed."""
+        self._died: dict[str, asyncio.Future[bool]] = {}  # by process
+
+    @cached_property
+    def _fingerprint(self) -> bytes:
+        return self._make()
+
+    def check(self) -> None:
+        """Raise PoisonRequest while the request is refused."""
+        if not self._poison:
+            return
+        refused_s = self._poison.refused_s(self._fingerprint, time.monotonic())
+        if refused_s > 0:
+            self._metrics.poison.labels("refused").inc()
+            died = f"{MAX_LOST} nodes died while they had this request"
+            raise _poison_request(f"{died}, so it is refused for {refused_s:.0f} s more", refused_s)
+
+    def lost(self, lease: Lease, now: float) -> None:
+        """Note that a process was lost before it answered anything of the request."""
+        process = f"{lease.node.url} {lease.generation}"
+        if process in self._died:
+            return
+        verdict = self._died[process] = asyncio.get_running_loop().create_future()
+        # Not the body, which the verdict may outlive by far.
+        poison, fingerprint = self._poison, self._fingerprint
+
+        def tell(died: bool) -> None:
+            verdict.set_result(died)
+            if died:
+                poison.died(fingerprint, process, time.monotonic())
+
+        lease.node.deaths.ask(lease.generation, now, tell)
+
+    async def may_go_on(self) -> None:
+        """Return if the request may go to one more node. Raises PoisonRequest.
+
+        A process that is still silent counts as dead for this request alone.
+        """
+        if self._count() < MAX_LOST:
+            return
+        unknown = [verdict for verdict in self._died.values() if not verdict.done()]
+        if unknown:
+            await asyncio.wait(unknown, timeout=_VERDICT_S)
+        if self._count() >= MAX_LOST:
+            self._metrics.poison.labels("stopped").inc()
+            lost = f"{MAX_LOST} nodes were lost while they had this request"
+            raise _poison_request(f"{lost}, so it is tried on no other", REFUSED_S)
+
+    def answered(self) -> None:
+        """Note that the request was answered to its end."""
+        if self._poison and self._poison.processes(self._fingerprint, time.monotonic()):
+            self._poison.spared(self._fingerprint)
+
+    def _count(self) -> int:
+        lost = {each for each, died in self._died.items() if not died.done() or died.result()}
+        if lost and self._poison:
+            lost |= self._poison.processes(self._fingerprint, time.monotonic())
+        return len(lost)
+
+
+def _poison_request(why: str, again_s: float) -> PoisonRequest:
+    error = PoisonRequest(f"{why}; change it, or send it again after the time in Retry-After")
+    error.retry_after_s, error.headers = math.ceil(again_s), {"x-should-retry": "false"}
+    return error

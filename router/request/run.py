@@ -1,23 +1,19 @@
-"""The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving
-back what it took.
+"""One request on our nodes: prefill request, hand-over, decode request, and what follows a failure.
 
-The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes
-room, and reads what is computed while the rest is. The first token comes through whichever leg has
-it first. A prompt that is better computed where its answer is, or can be nowhere else, has a decode
-leg alone.
+The decode request begins with the prefill request's ticket, before the prompt is computed: its node
+makes room, and reads the KV while the rest is computed. The first token comes through whichever has
+it first. A prompt that is cheaper to compute where its answer is has a decode request alone.
 
-How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it
-rests, and another takes the leg, from the same ticket. A process that is lost (router/transport/node_client.py)
-is down until it answers a health check. All else is told to the node's breaker
-(router/nodes/health.py). What broke is tried on other nodes: what a lost process had always, all
-else as long as the retry budget allows, or the client has a part of the answer.
-
-Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
+A 4xx goes to the client and blames nobody. After a 429 the node rests, and another one gets the
+request with the same ticket. A lost process is down until it answers a health check, and what it
+did always moves. Any other failure counts for the node's breaker, and is tried elsewhere while the
+retry budget lasts, or if the client has a part of the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
 import time
@@ -29,15 +25,14 @@ from kvrelay.router.background import cancel_and_wait
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.kv_match import kv_mismatch
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.deaths import CrashRecord
+from kvrelay.router.request.attempt import Attempt
 from kvrelay.router.request.job import Job, decode_body, prefill_body, prefix_of
-from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.placer import ChosenNodes, PlacementLeases, PlacementQuery
+from kvrelay.router.request.poison import CrashRecord
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
-from kvrelay.router.request.timeline import AttemptTimes, Timeline
-from kvrelay.router.request.tries import Attempts
-from kvrelay.router.transport.leg_watch import LegWatch
-from kvrelay.router.transport.node_client import AttemptFailed, Refused
+from kvrelay.router.request.retries import Attempts, RunContext
+from kvrelay.router.request.timeline import Timeline
+from kvrelay.router.transport.node_errors import AttemptFailed, Refused
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import (
     DeadlineExceeded,
@@ -52,307 +47,335 @@ from kvrelay.wire.errors import (
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.transfer import SPILL_REFUSED, KvTransferParams
 
-__all__ = ["RequestRun"]
+__all__ = ["ROOM_DEADLINE_S", "RequestRun", "run_within_deadline"]
 
 _log = logging.getLogger("kvrelay.router")
 
-
 ROOM_DEADLINE_S = 30.0
-"""How long a leg that must be placed again waits for room, if the client has nothing of its answer."""
-_LOOK_S = 0.05
-_RENEW_S = 1.0
-"""Where a node does not say how long its leases are."""
-_RENEWALS = 4.0
-"""Of KV that is held for a request while it waits, within a lease."""
+"""Seconds that a failed attempt waits for room elsewhere while the client has nothing."""
+_POLL_S = 0.05
+_RENEW_S = 1.0  # where a node does not tell how long its leases are
+_RENEWALS_PER_LEASE = 4.0
+
+
+class _Outcome(enum.Enum):
+    HANDED_OVER = enum.auto()
+    ANSWERED = enum.auto()
+    FAILED = enum.auto()
+
+
+async def run_within_deadline(
+    context: RunContext, crashes: CrashRecord, arrived: float, answer: Awaitable[None]
+) -> None:
+    """Await an answer until the request's deadline. Raises KvrelayError."""
+    deadline_s = context.config.request_deadline_s
+    try:
+        async with asyncio.timeout(deadline_s - (time.monotonic() - arrived)):
+            crashes.check()
+            context.retries.add_request(time.monotonic())
+            await answer
+    except TimeoutError as why:
+        raise DeadlineExceeded(
+            f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or raise "
+            f"request_deadline_s"
+        ) from why
 
 
 class RequestRun:
-    """One request on its way through two nodes. `run` once."""
+    """One prompt on its way through two of our nodes."""
 
     def __init__(
         self,
         job: Job,
         headers: Mapping[str, str],
         timeline: Timeline,
-        means: RunContext,
-        deaths: CrashRecord,
+        context: RunContext,
+        crashes: CrashRecord,
         reply: Reply | None = None,
     ) -> None:
-        """`deaths`: of the whole request, of which this may be one prompt."""
+        """`crashes` and `headers` are those of the client's request, which may have more prompts."""
         self.job = job
         self.reply = reply or Reply()
         self.progress = AnswerProgress(job)
-        self._prefix = prefix_of(job)
         self.timeline = timeline
         self.placed: PlacementLeases | None = None
-        """Where it was placed last; set before `run` if its turn has come with a place."""
+        """Where the request was placed last; set before `run` by admission."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
-        self._headers = headers
-        self._means, self._deaths = means, deaths
-        self._pool, self._node_health, self._metrics = means.pool, means.node_health, means.metrics
-        self.counts: tuple[int, int, int] = (0, 0, 0)
-        """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
-        self._handed = False
-        self._kv_left = False  # the decode node computes what the prefill node holds
-        self._kv_failed = False  # a decode node could not get it
-        self._unread: list[Lease] = []
-        """Of legs whose nodes have failed as they read the request."""
-        self._spills = True  # until a node has refused its prompt
-        self._prefilling: asyncio.Task[object] | None = None
-        self._claimed: asyncio.Event | None = (
-            None  # the prefill leg of a rebuilding has told where its KV is
-        )
-        self._decoding: asyncio.Task[None] | None = None
+        self.usage: tuple[int, int, int] = (0, 0, 0)
+        """Tokens at the end: of the prompt, generated ones, cached ones of the prompt."""
+        self.headers = headers
+        self.context, self.crashes = context, crashes
+        self.kv_failed = False
+        """A decode node could not get the KV."""
+        self.unread: list[Lease] = []
+        """Attempts that failed while their nodes read the request."""
+        self.prefix = prefix_of(job)
+        self._pool, self._metrics = context.pool, context.metrics
+        self._handover_counted = False
+        self._kv_unused = False  # a decode node computes what the prefill node holds
+        self._spills = True  # until a decode node has refused to compute the prompt
+        self._group: asyncio.TaskGroup
+        self._prefilling: asyncio.Task[_Outcome | None] | None = None
+        self._early_decode: asyncio.Task[_Outcome] | None = None
+        self._recomputing: asyncio.Event | None = None  # set when the second prefill has a ticket
 
     def wanted(self) -> PlacementQuery:
-        """Say what it wants before anything of it has begun."""
-        return self._means.placer.wanted(self.job, self._prefix)
+        """Return what is placed before the run begins."""
+        return self.context.placer.wanted(self.job, self.prefix)
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Known once a node has told of its ids, or has ended the answer."""
+        """Tokens of the prompt, once a node has told."""
         told = self.progress.told
-        return self.counts[0] or (told.answer().prompt_tokens or None if told else None)
+        return self.usage[0] or (told.answer().prompt_tokens or None if told else None)
 
     @property
     def output_tokens(self) -> int:
-        """So far, of all choices."""
+        """Tokens of all choices so far."""
         return self.progress.output_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, on the node that computed the rest; 0 while no node has told."""
-        if self.counts[0]:
-            return self.counts[2]
-        told = self.progress.told  # of an answer that is not over, or never will be
+        """Tokens of the prompt that its node had cached; 0 while no node has told."""
+        if self.usage[0]:
+            return self.usage[2]
+        told = self.progress.told
         return 0 if told is None else told.cached_tokens
 
     @property
     def answers(self) -> int:
-        """How many come beside each other."""
+        """Number of choices that are generated at the same time."""
         return self.job.choices
 
     @property
     def placement(self) -> str:
-        """Where it was placed last, and at what price."""
+        """Where the request was placed last, and at what price."""
         return "-" if self.placed is None else str(self.placed.placement)
 
     @property
     def parts(self) -> list[RequestRun]:
-        """The walks of its prompts, of which it has one."""
+        """The prompts of the request: this one."""
         return [self]
 
     @property
     def nodes(self) -> tuple[str, str]:
-        """Where its last legs ran."""
-        prefill, decode = (
-            node.url if node else "-" for node in (self.prefill_node, self.decode_node)
-        )
-        return prefill, decode
+        """URLs of the last prefill and decode node."""
+        prefill, decode = self.prefill_node, self.decode_node
+        return prefill.url if prefill else "-", decode.url if decode else "-"
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prefill request runs."""
+        return self._prefilling is not None and not self._prefilling.done()
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back
-        in any case.
-        """
-        means, deadline_s = self._means, self._means.config.request_deadline_s
+        """Answer the request into `reply`, once. Raises KvrelayError."""
         try:
-            async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
-                self._deaths.check()
-                means.retries.asked(time.monotonic())
-                await self._walk()
-        except TimeoutError as why:
-            raise DeadlineExceeded(
-                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
-                f"raise request_deadline_s"
-            ) from why
+            answer = self._answer()
+            await run_within_deadline(self.context, self.crashes, self.timeline.arrived, answer)
         finally:
-            try:
-                await cancel_and_wait(
-                    [task for task in (self._prefilling, self._decoding) if task is not None]
-                )
-            finally:
-                if self.placed is not None:
-                    means.placer.give_back(self.placed)
-                self._give_back()
+            # All are done; a failed one would keep this run until the collector comes.
+            await cancel_and_wait([each for each in (self._prefilling, self._early_decode) if each])
+            self._prefilling = self._early_decode = None
+            if self.placed is not None:
+                self.context.placer.give_back(self.placed)
+            self._release_kv()
 
-    async def _walk(self) -> None:
-        """Run both legs, the second beside the first as soon as there is a ticket."""
+    async def _answer(self) -> None:
         if self.placed is None:
             self.placed = await self._place(None, None)
-        if self.placed.prefill is None:
-            self._local(self.placed)
-            await self._decode()
-            return
-        prefilling = self._prefilling = asyncio.create_task(self._prefill())
-        await asyncio.wait([prefilling])
-        # The decode leg cancels it when it has told all that there is. How it has failed is nothing
-        # to a whole answer.
-        over = prefilling.cancelled() or (
-            self.progress.ended and isinstance(prefilling.exception(), KvrelayError)
-        )
-        if not over and not prefilling.result():
-            return
-        early = self._decoding
-        if early is None or (
-            early.done() and isinstance(early.exception(), NodeFailed | Unavailable)
-        ):
-            await (
-                self._decode()
-            )  # with the hand-over: that may find nodes which the ticket has not found
-        else:
-            await early
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                if self.placed.prefill is None:
+                    self._count_local(self.placed)
+                    await self._decode()
+                elif await self._prefill_and_decode() is not _Outcome.ANSWERED:
+                    await self._decode()
+                if self._prefilling is not None:  # KV that is computed again, and needed no more
+                    self._prefilling.cancel()
+        except BaseExceptionGroup as failures:
+            failure = without_frames(failures).exceptions[0]
+        except asyncio.CancelledError as why:
+            without_frames(why)  # TaskGroup's own frame holds the error that it raises
+            raise
+        finally:
+            del self._group
+        if failure is not None:
+            try:
+                raise without_frames(failure)
+            finally:
+                del failure  # else the frames of its traceback hold it
 
-    async def _decode_early(self) -> None:
-        """Run the decode leg that begins with the ticket. What it has told or was refused needs no
-        more prefill.
-        """
-        assert self._prefilling is not None
+    async def _prefill_and_decode(self) -> _Outcome:
+        # Any outcome but ANSWERED wants a decode request, from what the prefill node handed over.
+        prefilling = self._prefilling = self._group.create_task(self._prefill())
+        await asyncio.wait([prefilling])
+        early = self._early_decode
+        if prefilling.cancelled():
+            return _Outcome.ANSWERED
+        outcome = prefilling.result()
+        assert outcome is not None
+        if early is None:
+            return outcome
+        if outcome is _Outcome.ANSWERED:
+            early.cancel()
+            return outcome
+        return await early
+
+    async def _decode_early(self) -> _Outcome:
+        # Begins with the ticket. Ends the prefill request when it has answered or was refused.
+        prefilling = self._prefilling
+        assert prefilling is not None
         try:
             await self._decode()
         except (Refused, PoisonRequest):
-            self._prefilling.cancel()
             raise
-        self._prefilling.cancel()
+        except (NodeFailed, Unavailable):
+            if prefilling.done():
+                raise
+            return _Outcome.FAILED  # the hand-over may find nodes that the ticket has not found
+        prefilling.cancel()
+        return _Outcome.ANSWERED
 
-    async def _prefill(self) -> bool:
-        """Run prefill legs until one hands over; False if one has ended the answer.
+    async def _prefill(self) -> _Outcome:
+        try:
+            return await self._attempt_prefill()
+        except KvrelayError:
+            if self.progress.ended:  # by the decode request
+                return _Outcome.HANDED_OVER
+            raise
 
-        True too if one broke after token 1 had been sent on, or the prompt is computed on a decode
-        node now.
-        """
-        tries, until = Attempts(self._means, Role.PREFILL), time.monotonic() + ROOM_DEADLINE_S
+    async def _attempt_prefill(self) -> _Outcome:
+        attempts = Attempts(self.context, Role.PREFILL)
+        until = time.monotonic() + ROOM_DEADLINE_S
         assert self.placed is not None
         while (lease := self.placed.prefill) is not None:
             self.prefill_node, self.timeline.prefilled = lease.node, None
             failure: AttemptFailed | Refused
             try:
-                ended = await self._leg(
-                    lease, FramePosition(), prefill_body(self.job, lease.node.leg_version)
-                )
-                # An end behind a first token that the decode leg has told is none: that leg tells
-                # the answer's.
-                return ended is FrameKind.HANDOVER or not self.progress.ended
+                body = prefill_body(self.job, lease.node.leg_version)
+                end = await Attempt(self, lease, FramePosition()).run(body)
+                # Behind a first token of the decode request, that one tells the end of the answer.
+                handed_over = end is FrameKind.HANDOVER or not self.progress.ended
+                return _Outcome.HANDED_OVER if handed_over else _Outcome.ANSWERED
             except AttemptFailed as why:
                 failure = without_frames(why)
-                tries.failed(lease.node, failure)
+                attempts.failed(lease.node, failure)
             except Refused as why:
-                if not self._means.is_full(lease, why) or time.monotonic() > until:
+                if not self.context.note_if_full(lease, why) or time.monotonic() > until:
                     raise
                 failure = without_frames(why)
             finally:
                 self._pool.give_back(lease)
-            if self._decoding is not None or not self.progress.start_over():
-                # Its decode node computes the prompt itself, if it must.
+            if self._early_decode is not None or not self.progress.start_over():
+                # The decode node computes the prompt itself if it must.
                 self._metrics.failovers.labels("prefill").inc()
-                return True
+                return _Outcome.HANDED_OVER
             if isinstance(failure, AttemptFailed):
-                tries.require_another(failure)
-            self._means.placer.give_back(self.placed)
+                attempts.require_another(failure)
+            self.context.placer.give_back(self.placed)
             try:
-                self.placed = await self._place(tries, None, patient=False)
+                self.placed = await self._place(attempts, None, patient=False)
             except (NoNode, Overloaded):
-                raise tries.failure(failure) from None
-        self._local(self.placed)
-        return True
+                raise attempts.failure(failure) from None
+        self._count_local(self.placed)
+        return _Outcome.HANDED_OVER
 
     async def _decode(self) -> None:
-        """Run decode legs, each from where the answer stands, until one ends it."""
-        tries, until = Attempts(self._means, Role.DECODE), time.monotonic() + ROOM_DEADLINE_S
+        # Runs decode requests, each from where the answer stands, until one ends it.
+        attempts = Attempts(self.context, Role.DECODE)
+        until = time.monotonic() + ROOM_DEADLINE_S
         while True:
             assert self.placed is not None
-            lease, node, known = (
-                self.placed.decode,
-                self.placed.decode.node,
-                self.progress.output_tokens,
-            )
+            lease, known = self.placed.decode, self.progress.output_tokens
             failure: AttemptFailed | None = None
-            anew = True
+            recompute = True
             try:
-                if lease in node.leases and node.up:  # else it was given back, or is gone since
-                    self.decode_node = node
-                    params = self._params(self.placed)
-                    peer = None if params.remote_engine_id is None else self.prefill_node
-                    await self._leg(
-                        lease,
-                        FramePosition.behind(params),
-                        decode_body(self.job, params, node.leg_version),
-                        peer,
-                    )
+                if lease in lease.node.leases and lease.node.up:  # else it was released, or is gone
+                    await self._attempt_decode(self.placed)
                     return
             except Diverged as why:
-                # Nobody's fault; the next leg begins behind what the client has.
+                # Nobody's fault; the next request begins behind what the client has.
                 _log.warning(
-                    "id=%s: the decode leg on %s is begun again: %s", self.job.id, node.url, why
+                    "id=%s: the decode request on %s starts again: %s",
+                    self.job.id,
+                    lease.node.url,
+                    why,
                 )
-                anew = False
+                recompute = False
             except AttemptFailed as why:
                 failure, until = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
-                tries.failed(node, failure, told=self.progress.output_tokens > known)
-                tries.require_another(failure, begun=self.progress.forwarded)
+                progressed = self.progress.output_tokens > known
+                attempts.failed(lease.node, failure, progressed=progressed)
+                attempts.require_another(failure, begun=self.progress.forwarded)
             except Refused as why:
                 if self._spills and why.body().code == SPILL_REFUSED:
                     self._spills = False
-                elif not self._means.is_full(lease, why) or (
+                elif not self.context.note_if_full(lease, why) or (
                     time.monotonic() > until and not self.progress.output_tokens
                 ):
                     raise
                 else:
-                    anew = False
+                    recompute = False
             finally:
                 self._pool.give_back(lease)
-            await self._again(tries, failure, anew=anew)
+            await self._place_again(attempts, failure, recompute=recompute)
 
-    async def _again(self, tries: Attempts, failure: AttemptFailed | None, *, anew: bool) -> None:
-        """FramePosition what is left of an answer: where its KV can be fetched or, if that is gone, by its
-        price again.
+    async def _attempt_decode(self, placed: PlacementLeases) -> None:
+        lease = placed.decode
+        self.decode_node = lease.node
+        params = self._decode_params(placed)
+        source = None if params.remote_engine_id is None else self.prefill_node
+        body = decode_body(self.job, params, lease.node.leg_version)
+        await Attempt(self, lease, FramePosition.behind(params), source).run(body)
 
-        A prompt whose KV is gone may be computed by a prefill node, `anew`. Best effort: if that
-        fails, the decode node does it.
-        """
+    async def _place_again(
+        self, attempts: Attempts, failure: AttemptFailed | None, *, recompute: bool
+    ) -> None:
+        # Goes where the KV can be fetched. If the KV is gone, a prefill node may compute it again
+        # (`recompute`), else the decode node does.
         params = self.progress.decode_params()
-        peer = None if params.remote_engine_id is None or self._kv_failed else self.prefill_node
-        alone = not (anew and self._may_rebuild(params))
+        source = None if params.remote_engine_id is None or self.kv_failed else self.prefill_node
+        alone = not (recompute and self._may_recompute(params))
         try:
-            placed = self.placed = await self._place(None, tries, peer, alone=alone)
+            placed = self.placed = await self._place(None, attempts, source, alone=alone)
         except (NoNode, Overloaded):
             if failure is None:
                 raise
-            raise tries.failure(failure) from None
+            raise attempts.failure(failure) from None
         if placed.prefill is None:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
-        self._kv_failed = False
-        self._claimed = asyncio.Event()
-        self._prefilling = asyncio.create_task(self._prefill_again(placed.prefill, self._claimed))
-        await self._claimed.wait()
-        await self._deaths.may_go_on()
+        self.kv_failed = False
+        has_ticket = self._recomputing = asyncio.Event()
+        self._prefilling = self._group.create_task(self._prefill_again(placed.prefill, has_ticket))
+        await has_ticket.wait()
+        await self.crashes.may_go_on()
 
-    async def _prefill_again(self, lease: Lease, claimed: asyncio.Event) -> None:
-        source = self.prefill_node = lease.node
+    async def _prefill_again(self, lease: Lease, has_ticket: asyncio.Event) -> None:
+        node = self.prefill_node = lease.node
         try:
-            await self._leg(
-                lease, FramePosition(again=True), prefill_body(self.job, source.leg_version)
-            )
-        except (AttemptFailed, Refused) as why:
+            body = prefill_body(self.job, node.leg_version)
+            await Attempt(self, lease, FramePosition(again=True)).run(body)
+        except (AttemptFailed, Refused, PoisonRequest) as why:
             if isinstance(why, Refused):
-                self._means.is_full(lease, why)
+                self.context.note_if_full(lease, why)
             _log.warning(
-                "id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why
+                "id=%s: its prompt was not computed again on %s: %s", self.job.id, node.url, why
             )
         finally:
             self._pool.give_back(lease)
-            claimed.set()
+            has_ticket.set()
 
-    def _may_rebuild(self, params: KvTransferParams) -> bool:
-        """Return whether the next decode leg would have to compute a prompt of which nothing but
-        its KV is wanted.
-        """
-        if self._is_prefilling:
+    def _may_recompute(self, params: KvTransferParams) -> bool:
+        # Only where the decode node would compute a prompt of which nothing but its KV is wanted.
+        if self.is_prefilling or self._kv_unused:
             return False
-        if self._kv_left or (self.progress.held is not None and not self.progress.settled):
-            return False  # it is still there, under this request's id
+        if self.progress.held is not None and not self.progress.settled:
+            return False  # the KV is still there, under this request's id
         return (
             params.remote_engine_id is None
             and params.prompt_logprobs is None
@@ -363,32 +386,29 @@ class RequestRun:
         self,
         prefill: Attempts | None,
         decode: Attempts | None,
-        peer: Node | None = None,
+        source: Node | None = None,
         *,
         alone: bool = False,
         patient: bool = True,
     ) -> PlacementLeases:
-        """Wait for a place for what is left of the answer, with its KV on `peer` kept meanwhile.
+        """Wait for a place for the rest of the answer, and keep its KV on `source` meanwhile.
 
-        Raises NoNode, Overloaded, KvNotLoaded. An answer of which a part is there goes where the
-        least is lacking, and waits for a node that is up.
+        A begun answer goes where the least is lacking, and waits for a node that is up. Raises
+        NoNode, Overloaded, KvNotLoaded.
         """
-        placer, model, renew_at = self._means.placer, self._pool.base_of(self.job.model), 0.0
+        placer, model, renew_at = self.context.placer, self._pool.base_of(self.job.model), 0.0
         until = time.monotonic() + ROOM_DEADLINE_S
         placer.waiting[model] += 1
         try:
             while True:
                 prompt, output, found = self.prompt_tokens, self.progress.output_tokens, None
-                wanted = placer.wanted(
-                    self.job, self._prefix, prompt + output if prompt else 0, peer
-                )
-                begun, tried = (
-                    output > 0,
-                    [() if tries is None else tries.nodes() for tries in (prefill, decode)],
-                )
+                tokens = prompt + output if prompt else 0
+                query = placer.wanted(self.job, self.prefix, tokens, source)
+                begun = output > 0
+                tried = [() if each is None else each.nodes() for each in (prefill, decode)]
                 try:
                     found = placer.find(
-                        wanted, *tried, anyway=begun, spills=self._spills, alone=alone
+                        query, *tried, anyway=begun, spills=self._spills, alone=alone
                     )
                 except NoNode:
                     if not begun or any(node.up for node in tried[1]):
@@ -400,218 +420,85 @@ class RequestRun:
                     return placer.take(found)
                 now = time.monotonic()
                 if now >= until and not begun:
-                    raise _late()
-                if peer is not None and now >= renew_at:
-                    renew_at = now + self._renew(peer)
-                await asyncio.sleep(_LOOK_S)
+                    raise _no_room()
+                if source is not None and now >= renew_at:
+                    renew_at = now + self._renew_kv(source)
+                await asyncio.sleep(_POLL_S)
         finally:
             placer.waiting[model] -= 1
 
-    def _renew(self, peer: Node) -> float:
-        """Have a prefill node keep the KV that is fetched from it. Returns the seconds until it
-        must be asked again.
-        """
+    def _renew_kv(self, source: Node) -> float:
+        # Returns the seconds until the lease must be renewed again.
         if (held := self.progress.held) is not None:
-            self._means.background.spawn(self._means.node_client.tell_of_kv(peer, "renew", held))
-        lease_s = peer.kv.lease_s if peer.kv is not None else 0.0
-        return lease_s / _RENEWALS if lease_s else _RENEW_S
+            renewal = self.context.node_client.tell_of_kv(source, "renew", held)
+            self.context.background.spawn(renewal)
+        lease_s = source.kv.lease_s if source.kv is not None else 0.0
+        return lease_s / _RENEWALS_PER_LEASE if lease_s else _RENEW_S
 
-    def _local(self, placed: PlacementLeases) -> None:
-        """Note that a decode node computes the prompt, and why."""
+    def _release_kv(self) -> None:
+        # A prefill node that was cut before it told of any KV has ended the request itself.
+        node, held = self.prefill_node, self.progress.held
+        unfetched = self._kv_unused or not self.progress.settled
+        if node is not None and held is not None and unfetched:
+            self.context.background.spawn(self.context.release_kv(node, held))
+
+    def _count_local(self, placed: PlacementLeases) -> None:
         self.timeline.local = True
         none_fits = self._pool.kv_kinds.mixed and self._pool.up(Role.PREFILL, model=self.job.model)
-        reason = (
-            "price"
-            if placed.placement.spills
-            else "incompatible"
-            if none_fits
-            else "no_prefill_node"
-        )
-        self._metrics.local(self.job.model, reason)
+        reason = "incompatible" if none_fits else "no_prefill_node"
+        self._metrics.local(self.job.model, "price" if placed.placement.spills else reason)
 
-    def _params(self, placed: PlacementLeases) -> KvTransferParams:
-        """Return what the next decode leg is told, and what its node announces of this request to
-        all routers.
-        """
-        params, request, placement = (
-            self.progress.decode_params(),
-            placed.wanted.request,
-            placed.placement,
-        )
+    def _decode_params(self, placed: PlacementLeases) -> KvTransferParams:
+        request, placement = placed.wanted.request, placed.placement
+        params = self.progress.decode_params()
         if params.remote_engine_id is not None and not self._can_fetch(placed.decode.node):
             params = self.progress.without_kv()
-        each = min(request.output, request.most_output) - self.progress.output_tokens
-        expected = max(1, round(each / max(self.job.choices, self.job.best_of)))
+        left = min(request.output, request.most_output) - self.progress.output_tokens
+        expected = max(1, round(left / max(self.job.choices, self.job.best_of)))
         params = msgspec.structs.replace(params, tpot_ms=request.tpot_ms, expected_output=expected)
         if not placement.spills:
             return params
-        return msgspec.structs.replace(
-            params, spill=True, cached_tokens=request.cached.get(placement.decode, 0)
-        )
+        cached = request.cached.get(placement.decode, 0)
+        return msgspec.structs.replace(params, spill=True, cached_tokens=cached)
 
     def _can_fetch(self, node: Node) -> bool:
-        """Return whether a decode node can take the KV that is held for it; else it computes the
-        prompt.
-        """
+        # Whether a decode node can take the KV that is held for it; else it computes the prompt.
         assert self.prefill_node is not None
-        if kv_mismatch(self.prefill_node.kv, node.kv) is None and not self._kv_failed:
-            if not self._handed:
-                self._handed = True
+        if kv_mismatch(self.prefill_node.kv, node.kv) is None and not self.kv_failed:
+            if not self._handover_counted:
+                self._handover_counted = True
                 self._metrics.handed_over(self.job.model, *self.nodes)
             return True
-        if not (self._kv_left or self._kv_failed):
+        if not (self._kv_unused or self.kv_failed):
             self._metrics.local(self.job.model, "incompatible")
-        self._kv_left = True
+        self._kv_unused = True
         return False
 
-    async def _leg(
-        self, lease: Lease, place: FramePosition, body: bytes, peer: Node | None = None
-    ) -> FrameKind:
-        """Run one leg, its frames passed on; `peer`: the prefill node whose KV a decode leg
-        fetches.
-
-        Raises AttemptFailed, Refused, Diverged, PoisonRequest.
-        """
-        node, decoding = lease.node, place.decoding
-        call = self._node_health.begin(
-            node, lease.role, time.monotonic(), computes=decoding and peer is None
-        )
-        timeline, reply, progress, at, part = (
-            self.timeline,
-            self.reply,
-            self.progress,
-            place.at,
-            self.job.part,
-        )
-
-        def take(frame: Frame) -> Awaitable[None] | None:
-            # For every token of every answer: each call in here is 1 % of what the router costs.
-            now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
-            if frame.kind is not FrameKind.TOKENS:
-                payload = self._take_other(frame, seen, lease, peer, now)
-            if frame.kv_error and peer is not None:
-                self._kv_failed = True
-                self._means.kv_did_not_come(peer, node, frame.kv_error)
-            if progress.take(frame, place):
-                if ids:
-                    timeline.last_token = now
-                    if timeline.first_token is None:
-                        timeline.first_token = now
-                if payload:
-                    (reply.put if not progress.ended or part else reply.put_last)(payload)
-            if ids and seen.tokens is None and not frame.choice:
-                timeline.told(seen, at[0], now)
-            if ids and call.steady:
-                call.heard_at = now
-            elif call.heard(now, tokens=bool(ids)):
-                self._node_health.answered(call)
-                self._deaths.first_token.set()
-                lease.answered()
-                if peer is not None and not self._kv_failed:
-                    self._node_health.kv_came(peer, node)
-            flow = reply.flow
-            if flow is None or not flow.write_paused:
-                return None
-            return flow.drain()
-
-        patience_s = self._node_health.patience_s(lease.tokens)
-        watch = LegWatch(
-            self._means.watches, lease, call, patience_s, lambda: self._may_give_up(decoding)
-        )
-        seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
-        with watch:
-            try:
-                ended = await self._means.node_client.run(
-                    lease, self.job.path, body, self._headers, take
-                )
-                if decoding and ended is FrameKind.HANDOVER:
-                    raise AttemptFailed("the node handed a decode leg over")
-                call.succeeded(time.monotonic())
-                return ended
-            except AttemptFailed as why:  # noqa: F841 - it is raised below
-                if watch.silent:
-                    why = AttemptFailed(f"the node has said nothing for {patience_s:g} s")
-                    why.paid = True
-                self._means.broke(self.job.id, lease, call, why)
-                if why.reading:
-                    self._unread.append(lease)
-                if why.lost and why.reached and not call.answered:
-                    self._deaths.lost(lease, time.monotonic())
-                    await self._deaths.may_go_on()
-                raise why  # kept in no local variable, which its traceback would keep
-            except Refused as why:
-                if why.kv_error and peer is not None:
-                    self._means.kv_did_not_come(peer, node, why.kv_error)
-                raise
-            finally:
-                timeline.ends(seen, time.monotonic(), more=not progress.ended)
-                call.close()
-
-    def _take_other(
-        self, frame: Frame, seen: AttemptTimes, lease: Lease, peer: Node | None, now: float
-    ) -> bytes:
-        """Take what any frame but one of TOKENS tells beside them, and return its bytes for the
-        client.
-        """
-        if frame.timing is not None:
-            self.timeline.inside(frame.timing, seen)
-            if peer is not None and "exposed" in frame.timing and "prefill" not in frame.timing:
-                self._node_health.links.observe(peer.url, lease.node.url, frame.timing["exposed"])
-        if frame.kind is FrameKind.TICKET and not seen.decoding:
-            self._take_ticket(frame, lease)
-        if frame.kind is not FrameKind.END:
-            return frame.payload
-        if frame.usage is not None:
-            self.counts = prompt, output, _ = frame.usage
-            self._means.placer.answered(
-                self.job.model, output // max(1, self.job.choices), self._prefix, prompt
-            )
-        for other in self._unread:  # this node has read it
-            self._node_health.could_not_read(other.node, other.role, now)
-        self._unread.clear()
-        return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
-
-    def _take_ticket(self, frame: Frame, lease: Lease) -> None:
-        """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode
-        leg may begin.
-        """
+    def on_ticket(self, frame: Frame, lease: Lease) -> None:
+        """Begin the decode request: the prompt is tokenized, and its cached part is known."""
         if frame.params is not None:
             self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
             if frame.blocks is not None:
-                self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
-                self._pool.prefixes.learn(self._prefix)
-        if self._claimed is not None:
-            self._claimed.set()
-        elif self._decoding is None:
-            self._decoding = asyncio.create_task(self._decode_early())
+                self.prefix = self.prefix.known(frame.blocks, frame.params.num_tokens)
+                self._pool.prefixes.learn(self.prefix)
+        if self._recomputing is not None:
+            self._recomputing.set()
+        elif self._early_decode is None:
+            self._early_decode = self._group.create_task(self._decode_early())
 
-    @property
-    def _is_prefilling(self) -> bool:
-        """A prefill leg runs."""
-        return self._prefilling is not None and not self._prefilling.done()
-
-    def _may_give_up(self, decoding: bool) -> bool:
-        """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for
-        the prefill node.
-        """
-        if self.reply.full or (decoding and self._is_prefilling):
-            return False
-        return self._means.retries.take(time.monotonic())
-
-    def _give_back(self) -> None:
-        """Release what is held on a prefill node and will not be fetched by a decode leg.
-
-        Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
-        node, held, left = (
-            self.prefill_node,
-            self.progress.held,
-            self._kv_left or not self.progress.settled,
-        )
-        if node is not None and held is not None and left:
-            self._means.background.spawn(self._means.release(node, held))
+    def on_end(self, frame: Frame, now: float) -> bytes:
+        """Note the usage of a whole answer, and return its bytes for the client."""
+        if frame.usage is not None:
+            self.usage = prompt, output, _ = frame.usage
+            per_choice = output // max(1, self.job.choices)
+            self.context.placer.answered(self.job.model, per_choice, self.prefix, prompt)
+        for other in self.unread:  # the node that answered could read the request
+            self.context.node_health.could_not_read(other.node, other.role, now)
+        self.unread.clear()
+        return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
 
 
-def _late() -> Overloaded:
+def _no_room() -> Overloaded:
     full = Overloaded(
         f"no node had room for the request within {ROOM_DEADLINE_S:g} s; try again later"
     )

@@ -31,12 +31,11 @@ import msgspec
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
 from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
-from kvrelay.router.request.deaths import CrashRecord
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
-from kvrelay.router.request.means import RunContext
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
+from kvrelay.router.request.poison import CrashRecord
+from kvrelay.router.request.retries import Attempts, RunContext
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
-from kvrelay.router.request.tries import Attempts
 from kvrelay.router.request.vllm_bodies import (
     Handover,
     check_fields,
@@ -118,7 +117,7 @@ class VllmRun:
         try:
             async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
                 self._deaths.check()
-                self._means.retries.asked(time.monotonic())
+                self._means.retries.add_request(time.monotonic())
                 while not await self._hand_over():
                     self._round += 1
         except TimeoutError as why:

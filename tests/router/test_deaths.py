@@ -22,7 +22,7 @@ from router_doubles import (
     until,
 )
 
-from kvrelay.router.request.deaths import _FATE_S
+from kvrelay.router.request.poison import _VERDICT_S
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.transfer import KvTransferParams
@@ -253,7 +253,7 @@ async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
 async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_against_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.request.deaths._FATE_S", 0.2)
+    monkeypatch.setattr("kvrelay.router.request.poison._VERDICT_S", 0.2)
 
     async def hang(call: Call) -> None:
         next(each for each in silent if call in each.calls).health_hangs = True
@@ -280,4 +280,4 @@ async def test_prompts_of_one_request_are_one_request() -> None:
 
 
 def test_health_checks_have_told_by_then() -> None:
-    assert RouterConfig().health_interval_s + RouterConfig().health_deadline_s < _FATE_S
+    assert RouterConfig().health_interval_s + RouterConfig().health_deadline_s < _VERDICT_S

@@ -50,7 +50,7 @@ def test_what_was_answered_is_forgotten_unless_it_is_refused() -> None:
 def test_so_many_are_known_and_the_one_with_the_oldest_death_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(poison_module, "_MOST", 2)
+    monkeypatch.setattr(poison_module, "_MAX_SUSPECTS", 2)
     poison = Poison()
     poison.died(A, "p1", 0.0)
     poison.died(B, "p1", 0.0)

@@ -43,7 +43,7 @@ from router_doubles import (
 )
 
 import kvrelay.router.nodes.health
-import kvrelay.router.transport.leg_watch
+import kvrelay.router.request.retries
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded
 from kvrelay.wire.frames import Frame, FrameKind
@@ -528,7 +528,7 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kvrelay.router.request.retries, "_CHECK_SILENCE_S", 0.02)
     hung, good = prefill(hold), prefill(load=Load(waiting=9, waiting_tokens=5_000))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
         assert await c.text({"stream": True}) == STREAMED
@@ -543,7 +543,7 @@ async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_comput
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kvrelay.router.nodes.health, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(kvrelay.router.transport.leg_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kvrelay.router.request.retries, "_CHECK_SILENCE_S", 0.02)
 
     async def slow_prompt(call: Call) -> None:
         early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
