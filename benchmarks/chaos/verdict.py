@@ -37,7 +37,7 @@ MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its
 health checks.
 """
-_BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
+_BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) request failed on (\S+): ")
 _ENDED = re.compile(r"\bid=(\S+) path=\S+ status=")
 _ROUTER_MARGIN_S = 1.0
 _STALL_MARGIN_S = 1.0

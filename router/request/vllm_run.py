@@ -303,7 +303,7 @@ class VllmRun:
         except AttemptFailed as why:
             if not self.output_tokens:
                 raise
-            self._pool.blame(lease.node, f"a leg broke on it: {why.detail}", time.monotonic())
+            self._pool.blame(lease.node, f"a request failed on it: {why.detail}", time.monotonic())
             raise NodeFailed(
                 "the decode node broke in the middle of the answer, which a vLLM node's answer "
                 "cannot be continued "
@@ -348,12 +348,14 @@ class VllmRun:
         return {**self._headers, "x-request-id": unique}
 
     async def _blame(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
-        """Note that the leg broke on this node, before any token, and on no other.
+        """Note that the request failed on this node, before any token, and on no other.
 
         Raises what the client is told when there is nowhere to go."""
         node, tries, now = lease.node, self._tries[role], time.monotonic()
-        _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, role, node.url, why.detail)
-        self._pool.blame(node, f"a leg broke on it: {why.detail}", now)
+        _log.warning(
+            "id=%s: the %s request failed on %s: %s", self.job.id, role, node.url, why.detail
+        )
+        self._pool.blame(node, f"a request failed on it: {why.detail}", now)
         if why.lost and why.reached:
             self._deaths.lost(lease, now)
             await self._deaths.may_go_on()

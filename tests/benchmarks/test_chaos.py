@@ -260,8 +260,8 @@ def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
 def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke() -> None:
     says = "2.500 2031-05-06 07:08:09,500 WARNING router id="
     log = [
-        f"{says}r1: the decode leg broke on http://n: cut",
-        f"{says}r2: the prefill leg broke on http://n: cut",
+        f"{says}r1: the decode request failed on http://n: cut",
+        f"{says}r2: the prefill request failed on http://n: cut",
         "y",
     ]
     legs = broken_legs(log)

@@ -159,6 +159,6 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
     lines = [line for line in cluster.router.log.read_text().splitlines() if "roles: " in line]
     assert [change["node"] in line and change["why"] in line for line in lines] == [True]
     assert [
-        line for line in cluster.router.log.read_text().splitlines() if "leg broke" in line
+        line for line in cluster.router.log.read_text().splitlines() if "request failed on" in line
     ] == []
     cluster.all_blocks_free(within_s=10)

@@ -188,7 +188,7 @@ def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_wh
     asked = {"tools": [LETTER], "tool_choice": choice, "max_tokens": 700} | fields
 
     def broken_legs() -> int:
-        return cluster.router.log.read_text().count(": the decode leg broke on ")
+        return cluster.router.log.read_text().count(": the decode request failed on ")
 
     undisturbed, before = whole(cluster.url, **asked), broken_legs()
     _, ((name, arguments),), finish = undisturbed
