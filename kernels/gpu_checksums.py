@@ -1,10 +1,8 @@
-"""Checksums of KV blocks on a GPU: one launch for many blocks. What they are says
-`kernels/block_checksums.py`.
+"""Checksums of KV blocks on a GPU, many blocks in one launch (kernels/block_checksums.py).
 
-Bound by memory: every byte is read once, and keys are computed, not read. The slices of the blocks
-are cut into pieces of `PIECE_BYTES`, whose sums torch adds up. At most `PROGRAMS` programs run, so
-that the steps that share the GPU keep the rest of it: a transfer brings KV more slowly than these
-read it.
+Grid: at most PROGRAMS programs, so that the steps beside them keep the rest of the GPU. Bound by
+memory: every byte is read once, and keys are computed, not read. Slices are cut into pieces of
+PIECE_BYTES, whose sums torch adds up.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -66,7 +64,7 @@ def _checksums(
 def gpu_block_checksums(
     pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int, programs: int = PROGRAMS
 ) -> torch.Tensor:
-    """Checksums of these blocks of the pool at this address, int64 [blocks, kv_heads] on the GPU.
+    """Return checksums of these blocks of the pool at this address, int64 [blocks, kv_heads].
 
     `blocks`: int32, on the GPU; `slice_bytes`: of each KV head's part of a block, a multiple of 16
     as the address.

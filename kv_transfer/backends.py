@@ -20,7 +20,7 @@ from kvrelay.kv_transfer.backend import (
     TransferBackend,
     why_not,
 )
-from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
+from kvrelay.kv_transfer.checksums import Checksums
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
 from kvrelay.kv_transfer.rank_backends import AllRanksBackend
@@ -119,9 +119,13 @@ class Backends:
                     raise
                 self._leave_out(kind, error.message)
         if checksums:
-            own = ChecksumThread(region, heads[1] - heads[0], listener.on_error)
-            own.open()
-            self._checksums = Checksums(own, 1 if link is None else len(link.heads), self._ask_rank)
+            self._checksums = Checksums(
+                region,
+                heads[1] - heads[0],
+                listener.on_error,
+                1 if link is None else len(link.heads),
+                self._ask_rank,
+            )
         if link is not None:
             self._meet(link, link.prepared())
         ranks = range(1, len(self._pools))
@@ -242,7 +246,7 @@ class Backends:
                 self._backends[kind].on_event(rank, event)
             case Summed(number, checksums):
                 assert self._checksums is not None
-                self._checksums.heard(rank, number, checksums)
+                self._checksums.answer(rank, number, checksums)
             case Broke(reason):
                 self._listener.on_error(KvrelayError(f"rank {rank}: {reason}"))
 

@@ -235,13 +235,13 @@ class FetchTable:
         """The peer has sent checksums of blocks of this lease, by its own ids."""
         for fetch in self._of(peer):
             if fetch.lease == lease:
-                fetch.checks.hear_theirs(checksums)
+                fetch.checks.add_theirs(checksums)
                 self._start(fetch, now)
 
     def summed(self, number: int, checksums: Sequence[bytes], now: float) -> None:
         """The checksums of our blocks for which a Sum of this number has asked."""
         for fetch in list(self._fetches.values()):
-            if fetch.checks.hear_ours(number, checksums) and fetch.state is State.CHECKING:
+            if fetch.checks.add_ours(number, checksums) and fetch.state is State.CHECKING:
                 self._admit(fetch, now)
 
     def read_ended(self, read_id: int, now: float) -> None:

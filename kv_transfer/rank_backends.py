@@ -32,7 +32,7 @@ from kvrelay.kv_transfer.backend import (
     TransferBackend,
     why_not,
 )
-from kvrelay.kv_transfer.checksums import ChecksumThread
+from kvrelay.kv_transfer.checksums import Checksums
 from kvrelay.kv_transfer.connector import PeerKey, PoolRegion, Read
 from kvrelay.kv_transfer.ranks import (
     Broke,
@@ -247,10 +247,9 @@ class LedBackends:
                 missing[kind] = error.message
             else:
                 self._threads[kind] = thread
-        self._checksums: ChecksumThread | None = None
+        self._checksums: Checksums | None = None
         if address.terms.summed_heads:
-            self._checksums = ChecksumThread(region, address.terms.summed_heads, self._broke)
-            self._checksums.open()
+            self._checksums = Checksums(region, address.terms.summed_heads, self._broke)
         self.link = LinkEnd(address, self._on_message, lost)
         self.link.send(Prepared(rank, region, missing))
 

@@ -105,7 +105,7 @@ def simulation(world: World) -> Iterator[None]:
             mock.patch.object(kvrelay.kv_transfer.backends, "BackendThread", SimulatedPlaneThread)
         )
         stack.enter_context(
-            mock.patch.object(kvrelay.kv_transfer.backends, "ChecksumThread", SimulatedChecksums)
+            mock.patch.object(kvrelay.kv_transfer.backends, "Checksums", SimulatedChecksums)
         )
         # Longer than a READ of this world takes, also if its source is stopped meanwhile.
         stack.enter_context(mock.patch.object(kvrelay.kv_transfer.backend, "BROKEN_S", 20.0))

@@ -17,7 +17,7 @@ from simulated_world import CLOCK, QUICK_S, Violation
 
 import kvrelay.kv_transfer.backend
 from kvrelay.kv_transfer.backend import BackendJob, BackendThread, Source
-from kvrelay.kv_transfer.connector import PoolRegion, Read
+from kvrelay.kv_transfer.connector import Read
 from kvrelay.wire.errors import PeerLost, TransferError
 
 if TYPE_CHECKING:
@@ -67,15 +67,10 @@ class SimulatedPlaneThread(BackendThread):
 class SimulatedChecksums:
     """The thread of checksums: they are computed a little later, and heard of later still."""
 
-    def __init__(
-        self, _region: PoolRegion, _kv_heads: int, _broke: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, *_: object) -> None:
         node = CLOCK.world.here
         assert node is not None
         self._node = node
-
-    def open(self) -> None:
-        pass
 
     def ask(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
         self._soon(partial(self._compute, list(blocks), done))

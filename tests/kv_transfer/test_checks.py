@@ -43,14 +43,14 @@ def test_of_four_blocks_two_are_compared() -> None:
     assert checks.between(0, 2) == [1]
     checks.ask(11, [1])
     checks.ask(12, [3])
-    checks.hear_theirs({70: b"a", 80: b"not asked for"})
+    checks.add_theirs({70: b"a", 80: b"not asked for"})
     assert (checks.unanswered, checks.sound) == ([90], 1)
-    assert checks.hear_ours(11, [b"a"])
-    assert not checks.hear_ours(11, [b"a"])
+    assert checks.add_ours(11, [b"a"])
+    assert not checks.add_ours(11, [b"a"])
     assert (checks.sound, checks.wrong) == (3, [])
-    assert checks.hear_ours(12, [b"b"])
+    assert checks.add_ours(12, [b"b"])
     assert (checks.settled, checks.wrong) == (False, [])
-    checks.hear_theirs({90: b"c"})
+    checks.add_theirs({90: b"c"})
     assert (checks.settled, checks.wrong, checks.sound) == (True, [3], 0)
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from peer_process import CONFIG
 from real_node import RealNode
 
-from kvrelay.kernels.block_checksums import block_checksums, keys
-from kvrelay.kv_transfer import checksums
+from kvrelay.kernels import block_checksums
+from kvrelay.kernels.block_checksums import keys
 from kvrelay.kv_transfer.backend import TransferBackend
-from kvrelay.kv_transfer.checksums import Checksums, ChecksumThread
+from kvrelay.kv_transfer.checksums import Checksums
 from kvrelay.kv_transfer.connector import (
     Completion,
     Event,
@@ -42,31 +42,28 @@ def unbroken(error: Exception) -> None:
 def test_the_thread_sums_its_pool_and_ranks_are_joined_in_order() -> None:
     pool = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     region = PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
-    thread, other = (ChecksumThread(region, HEADS, unbroken) for _ in range(2))
-    thread.open()
-    other.open()
+    asked: list[tuple[int, Sequence[int]]] = []
+    other = Checksums(region, HEADS, unbroken)
+    ranks = Checksums(region, HEADS, unbroken, 2, lambda _, *question: asked.append(question))
     found: list[list[bytes]] = []
     done = threading.Event()
     try:
-        asked: list[tuple[int, Sequence[int]]] = []
-        ranks = Checksums(thread, 2, lambda rank, number, blocks: asked.append((number, blocks)))
         ranks.ask([3, 7], lambda sums: (found.append(sums), done.set()))  # type: ignore[func-returns-value]
         ((number, blocks),) = asked
-        other.ask(blocks, lambda sums: ranks.heard(1, number, sums))
+        other.ask(blocks, lambda sums: ranks.answer(1, number, sums))
         assert done.wait(DEADLINE_S)
     finally:
-        thread.close(5)
+        ranks.close(5)
         other.close(5)
     words = pool.view(torch.int64).view(BLOCKS, HEADS, -1)
-    expected = block_checksums(words.numpy(), [3, 7], keys(words.shape[2]))
+    expected = block_checksums.block_checksums(words.numpy(), [3, 7], keys(words.shape[2]))
     packed = [row.astype("<i8").tobytes() for row in expected]
     assert found == [[of_block * 2 for of_block in packed]]
 
 
 def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
-    thread = ChecksumThread(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
     with pytest.raises(ConfigError, match="block of 100 bytes has 3 heads; leave kv_checksums out"):
-        thread.open()
+        Checksums(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
 
 
 @pytest.mark.gpu
@@ -76,17 +73,14 @@ def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
     pool = torch.randint(0, 256, (300, BLOCK_BYTES), dtype=torch.uint8)
     there = pool.to("cuda:0")
     torch.cuda.synchronize()
-    thread = ChecksumThread(
-        PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken
-    )
-    thread.open()
+    thread = Checksums(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken)
     words = pool.view(torch.int64).view(300, HEADS, -1).numpy()
     try:
         for _ in range(2):
             blocks = torch.randperm(300)[:count].tolist()
             found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
             thread.ask(blocks, found.put)
-            expected = block_checksums(words, blocks, keys(words.shape[2]))
+            expected = block_checksums.block_checksums(words, blocks, keys(words.shape[2]))
             assert found.get(timeout=DEADLINE_S) == [
                 row.astype("<i8").tobytes() for row in expected
             ]
@@ -99,15 +93,15 @@ class HeldSums:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sums, self.begun, self.gate = 0, threading.Event(), threading.Event()
-        real = checksums._HostSide.sums
+        real = block_checksums.block_checksums
 
-        def held(side: checksums._HostSide, blocks: Sequence[int]) -> list[bytes]:
+        def held(*arguments: Any) -> Any:
             self.sums += 1
             self.begun.set()
             assert self.gate.wait(DEADLINE_S)
-            return real(side, blocks)
+            return real(*arguments)
 
-        monkeypatch.setattr(checksums._HostSide, "sums", held)
+        monkeypatch.setattr(block_checksums, "block_checksums", held)
 
 
 def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread_ends(
@@ -115,10 +109,7 @@ def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread
 ) -> None:
     held = HeldSums(monkeypatch)
     pool = torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
-    thread = ChecksumThread(
-        PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken
-    )
-    thread.open()
+    thread = Checksums(PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken)
     assert thread.silent_s() == 0
     found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     for block in range(3):
@@ -135,7 +126,7 @@ def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread
 def test_a_connector_says_how_long_its_sums_have_stood_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ChecksumThread, "silent_s", lambda thread: 77.0)
+    monkeypatch.setattr(Checksums, "silent_s", lambda thread: 77.0)
     node = RealNode("node", "direct", BLOCKS, BLOCK_BYTES, config=PATIENT)
     try:
         assert node.desk.stats().silent_s == 77.0
@@ -263,8 +254,9 @@ def test_what_is_asked_again_while_it_is_summed_is_summed_once(
     often = TransferConfig(
         lease_s=20.0, heartbeat_s=0.02, transfer_deadline_s=60.0, kv_checksums=1.0
     )
+    held, asked = HeldSums(monkeypatch), threading.Semaphore(0)
     pair = Pair("direct", ours=often)
-    held, asked, answer = HeldSums(monkeypatch), threading.Semaphore(0), pair.source.desk.answer
+    answer = pair.source.desk.answer
 
     def counted(sender: bytes, message: Message) -> Message | None:
         if isinstance(message, Follow) and message.checksums:
@@ -302,6 +294,6 @@ def test_an_undrawn_block_is_not_checked_and_a_source_that_does_not_check_is_cou
 
 def test_the_share_is_a_share() -> None:
     for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ConfigError, match="kv_checksums is a share"):
+        with pytest.raises(ConfigError, match="kv_checksums must be between 0 and 1"):
             TransferConfig(kv_checksums=share)
     assert CONFIG.kv_checksums == 0
