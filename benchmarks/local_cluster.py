@@ -20,7 +20,7 @@ from typing import IO
 
 import aiohttp
 
-from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.process import PARENT_PID
 
 __all__ = ["child", "family", "free_ports", "kv_events", "running", "wait_until_healthy"]
 

@@ -78,7 +78,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     The files of its model beside config.json are not asked for: they may still have to be
     downloaded.
     """
-    from kvrelay.node.loading import read_template, served_name
+    from kvrelay.node.loading import check_model_name, read_template
     from kvrelay.openai_api.generation_config import sampling_defaults
     from kvrelay.paged_engine.before_loading import checked_model, least_memory
     from kvrelay.paged_engine.lora_files import check_adapter
@@ -95,7 +95,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
         )
     )
     if isinstance(node, NodeConfig):
-        served_name(node.served_model_name or models[0].name, engine)
+        check_model_name(node.served_model_name or models[0].name, engine)
         read_template(node.chat_template)
         _check_plugin(node.tool_parser_plugin)
         require(

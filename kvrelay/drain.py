@@ -1,6 +1,6 @@
 """`kvrelay drain`: asks a node to take nothing new, and waits until it has ended what it has.
 
-Owns the calls and what is printed; what draining is, is node/drain.py's and router/nodes/pool.py's.
+Owns the calls and what is printed; what draining is, is node/lifecycle.py's and router/nodes/pool.py's.
 Ends no process.
 """
 

@@ -1,6 +1,6 @@
 """`kvrelay role`: asks a node to be a prefill or a decode node from now on, and waits until it is.
 
-Owns the calls and what is printed; what the node does is node/role.py's, what the router makes of
+Owns the calls and what is printed; what the node does is node/lifecycle.py's, what the router makes of
 it router/nodes/pool.py's.
 """
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvrelay.node.last_words import fate_of
-from kvrelay.node.parent import PARENT_PID
 from kvrelay.node.private_files import open_log
+from kvrelay.node.process import PARENT_PID, describe_exit
 from kvrelay.wire.errors import KvrelayError
 
 __all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
@@ -160,7 +159,7 @@ class Child:
         code = self.process.returncode if self.process else None
         if code is None:
             return "is running"
-        return "was killed" if self.given_up else f"ended ({fate_of(code)})"
+        return "was killed" if self.given_up else f"ended ({describe_exit(code)})"
 
 
 class Supervisor:

@@ -21,10 +21,8 @@ from pathlib import Path
 
 import uvloop
 
-from kvrelay.node.last_words import fate_of
-from kvrelay.node.parent import PARENT_PID, die_with_parent
 from kvrelay.node.private_files import ProcessFolder
-from kvrelay.node.process_log import log_to_stderr
+from kvrelay.node.process import PARENT_PID, describe_exit, die_with_parent, log_to_stderr
 from kvrelay.openai_api.tls import server_context
 from kvrelay.router.reload import Reread, reload_on_hangup
 from kvrelay.router.server import settle
@@ -133,11 +131,11 @@ class _Worker:
             lived_s = time.monotonic() - began
             if not ready:
                 raise ChildFailed(
-                    f"worker {self._index} ended ({fate_of(code)}) before it served; its log says "
+                    f"worker {self._index} ended ({describe_exit(code)}) before it served; its log says "
                     f"why"
                 )
             delay_s = self._backoff.delay_s(lived_s)
-            fate = (self._index, fate_of(code), lived_s, delay_s)
+            fate = (self._index, describe_exit(code), lived_s, delay_s)
             _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
             await asyncio.sleep(delay_s)
             self._parent.metrics.restarts.inc()

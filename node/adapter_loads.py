@@ -1,9 +1,4 @@
-"""LoRA adapters in the engine process: loads and unloads that the HTTP process asks for, and whose
-KV may be taken.
-
-The files are read beside the loop; `turn`, called between steps, does what a step must not run
-into. Does not know what names clients may use: the HTTP process turns them away first.
-"""
+"""LoRA adapters in the engine process: loads, unloads, and whether KV was made with the same one."""
 
 from __future__ import annotations
 
@@ -20,68 +15,64 @@ from kvrelay.wire.engine_messages import (
     AdapterRefused,
     FromEngine,
     LoadAdapter,
-    UnloadAdapter,
 )
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["AdapterLoads", "content"]
+__all__ = ["AdapterLoads", "adapter_of"]
 
 
 class AdapterLoads:
-    """Belongs to the loop's thread, but for the news that something has been read."""
+    """The loads of one engine. Files are read on threads; `poll` does the rest between two steps."""
 
     def __init__(
-        self, engine: Engine, send: Callable[[FromEngine], None], wake: Callable[[], None]
+        self, engine: Engine, send: Callable[[FromEngine], None], wakeup: Callable[[], None]
     ) -> None:
-        self._engine, self._send, self._wake = engine, send, wake
-        self._asked: dict[str, tuple[LoadAdapter, Reading]] = {}
-        self.unlike_kv = 0
-        """Hand-overs that were not taken because the other node has another adapter of that name."""
+        self._engine, self._send, self._wakeup = engine, send, wakeup
+        self._pending: dict[str, tuple[LoadAdapter, Reading]] = {}
         self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.mismatched_kv = 0
+        """KV not fetched because the other node has another adapter of that name."""
 
-    def hear(self, ask: LoadAdapter | UnloadAdapter) -> None:
-        """Begin to read an adapter, or refuse it at once; or let no request begin with one any
-        more.
-        """
-        if isinstance(ask, UnloadAdapter):
-            if self._engine.adapters is not None:
-                self._engine.adapters.slots.retire(ask.name)
-            return
+    def load(self, load: LoadAdapter) -> None:
+        """Begin to read an adapter, or refuse it at once."""
         if self._engine.adapters is None:
-            self._refuse(ask, "this node has no slots for adapters; start it with --max-loras")
+            self._refuse(load, "this node has no slots for adapters; start it with --max-loras")
             return
 
         def done() -> None:
-            self._read.put(ask.load_id)
-            self._wake()
+            self._read.put(load.load_id)
+            self._wakeup()
 
         try:
             reading = self._engine.adapters.begin(
-                ask.name, ask.path, in_place=ask.in_place, done=done
+                load.name, load.path, in_place=load.in_place, done=done
             )
         except ValueError as why:
-            self._refuse(ask, str(why))
+            self._refuse(load, str(why))
             return
-        self._asked[ask.load_id] = ask, reading
+        self._pending[load.load_id] = load, reading
 
-    def turn(self, waiting: Collection[Request] = ()) -> None:
-        """Between two steps: put into slots what has been read, and free the slots of what has
-        ended.
+    def unload(self, name: str) -> None:
+        """Let no request begin with this adapter any more."""
+        if self._engine.adapters is not None:
+            self._engine.adapters.slots.retire(name)
 
-        `waiting`: live requests that the scheduler does not have yet.
+    def poll(self, waiting: Collection[Request] = ()) -> None:
+        """Put adapters that were read into slots, and free the slots of unloaded ones.
+
+        `waiting` are live requests that the scheduler does not have yet.
         """
         adapters = self._engine.adapters
         if adapters is None:
             return
         while not self._read.empty():
-            ask, reading = self._asked.pop(self._read.get())
+            load, reading = self._pending.pop(self._read.get())
             try:
-                self._send(AdapterLoaded(ask.load_id, adapters.finish(reading)))
+                self._send(AdapterLoaded(load.load_id, adapters.finish(reading)))
             except ConfigError as why:
-                self._refuse(ask, why.message)
-        adapters.remove_unused(
-            [*self._engine.scheduler.live, *waiting] if adapters.slots.ending else ()
-        )
+                self._refuse(load, why.message)
+        live = [*self._engine.scheduler.live, *waiting] if adapters.slots.ending else ()
+        adapters.remove_unused(live)
 
     @property
     def loaded(self) -> list[AdapterFacts]:
@@ -89,7 +80,7 @@ class AdapterLoads:
         return [] if self._engine.adapters is None else self._engine.adapters.slots.loaded
 
     def in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the loaded adapters whose requests run, and of those whose requests wait."""
+        """Return the names of adapters with running requests, and of those with waiting ones."""
         if self._engine.adapters is None:
             return [], []
         found = [self._engine.adapters.named(facts.name) for facts in self.loaded]
@@ -99,33 +90,29 @@ class AdapterLoads:
         )
         return running, waiting
 
-    def unlike(self, request: Request) -> str | None:
-        """Why KV that was made elsewhere is not what this node would compute for the request; None
-        if it is.
-        """
-        fetch, (name, digest) = request.fetch, content(request)
+    def mismatch(self, request: Request) -> str | None:
+        """Return why a request's remote KV is not what this node would compute, or None."""
+        fetch, (name, digest) = request.fetch, adapter_of(request)
         if fetch is None or (fetch.adapter, fetch.adapter_digest) == (name, digest):
             return None
-        self.unlike_kv += 1
-        theirs, ours = _worded(fetch.adapter, fetch.adapter_digest), _worded(name, digest)
+        self.mismatched_kv += 1
+        theirs, ours = _described(fetch.adapter, fetch.adapter_digest), _described(name, digest)
         return (
             f"the KV was made with {theirs} and is asked for with {ours}; load the same "
             f"adapters on all nodes"
         )
 
-    def _refuse(self, ask: LoadAdapter, reason: str) -> None:
+    def _refuse(self, load: LoadAdapter, reason: str) -> None:
         # Not Path.is_dir, which raises on names that are too long.
-        self._send(AdapterRefused(ask.load_id, reason, missing=not os.path.isdir(ask.path)))
+        self._send(AdapterRefused(load.load_id, reason, missing=not os.path.isdir(load.path)))
 
 
-def content(request: Request) -> tuple[str, str]:
-    """Name and digest of the adapter that makes a request's KV; empty without one."""
-    return (
-        ("", "")
-        if request.adapter is None
-        else (request.adapter.facts.name, request.adapter.facts.digest)
-    )
+def adapter_of(request: Request) -> tuple[str, str]:
+    """Return name and digest of a request's adapter, empty without one."""
+    if request.adapter is None:
+        return "", ""
+    return request.adapter.facts.name, request.adapter.facts.digest
 
 
-def _worded(name: str, digest: str) -> str:
+def _described(name: str, digest: str) -> str:
     return f"adapter {name!r} of content {digest[:12]}" if name else "no adapter"

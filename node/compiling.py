@@ -1,9 +1,4 @@
-"""Grammars of requests on their way into the engine: compiled beside the step loop, on threads of
-their own.
-
-A request waits here until its guide is ready; nobody else does. `begin`, `drop` and `ready` are for
-one thread.
-"""
+"""Compilation of requests' grammars on threads beside the step loop."""
 
 from __future__ import annotations
 
@@ -19,42 +14,43 @@ from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import KvrelayError
 
-if TYPE_CHECKING:  # the HTTP process has no engine, and no torch
+if TYPE_CHECKING:  # sandbox_process.py imports this, and needs no torch
     from kvrelay.paged_engine.engine import Engine
 
-__all__ = ["COMPILE_DEADLINE_S", "Compiling", "grammars_for"]
+__all__ = ["COMPILE_DEADLINE_S", "GrammarCompiler", "grammars_for"]
 
 log = logging.getLogger("kvrelay.engine")
 
+# The largest schemas that are accepted take about 1 s.
 COMPILE_DEADLINE_S = 10.0
-"""The largest schemas that are taken need about one; the library itself gives up after some
-millions of steps.
-"""
 _THREADS = 2
+# Compilers recurse. What comes here has been compiled with less (GRAMMAR in sandbox.py).
 _STACK_BYTES = 16 << 20
-"""Compilers recurse. What comes here has been compiled with less (node/sandbox_messages.py)."""
 
 
 def grammars_for(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
-    """Of a model with so many ids, of which its tokenizer may know fewer or more. Takes about 4 us
-    per token.
+    """Return grammars over a model's ids, of which its tokenizer may know fewer or more.
+
+    Takes about 4 us per token.
     """
     known = min(tokenizer.vocab_size, vocab_size)
     tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
     return Grammars(tokens, special_ids=tokenizer.special_ids, eos_token_ids=eos_token_ids)
 
 
-class Compiling:
-    """`model`: where its tokenizer is; it is read at once, on a thread. `wake` is called from
-    threads.
+class GrammarCompiler:
+    """A pool of threads in which requests with constraints wait for their guides.
+
+    Reads the tokenizer at `model` at once, on a thread. `wakeup` is called from threads; the
+    methods are for one thread.
     """
 
-    def __init__(self, model: str, engine: Engine, wake: Callable[[], None]) -> None:
-        self._model, self._engine, self._wake = model, engine, wake
+    def __init__(self, model: str, engine: Engine, wakeup: Callable[[], None]) -> None:
+        self._model, self._engine, self._wakeup = model, engine, wakeup
         self._grammars: Grammars | None = None
-        self._waiting: dict[str, Request] = {}  # in the order in which they came
-        self._outcomes: dict[str, str | None] = {}  # of those that wait for their parent only
-        self._asked: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._waiting: dict[str, Request] = {}  # in the order of arrival
+        self._outcomes: dict[str, str | None] = {}  # of requests that still wait for their parent
+        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, str | None]] = queue.SimpleQueue()
         self._loaded = threading.Event()
         self._load_error: str | None = None
@@ -66,9 +62,9 @@ class Compiling:
         threading.stack_size(before)
 
     def begin(self, request: Request) -> None:
-        """Make the guide of a request with a constraint; it is nobody else's until it is ready."""
+        """Compile a request's constraint; nobody else may touch the request until it is ready."""
         self._waiting[request.request_id] = request
-        self._asked.put(request)
+        self._queue.put(request)
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -76,35 +72,30 @@ class Compiling:
         return self._waiting.values()
 
     def drop(self, request_id: str) -> Request | None:
-        """Forget a request; it, if it was waiting here."""
+        """Forget a request; return it if it was waiting."""
         self._outcomes.pop(request_id, None)
         return self._waiting.pop(request_id, None)
 
     def ready(self, now: float) -> list[tuple[Request, str | None]]:
-        """Requests that wait no longer: with a guide that has followed their tokens, or why there
-        is none.
+        """Return requests that have a guide which followed their tokens, or an error.
 
-        A fork never comes before its parent. `now`: the clock of their arrival.
+        A fork never comes before its parent. `now` is on the clock of `arrival_s`.
         """
         while not self._done.empty():
             request, error = self._done.get()
             if self._waiting.get(request.request_id) is request:
                 self._outcomes[request.request_id] = error
-        found = []
+        found: list[tuple[Request, str | None]] = []
         for name, request in list(self._waiting.items()):
             if request.fork_of in self._waiting:
                 continue
             if name in self._outcomes:
                 found.append((request, self._outcomes.pop(name)))
             elif now - request.arrival_s > COMPILE_DEADLINE_S:
-                constraint = request.params.constraint
-                assert constraint is not None
-                found.append(
-                    (
-                        request,
-                        f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile",
-                    )
-                )
+                assert request.params.constraint is not None
+                field = request.params.constraint.field
+                late = f"{field} took longer than {COMPILE_DEADLINE_S:g} s to compile"
+                found.append((request, late))
             else:
                 continue
             del self._waiting[name]
@@ -123,12 +114,11 @@ class Compiling:
         else:
             self._loaded.wait()
         while True:
-            request = self._asked.get()
+            request = self._queue.get()
             self._done.put((request, self._compile(request)))
-            self._wake()
+            self._wakeup()
 
     def _compile(self, request: Request) -> str | None:
-        """Give the request its guide; why not, in one sentence."""
         constraint = request.params.constraint
         if self._grammars is None or constraint is None:
             return self._load_error

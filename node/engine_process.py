@@ -1,7 +1,7 @@
-"""The engine process of a node: one loop that joins the engine, the connector and the HTTP process.
+"""The engine process of a node: one loop over the engine, the connector and the HTTP process.
 
-Started by node/engine_client.py with its ENDPOINT as argument and the NodeConfig as JSON on stdin.
-Ends when told to, when its parent ends, or on an error that it reports first.
+Started by engine_client.py with its zmq endpoint as argument and the NodeConfig as JSON on stdin.
+Ends on Shutdown, with its parent, or on an error that it reports first.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from kvrelay.kv_transfer.connector import (
     Settled,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
-from kvrelay.node.adapter_loads import AdapterLoads, content
-from kvrelay.node.cache_changes import CacheTeller
-from kvrelay.node.collector import imports_are_done
-from kvrelay.node.compiling import Compiling
+from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
+from kvrelay.node.compiling import GrammarCompiler
 from kvrelay.node.engine_profile import EngineProfile
-from kvrelay.node.engine_stats import stats_of
-from kvrelay.node.last_words import leave, sentence
-from kvrelay.node.parent import die_with_parent
+from kvrelay.node.engine_reports import CacheReporter, engine_stats, request_update
 from kvrelay.node.probes import Probes, host_id
-from kvrelay.node.process_log import log_is_written, log_to_stderr
-from kvrelay.node.ranks import join_as_rank_0, meet_ranks, region_of
+from kvrelay.node.process import (
+    crash_report,
+    die_with_parent,
+    exit_now,
+    flush_log,
+    freeze_imports,
+    log_to_stderr,
+)
+from kvrelay.node.ranks import join_as_rank_0, meet_ranks, pool_region
 from kvrelay.paged_engine.engine import AdapterNotLoaded, Engine
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.paged_engine.request import Request
@@ -69,21 +72,19 @@ from kvrelay.wire.outputs import Finish
 from kvrelay.wire.transfer import Fingerprint, KvFacts, Ticket
 from kvrelay.wire.versions import HANDOVER
 
-__all__ = ["EngineProcess", "connected", "main"]
+__all__ = ["EngineProcess", "connect", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
 STATS_INTERVAL_S = 0.5
-# How long the loop sleeps when requests wait for blocks that only news from outside can free.
+# Sleep of the loop while requests wait for blocks that only a transfer event can free.
 BLOCKED_WAIT_S = 0.02
-# Who waits for a step and for news looks so often for the step's end, which wakes nobody.
-_GLANCE_S = 5e-5
+# The end of a step wakes nobody, so it is polled for.
+_STEP_POLL_S = 5e-5
 
 
 class EngineProcess:
-    """Everything behind the zmq pair, whose end here is `socket`. `serve` is the whole life after
-    start.
-    """
+    """The engine process behind `socket`, its end of the zmq pair. Call `serve` once."""
 
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
@@ -99,25 +100,28 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
         self._stopping = False
-        self._stats_due = self._pulse_due = 0.0
+        self._stats_due = self._heartbeat_due = 0.0
         self._reported: EngineStats | None = None
-        self._asked = 0
+        self._stats_asked = 0
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
         self._costs = measure_steps(self.engine, config.engine)
-        blocks, told = self.engine.scheduler.pool, config.told_events
-        texts = told is not None and told.token_ids
-        self._cache = CacheTeller(
-            blocks, self.engine.pool.block_size, self._send, on=told is not None, texts=texts
+        events = config.told_events
+        self._cache = CacheReporter(
+            self.engine.scheduler.pool,
+            self.engine.pool.block_size,
+            self._send,
+            enabled=events is not None,
+            texts=events is not None and events.token_ids,
         )
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._profile = EngineProfile(
-            config.profiler_config, self.engine, ranks, self._send, self.wake
+            config.profiler_config, self.engine, ranks, self._send, self.wakeup
         )
-        self._adapters = AdapterLoads(self.engine, self._send, self.wake)
-        self._compiling = Compiling(config.engine.model, self.engine, self.wake)
+        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
+        self._grammars = GrammarCompiler(config.engine.model, self.engine, self.wakeup)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> TransferEngine:
@@ -126,9 +130,9 @@ class EngineProcess:
         return open_connector(
             engine_id=engine_id,
             fingerprint=self._fingerprint(),
-            region=region_of(engine.pool),
+            region=pool_region(engine.pool),
             config=self._config.transfer,
-            wake=self.wake,
+            wake=self.wakeup,
             link=meet_ranks(ranks, self._config, engine.model.num_kv_heads, engine_id),
         )
 
@@ -150,7 +154,7 @@ class EngineProcess:
 
     def _announce(self, load_s: float) -> None:
         engine, (host, port) = self.engine, self.connector.address
-        ranks = self._config.engine.tensor_parallel_size
+        transfer, ranks = self._config.transfer, self._config.engine.tensor_parallel_size
         self._send(
             EngineReady(
                 engine_id=self.connector.engine_id,
@@ -171,8 +175,8 @@ class EngineProcess:
                     self.connector.planes,
                     host_id(),
                     host,
-                    self._config.transfer.lease_s,
-                    self._config.transfer.kv_load_failure_policy == "recompute",
+                    transfer.lease_s,
+                    transfer.kv_load_failure_policy == "recompute",
                 ),
                 costs=self._costs,
                 max_gap_ms=engine.scheduler.budget.gap_ms,
@@ -180,24 +184,23 @@ class EngineProcess:
         )
 
     # --- the loop
-    # ------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Until told to stop: hear, step, tell."""
+        """Run until Shutdown: take commands and events, step, report."""
         progressed = False
         while not self._stopping:
             self._wait(progressed)
-            self._take_commands()
-            self._take_compiled()
-            self._take_transfer_events()
+            self._handle_commands()
+            self._handle_compiled()
+            self._handle_transfer_events()
             progressed = self._step()
-            self._adapters.turn(self._compiling.waiting)
-            self._profile.turn()
+            self._adapters.poll(self._grammars.waiting)
+            self._profile.poll()
             self._report()
         self.connector.close()
         self.engine.close()
 
-    def wake(self) -> None:
+    def wakeup(self) -> None:
         """End the loop's wait; may be called from any thread."""
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
             os.write(self._wake_write, b"!")
@@ -217,14 +220,12 @@ class EngineProcess:
             os.read(self._wake_read, 4096)
 
     def _wait_for_step(self) -> None:
-        """Until the step that runs on the device is done, or there is news: a prompt that comes now
-        is launched behind it, and the device goes from one to the other.
-        """
+        # Or for a message: a prompt that comes now is launched right behind the running step.
         until = time.monotonic() + BLOCKED_WAIT_S
         while not (self.engine.is_done or self._poller.poll(0)) and time.monotonic() < until:
-            time.sleep(_GLANCE_S)
+            time.sleep(_STEP_POLL_S)
 
-    def _take_commands(self) -> None:
+    def _handle_commands(self) -> None:
         while True:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
@@ -240,18 +241,20 @@ class EngineProcess:
                         self.connector.release(held)
                 case Renew(request_id):
                     self.connector.prolong(request_id)
-                case OfferProbe() as ask:
-                    self._probes.offer(ask)
-                case FetchProbe() as ask:
-                    self._probes.fetch(ask)
-                case LoadAdapter() | UnloadAdapter() as ask:
-                    self._adapters.hear(ask)
-                case Profile() as ask:
-                    self._profile.hear(ask)
+                case OfferProbe() as probe:
+                    self._probes.offer(probe)
+                case FetchProbe() as probe:
+                    self._probes.fetch(probe)
+                case LoadAdapter() as load:
+                    self._adapters.load(load)
+                case UnloadAdapter(name):
+                    self._adapters.unload(name)
+                case Profile() as profile:
+                    self._profile.handle(profile)
                 case ResetPrefixCache():
                     self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):
-                    self._asked, self._stats_due = number, 0.0
+                    self._stats_asked, self._stats_due = number, 0.0
                 case Shutdown():
                     self._stopping = True
 
@@ -264,78 +267,74 @@ class EngineProcess:
             request = self.engine.request(submit, min(submit.at or now, now))
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
-            watched = submit.fetch is not None
-            if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(
-                request, unlike
-            ):
+                watched = True
+            mismatch = self._adapters.mismatch(request)
+            if mismatch is not None and not self._goes_on_without_kv(request, mismatch):
                 return
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
                 self.engine.scheduler.add(request)
             else:
-                self._compiling.begin(request)
+                self._grammars.begin(request)
         except (ValueError, AdapterNotLoaded) as why:
-            update = RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why))
             self._updates.append(
-                msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded))
+                RequestUpdate(
+                    submit.request_id,
+                    [],
+                    finish=Finish.ERROR,
+                    error=str(why),
+                    lacks_adapter=isinstance(why, AdapterNotLoaded),
+                )
             )
             if watched:
                 self.connector.cancel(submit.request_id)
 
-    def _kv_left(self, request: Request, unlike: str) -> bool:
-        """A request that is new leaves its KV where it is, for this reason; whether it goes on
-        without.
-        """
+    def _goes_on_without_kv(self, request: Request, reason: str) -> bool:
         self.connector.cancel(request.request_id)
-        log.warning("request %s: KV not fetched: %s", request.request_id, unlike)
-        request.fetch, request.fetch_error = None, f"Incompatible: {unlike}"
+        log.warning("request %s: KV not fetched: %s", request.request_id, reason)
+        request.fetch, request.fetch_error = None, f"Incompatible: {reason}"
         if self._config.transfer.kv_load_failure_policy == "fail":
             request.finish = Finish.ERROR
-            self._updates.append(
-                self._update(request, error=KvNotLoaded.because("Incompatible", unlike).message)
-            )
+            self._update(request, error=KvNotLoaded.because("Incompatible", reason).message)
         return request.finish is None
 
-    def _take_compiled(self) -> None:
-        for request, error in self._compiling.ready(time.monotonic()):
+    def _handle_compiled(self) -> None:
+        for request, error in self._grammars.ready(time.monotonic()):
             try:
                 if error is None and request.guide is not None and not request.guide.over:
                     self.engine.scheduler.add(request)
                     continue
             except ValueError as why:
                 error = str(why)
-            # Its grammar has ended with what was generated elsewhere, or cannot be followed.
+            # Its grammar ended with tokens generated elsewhere, or cannot be followed.
             request.finish = Finish.STOP if error is None else Finish.ERROR
-            self._updates.append(self._update(request, error=error))
+            self._update(request, error=error)
             if request.fetch is not None:
                 self.connector.cancel(request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        request = self.engine.scheduler.abort(request_id) or self._compiling.drop(request_id)
+        request = self.engine.scheduler.abort(request_id) or self._grammars.drop(request_id)
         if request is None or request.offered:
-            # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will
-            # fetch it.
+            # It may have ended just now with its KV held: nobody knows, so nobody will fetch it.
             self.connector.release(request_id)
         elif request.fetch is not None:
             self.connector.cancel(request_id)
 
-    def _take_transfer_events(self) -> None:
+    def _handle_transfer_events(self) -> None:
         scheduler = self.engine.scheduler
         for event in self.connector.events():
-            if self._probes.heard(event):
+            if self._probes.handle(event):
                 continue
             request = scheduler.get(event.request_id)
             match event:
                 case Fetched():
-                    if request is None:
-                        scheduler.kept.settled(
-                            event.request_id
-                        )  # aborted after the last byte was in
+                    if request is None:  # aborted after the last byte was in
+                        scheduler.kept.settled(event.request_id)
                     else:
                         self._fetched(request, event)
                 case FetchFailed():
                     if request is not None:
-                        self._not_fetched(request, event)
+                        self._fetch_failed(request, event)
                 case Settled(request_id):
                     scheduler.kept.settled(request_id)
                 case Released(request_id, expired):
@@ -346,23 +345,19 @@ class EngineProcess:
                     scheduler.kept.released(request_id)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
-        """A request goes on here; if the source has sent its first tokens with the KV, they are
-        this node's too.
-        """
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
-        # The source has drawn for the first choice.
+        # The prefill node has sampled for the first choice only.
         completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.fetched(request.request_id, completion.generated)
         if request.new_tokens:
             request.first_token_s = request.fetched_s
-            self._updates.append(self._update(request))
+            self._update(request)
 
-    def _not_fetched(self, request: Request, failed: FetchFailed) -> None:
-        """A request's KV does not come: what is missing is computed here, or it ends."""
+    def _fetch_failed(self, request: Request, failed: FetchFailed) -> None:
         request.fetched_s = time.monotonic()
         if self._config.transfer.kv_load_failure_policy == "fail":
             log.warning(
@@ -371,9 +366,7 @@ class EngineProcess:
                 failed.reason,
             )
             self.engine.scheduler.give_up(request.request_id, failed.reason)
-            self._updates.append(
-                self._update(request, error=KvNotLoaded.because(failed.cause).message)
-            )
+            self._update(request, error=KvNotLoaded.because(failed.cause).message)
             return
         self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.verified)
         log.warning(
@@ -384,64 +377,48 @@ class EngineProcess:
             failed.reason,
         )
 
+    # --- the engine's Handover
+
     def fetch(self, fetch: Fetch) -> None:
-        """See Handover."""
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
 
     def offer(self, request: Request) -> None:
-        """See Handover. The ticket goes out at once, not after the step: a decode node makes room
-        meanwhile.
-        """
-        prompt, made_with = request.prompt_tokens, content(request)
         ticket = self.connector.offer(
-            request.request_id, request.blocks, prompt, ready=0, adapter=made_with
+            request.request_id,
+            request.blocks,
+            request.prompt_tokens,
+            ready=0,
+            adapter=adapter_of(request),
         )
-        cached, names = request.cached_tokens or 0, self._cache.blocks_of(request)
         update = RequestUpdate(
-            request.request_id, [], held=ticket, cached_tokens=cached, blocks=names
+            request.request_id,
+            [],
+            held=ticket,
+            cached_tokens=request.cached_tokens or 0,
+            blocks=self._cache.prompt_blocks(request),
         )
+        # At once, not after the step: a decode node makes room meanwhile.
         self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
-        """See Handover."""
         self.connector.grow(request.request_id, tokens // self.engine.pool.block_size)
 
     def _step(self) -> bool:
-        """One engine step, if there is anything to do; whether anything was computed."""
+        """Run one engine step if there is work; return whether anything was computed."""
         if not self.engine.has_work:
             return False
         before = self.engine.counters.steps
         for request in self.engine.step(self, wait=False):
-            self._updates.append(self._update(request))
+            self._update(request)
         return self.engine.counters.steps != before or self.engine.in_flight
 
-    def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
-        early = bool(request.new_tokens) and request.timings_told < 2
-        request.timings_told += early
-        if request.finish is Finish.ERROR and error is None and request.guide is not None:
-            error = request.guide.error
-        update = RequestUpdate(
-            request.request_id,
-            request.new_tokens,
-            logprobs=request.new_logprobs or None,
-            finish=request.finish,
-            cached_tokens=request.cached_tokens or 0,
-            held=self._completed(request)
-            if request.finish is not None and request.offered
-            else None,
-            timing=request.timing(time.monotonic()) if request.finish or early else None,
-            fetch_error=request.fetch_error,
-            error=error,
-            refused=error is not None
-            and request.params.constraint is not None
-            and request.fetch_error is None,
-            prompt_logprobs=request.prompt_logprobs or None,
-        )
-        request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
-        return update
+    def _update(self, request: Request, error: str | None = None) -> None:
+        ended = request.finish is not None and request.offered
+        ticket = self._complete_offer(request) if ended else None
+        self._updates.append(request_update(request, ticket, error, time.monotonic()))
 
-    def _completed(self, request: Request) -> Ticket | None:
-        """An offered request has ended: its ticket, if its KV is held; else nobody will read it."""
+    def _complete_offer(self, request: Request) -> Ticket | None:
+        """Return the ticket of an offered request that has ended, if its KV is held."""
         request_id, scheduler = request.request_id, self.engine.scheduler
         if scheduler.kept.held(request_id) is None:
             self.connector.release(request_id)
@@ -449,24 +426,23 @@ class EngineProcess:
         ticket = self.connector.complete(
             request_id, Completion(request.new_tokens, request.new_logprobs)
         )
-        if ticket is None:  # its lease was ended while it grew
+        if ticket is None:  # its lease ended while it grew
             scheduler.kept.released(request_id)
         return ticket
-
-    # --- what goes out
-    # -------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         now = time.monotonic()
         if self._updates:
             self._send(StepOutputs(self._updates, self.engine.load(now)))
             self._updates = []
-        self._cache.turn(now, idle=not self.engine.has_work)
+        self._cache.poll(now, idle=not self.engine.has_work)
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = stats_of(self.engine, self.connector, self._adapters, now, self._asked)
-            if stats != self._reported or now >= self._pulse_due:
-                self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
+            stats = engine_stats(
+                self.engine, self.connector, self._adapters, now, self._stats_asked
+            )
+            if stats != self._reported or now >= self._heartbeat_due:
+                self._reported, self._heartbeat_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)
 
     def _send(self, message: FromEngine) -> None:
@@ -474,33 +450,30 @@ class EngineProcess:
 
 
 def main() -> NoReturn:
-    """Entry point of the process, whose exit code is 0 after an orderly end."""
+    """Run the process; its exit code is 0 after an orderly end."""
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent says when to end
-    imports_are_done()
+    # Ctrl-C reaches the whole group, but the parent says when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    freeze_imports()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     log_to_stderr("engine", config.log_format)
-    socket = connected(sys.argv[1])
+    socket = connect(sys.argv[1])
     try:
         EngineProcess(config, socket).serve()
     except Exception as why:
-        last = sentence(why)
+        report = crash_report(why)
         if not isinstance(why, KvrelayError):
-            log.exception("%s", last)
-        log_is_written()  # who hears of it ends this process
-        socket.send(msgspec.msgpack.encode(EngineFailed(last)))
-        socket.context.destroy()  # waits until it is told, as long as the socket lingers
-        leave(2 if isinstance(why, KvrelayError) else 1)
+            log.exception("%s", report)
+        flush_log()  # the parent ends this process once it has the report
+        socket.send(msgspec.msgpack.encode(EngineFailed(report)))
+        socket.context.destroy()  # waits until it is sent, as long as the socket lingers
+        exit_now(2 if isinstance(why, KvrelayError) else 1)
     socket.context.destroy()
-    leave(0)  # all is closed, and to tear torch down takes the interpreter 0.7 s
+    exit_now(0)  # all is closed, and tearing torch down takes the interpreter 0.7 s
 
 
-def connected(endpoint: str) -> zmq.Socket[bytes]:
-    """This process's end of the pair. It outlives an EngineProcess, so that what has ended that can
-    still be told.
-    """
+def connect(endpoint: str) -> zmq.Socket[bytes]:
+    """Return this process's end of the pair; it outlives an EngineProcess to report its crash."""
     socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.set_hwm(0)

@@ -1,9 +1,4 @@
-"""A profile of the engine's steps while it serves: begun and ended by an operator, a trace of each
-rank.
-
-Owns which profiler runs in this process. What it sees is turned into a file beside the loop,
-because that may take half a minute and a node whose engine is silent for so long is taken for dead.
-"""
+"""Profiles of the engine's steps while it serves: begun and ended by an operator, on each rank."""
 
 from __future__ import annotations
 
@@ -19,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvrelay.node import rank_asides
-from kvrelay.node.rank_asides import ProfileSteps
+from kvrelay.node import rank_messages
+from kvrelay.node.rank_messages import ProfileSteps
 from kvrelay.paged_engine.engine import Engine, aside
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.wire.engine_messages import Profile, Profiled
@@ -30,11 +25,9 @@ __all__ = ["EngineProfile", "RankProfiler"]
 
 log = logging.getLogger("kvrelay.engine")
 
-_Written = Callable[[str], None]
-
 
 class RankProfiler:
-    """The profiler of one rank's process. Belongs to the thread that computes."""
+    """A profiler in one rank's process, for the thread that computes."""
 
     def __init__(self, config: ProfilerConfig, rank: int) -> None:
         self._config, self._rank = config, rank
@@ -59,39 +52,39 @@ class RankProfiler:
             self._profile.start()
         self.running = True
 
-    def stop(self, written: _Written) -> None:
-        """Record no more. `written` is called, on another thread perhaps, with why there is no
-        trace, or nothing.
+    def stop(self, done: Callable[[str], None]) -> None:
+        """Stop recording. `done` gets why no trace was written, or "", perhaps on a thread.
+
+        Writing may take half a minute, and a node whose engine is silent so long counts as dead.
         """
         self.running = False
-        seen, self._profile = self._profile, None
-        if seen is None:
+        recorded, self._profile = self._profile, None
+        if recorded is None:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-            written("")
+            done("")
             return
-        seen.stop()
+        recorded.stop()
         threading.Thread(
-            target=self._write, args=(seen, written), name="profile", daemon=True
+            target=self._write, args=(recorded, done), name="profile", daemon=True
         ).start()
 
-    def _write(self, seen: profile, written: _Written) -> None:
+    def _write(self, recorded: profile, done: Callable[[str], None]) -> None:
         suffix = "json.gz" if self._config.torch_profiler_use_gzip else "json"
-        name = f"kvrelay-{socket.gethostname()}-{os.getpid()}-rank-{self._rank}.{time.time_ns()}.pt.trace.{suffix}"
+        process = f"{socket.gethostname()}-{os.getpid()}-rank-{self._rank}"
+        name = f"kvrelay-{process}.{time.time_ns()}.pt.trace.{suffix}"
         path = Path(self._config.torch_profiler_dir, name)
         try:
-            seen.export_chrome_trace(str(path))
+            recorded.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as why:
             log.error("the profile cannot be written to %s: %s", path, why)
-            written(f"the profile cannot be written to {path}: {why}")
+            done(f"the profile cannot be written to {path}: {why}")
         else:
             log.info("the profile is in %s", path)
-            written("")
+            done("")
 
 
 class EngineProfile:
-    """Profiles of an engine, on all of its ranks. Belongs to the loop's thread, but for the news of
-    what is written.
-    """
+    """A profile of an engine on all of its ranks, for the loop's thread."""
 
     def __init__(
         self,
@@ -99,39 +92,31 @@ class EngineProfile:
         engine: Engine,
         ranks: Ranks,
         send: Callable[[Profiled], None],
-        wake: Callable[[], None],
+        wakeup: Callable[[], None],
     ) -> None:
-        self._config, self._engine, self._ranks, self._send, self._wake = (
-            config,
-            engine,
-            ranks,
-            send,
-            wake,
-        )
+        self._config, self._engine, self._ranks = config, engine, ranks
+        self._send, self._wakeup = send, wakeup
         self._profiler = RankProfiler(config or ProfilerConfig("cuda"), 0)
-        self._until = 0
-        self._asked: list[int] = []
-        """Who waits until what was seen is written."""
+        self._last_step = 0
+        self._stop_ids: list[int] = []
+        """Of Profile messages that are answered once the trace is written."""
         self._writing = 0
         self._written: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def hear(self, ask: Profile) -> None:
-        """Begin or end. What is so already is no error."""
+    def handle(self, message: Profile) -> None:
+        """Begin or end a profile; doing so twice is no error."""
         assert self._config is not None, "the HTTP process refuses it"
-        if ask.begin:
-            self._send(
-                Profiled(
-                    ask.profile_id, "" if self._profiler.running else self._begin(self._config)
-                )
-            )
+        if message.begin:
+            error = "" if self._profiler.running else self._begin(self._config)
+            self._send(Profiled(message.profile_id, error))
             return
-        self._asked.append(ask.profile_id)
+        self._stop_ids.append(message.profile_id)
         self._end()
         self._answer("")
 
-    def turn(self) -> None:
-        """Between two steps: end what has seen enough, and tell of what is written."""
-        if self._until and self._engine.counters.steps >= self._until:
+    def poll(self) -> None:
+        """End a profile of enough steps, and answer once a trace is written; between two steps."""
+        if self._last_step and self._engine.counters.steps >= self._last_step:
             self._end()
         while not self._written.empty():
             self._writing -= 1
@@ -142,28 +127,29 @@ class EngineProfile:
             self._profiler.start()
         except (OSError, RuntimeError) as why:
             return f"the profiler does not start: {why}"
-        self._tell(begin=True)
-        self._until = config.max_iterations and self._engine.counters.steps + config.max_iterations
+        self._tell_ranks(begin=True)
+        limit = config.max_iterations
+        self._last_step = limit and self._engine.counters.steps + limit
         return ""
 
     def _end(self) -> None:
-        self._until = 0
+        self._last_step = 0
         if self._profiler.running:
-            self._tell(begin=False)
+            self._tell_ranks(begin=False)
             self._writing += 1
             self._profiler.stop(self._done)
 
-    def _done(self, refused: str) -> None:
-        self._written.put(refused)
-        self._wake()
+    def _done(self, error: str) -> None:
+        self._written.put(error)
+        self._wakeup()
 
-    def _answer(self, refused: str) -> None:
+    def _answer(self, error: str) -> None:
         if not self._writing:
-            for profile_id in self._asked:
-                self._send(Profiled(profile_id, refused))
-            self._asked.clear()
+            for profile_id in self._stop_ids:
+                self._send(Profiled(profile_id, error))
+            self._stop_ids.clear()
 
-    def _tell(self, *, begin: bool) -> None:
+    def _tell_ranks(self, *, begin: bool) -> None:
         if self._ranks.size > 1:
             assert self._config is not None
-            aside(self._ranks, rank_asides.encode(ProfileSteps(self._config, begin)))
+            aside(self._ranks, rank_messages.encode(ProfileSteps(self._config, begin)))

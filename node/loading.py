@@ -1,4 +1,4 @@
-"""What a node needs beside its engine before it can serve: tokenizer and chat template."""
+"""Loading of what a node needs beside its engine: tokenizer, chat template, formats of a model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import logging
 from pathlib import Path
 
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.sandbox import Sandbox
-from kvrelay.node.sandbox_messages import Setup
+from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.node.serving import Serving
 from kvrelay.openai_api.chat_template import check_template
 from kvrelay.openai_api.generation_config import sampling_defaults
@@ -17,21 +16,23 @@ from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["read_template", "served_name", "serving_of"]
+__all__ = ["check_model_name", "load_serving", "read_template"]
 
 log = logging.getLogger("kvrelay.node")
 
 
-async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
-    """Load the tokenizer while the started engine loads the model, and open the sandbox. Raises
-    ConfigError, EngineDead.
+async def load_serving(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
+    """Load the tokenizer while the engine loads the model, open the sandbox, return the Serving.
+
+    Raises ConfigError, EngineDead.
     """
     if config.tool_parser_plugin:
         await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
     tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
     template = await asyncio.to_thread(read_template, config.chat_template)
-    formats = (template or tokenizer.tool_template, tokenizer.model_type)
-    tools = tool_format(config.tool_call_parser, *formats)
+    tools = tool_format(
+        config.tool_call_parser, template or tokenizer.tool_template, tokenizer.model_type
+    )
     reasoning = reasoning_format(
         config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type
     )
@@ -50,9 +51,11 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
             config.tool_parser_plugin,
         )
     )
+    model_name = config.served_model_name or info.model_name
+    check_model_name(model_name, config.engine)
     return Serving(
         config.role,
-        served_name(config.served_model_name or info.model_name, config.engine),
+        model_name,
         template,
         tokenizer,
         info,
@@ -63,20 +66,17 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     )
 
 
-def served_name(name: str, engine: EngineConfig) -> str:
-    """Give the model's name back. Raises ConfigError if one of the engine's adapters has it, too."""
+def check_model_name(name: str, engine: EngineConfig) -> None:
+    """Raise ConfigError if one of the engine's adapters has the model's name."""
     if name in [adapter for adapter, _ in engine.adapters]:
         raise ConfigError(
             f"an adapter is named {name!r}, as the model itself is; give it another name in "
             f"lora_modules"
         )
-    return name
 
 
 def read_template(path: str) -> str | None:
-    """Read a chat template; None for no path. Raises ConfigError if it cannot be read or is no
-    template.
-    """
+    """Return a chat template; None for no path. Raises ConfigError if it is unreadable or broken."""
     if not path:
         return None
     try:

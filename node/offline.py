@@ -1,8 +1,4 @@
-"""A node without HTTP: the same engine process, the same checks and answers, for a caller in this
-process.
-
-What `kvrelay batch` and the class LLM are made of.
-"""
+"""A node without HTTP, in the caller's process: for `kvrelay batch` and the class LLM."""
 
 from __future__ import annotations
 
@@ -13,10 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvrelay.node.app import Node, frames_of
+from kvrelay.node.completions import run_requests
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.loading import serving_of
-from kvrelay.node.preprocess import legs_of
+from kvrelay.node.lifecycle import Node
+from kvrelay.node.loading import load_serving
+from kvrelay.node.preprocess import prepare
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
 from kvrelay.openai_api.node_request import NodeRequest
@@ -28,7 +25,7 @@ __all__ = ["AnswerBroke", "Offline", "offline"]
 
 
 class AnswerBroke(KvrelayError):
-    """An answer that ended with an error; `status` is what a client would have got."""
+    """An answer that ended with an error, under the status that a client would have got."""
 
     def __init__(self, status: int, error: ErrorBody) -> None:
         super().__init__(error.message, param=error.param)
@@ -36,33 +33,31 @@ class AnswerBroke(KvrelayError):
 
 
 class Offline:
-    """A node that is ready. Any number of calls may run at once."""
+    """A ready node without HTTP. Any number of calls may run at once."""
 
     def __init__(self, node: Node, serving: Serving) -> None:
         self._node = node
         self.serving = serving
 
     async def answer(self, chat: bool, body: bytes) -> bytes:
-        """The whole body of an answer that is not streamed. Raises KvrelayError; if it broke,
-        AnswerBroke.
-        """
+        """Return the body of an answer that is not streamed. Raises KvrelayError, AnswerBroke."""
         _, frames = await self.run(chat, body)
         return frames[-1].payload
 
     async def run(self, chat: bool, body: bytes) -> tuple[list[NodeRequest], list[Frame]]:
-        """The legs of a completion that have run to their end, one for each prompt, and all their
-        frames.
+        """Run a completion to its end; return a request for each prompt, and all frames.
 
         Raises KvrelayError, AnswerBroke.
         """
         call = Call(chat, body, uuid.uuid4().hex)
-        legs, _ = await legs_of(self.serving, self._node.sandbox, call)
-        told: list[Frame] = []
-        async with contextlib.aclosing(await frames_of(self._node, legs, call)) as frames:
+        requests, _ = await prepare(self.serving, self._node.sandbox, call)
+        found: list[Frame] = []
+        async with contextlib.aclosing(await run_requests(self._node, requests, call)) as frames:
             async for frame in frames:
-                _raise_error(frame)
-                told.append(frame)
-        return legs, told
+                if frame.kind is FrameKind.ERROR and frame.error is not None:
+                    raise AnswerBroke(frame.status, frame.error)
+                found.append(frame)
+        return requests, found
 
 
 @asynccontextmanager
@@ -70,18 +65,12 @@ async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events_config=None)
     # Nobody is there to try again later: all that is asked at once is done in turn.
-    node = Node(
-        config, EngineClient(config), int(time.time()), sandbox=Sandbox(turn_deadline_s=None)
-    )
+    sandbox = Sandbox(start_deadline_s=None)
+    node = Node(config, EngineClient(config), int(time.time()), sandbox=sandbox)
     await node.engine.start()
     try:
-        node.serving = await serving_of(config, node.engine, node.sandbox)
+        node.serving = await load_serving(config, node.engine, node.sandbox)
         yield Offline(node, node.serving)
     finally:
         await node.sandbox.close()
         await node.engine.stop()
-
-
-def _raise_error(frame: Frame) -> None:
-    if frame.kind is FrameKind.ERROR and frame.error is not None:
-        raise AnswerBroke(frame.status, frame.error)

@@ -1,7 +1,6 @@
-"""From a call to checked legs: here if it is quick, on a thread if it is long, in the sandbox if it
-could be endless.
+"""Preparation of requests: short ones on the event loop, long ones on a thread or in the sandbox.
 
-A function here that is cancelled, because its client has left, ends the child that works for it.
+Cancelling a function here, because its client has left, ends the child that works for it.
 """
 
 from __future__ import annotations
@@ -19,56 +18,55 @@ from kvrelay.openai_api.node_request import NodeRequest
 from kvrelay.openai_api.structured import constraint_of
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 
-__all__ = ["detokenized", "legs_of", "tokenized"]
+__all__ = ["detokenize", "prepare", "tokenize"]
 
 # A child costs 6 ms more than a thread (17 KB in 40 and in 20 ms on two busy cores), but it can be
 # ended.
 _THREAD_BYTES = 256 << 10
-# What is left runs the operator's own template on the event loop: for 11 ms at most, tokenizing
-# included, with the templates of some 60 models (Llama 3.2 Vision, Gemma 4, Command A), whatever a
-# client fills these limits with.
-_THREAD_TURNS = 64
-"""Messages, their calls, tools and documents. Some templates look at each of them for each of them:
-Command A's takes 20 ms for 128.
-"""
+# Messages, their calls, tools and documents. What is below both limits runs the operator's template
+# on the event loop: for 11 ms at most with the templates of some 60 models. Some look at each item
+# for each item: Command A's takes 20 ms for 128.
+_THREAD_ITEMS = 64
+# Spaces that Llama's template writes before each value of a tool, for each level of depth.
 _INDENT = 4
-"""Spaces that Llama's template writes before each value of a tool, for each level that it is deep."""
 
 
-async def legs_of(
+async def prepare(
     serving: Serving, sandbox: Sandbox, call: Call
 ) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest]:
-    """Make a checked leg for each prompt of a call, and return its request, too.
+    """Return a checked NodeRequest for each prompt of a call, and the call's request.
 
-    Raises RequestError, Draining, Unavailable."""
+    Raises RequestError, Draining, Unavailable.
+    """
     size = len(call.body)
-    async with sandbox.turn_of(size):
-        request = await off_loop(size, serving.read, call)
-        if (
-            size > _THREAD_BYTES
-        ):  # a grammar that is too large is refused before a child reads all of it
+    async with sandbox.body_slot(size):
+        request = await off_loop(size, serving.parse, call)
+        if size > _THREAD_BYTES:  # refuse a grammar that is too large before a child reads it all
             await off_loop(size, constraint_of, request)
         prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
-        legs = await off_loop(size, serving.legs, call, request, prompts)
-    constraint = legs[0].submits[0].params.constraint if legs[0].submits else None
-    if constraint is not None:
+        prepared = await off_loop(size, serving.requests, call, request, prompts)
+    submits = prepared[0].submits
+    if submits and (constraint := submits[0].params.constraint) is not None:
         lark = await sandbox.as_lark(constraint)
-        for leg in legs:
-            leg.constrain(lark)
-    return legs, request
+        for each in prepared:
+            each.constrain(lark)
+    return prepared, request
 
 
-async def tokenized(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
-    """The answer to POST /tokenize. Raises RequestError, Unavailable."""
-    async with sandbox.turn_of(len(body)):
-        asked, request = await off_loop(len(body), serving.to_tokenize, body)
+async def tokenize(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
+    """Return the answer to POST /tokenize. Raises RequestError, Unavailable."""
+    size = len(body)
+    async with sandbox.body_slot(size):
+        asked, request = await off_loop(size, serving.parse_tokenize, body)
         (tokens,) = await _token_ids(serving, sandbox, request, body, fits=False)
-    return await off_loop(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
+    return await off_loop(
+        size, lambda: msgspec.json.encode(serving.tokenize_response(asked, tokens))
+    )
 
 
-async def detokenized(serving: Serving, body: bytes) -> bytes:
-    """The answer to POST /detokenize. Raises RequestError."""
-    return await off_loop(len(body), lambda: msgspec.json.encode(serving.detokenized(body)))
+async def detokenize(serving: Serving, body: bytes) -> bytes:
+    """Return the answer to POST /detokenize. Raises RequestError."""
+    return await off_loop(len(body), lambda: msgspec.json.encode(serving.detokenize(body)))
 
 
 async def _token_ids(
@@ -79,11 +77,8 @@ async def _token_ids(
     *,
     fits: bool,
 ) -> list[list[int]]:
-    """The prompts of a request, whose `body` the sandbox reads again. Raises RequestError,
-    Unavailable.
-    """
     size = len(body)
-    if serving.handed_over(request) is None:
+    if serving.handed_over_prompt(request) is None:
         size = _rendered_bytes(request, size)
         if _could_be_endless(request, size):
             return await sandbox.token_ids(isinstance(request, ChatRequest), body, fits=fits)
@@ -115,16 +110,15 @@ def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
 
 
 def _could_be_endless(request: ChatRequest | CompletionRequest, size: int) -> bool:
-    """Say of a request whose prompt may have `size` bytes if a child with limits must read it."""
     if isinstance(request, CompletionRequest):
-        return size > _THREAD_BYTES and any(
-            isinstance(prompt, str) for prompt in prompts_of(request)
-        )
-    turns = sum(1 + len(message.tool_calls or ()) for message in request.messages)
-    turns += len(request.tools or ()) + len(request.documents or ())
-    loops = any(
-        isinstance(value, list | dict) for value in (request.chat_template_kwargs or {}).values()
-    )
+        has_text = any(isinstance(prompt, str) for prompt in prompts_of(request))
+        return size > _THREAD_BYTES and has_text
+    items = sum(1 + len(message.tool_calls or ()) for message in request.messages)
+    items += len(request.tools or ()) + len(request.documents or ())
+    arguments = (request.chat_template_kwargs or {}).values()
     return (
-        size > _THREAD_BYTES or turns > _THREAD_TURNS or request.chat_template is not None or loops
+        size > _THREAD_BYTES
+        or items > _THREAD_ITEMS
+        or request.chat_template is not None
+        or any(isinstance(value, list | dict) for value in arguments)
     )

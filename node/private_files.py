@@ -1,9 +1,8 @@
-"""Files that nobody else of this machine may open: a folder for a process's own, folders and files
-for logs.
+"""Files that no other user may open: a folder for each process, and folders and files for logs.
 
-A process's own folder is in one of its user, kvrelay-UID in the system's temporary folder, and has
-a lock that the kernel takes back however the process ends. So what can be locked is a dead one's,
-and whoever starts next removes it.
+A process's folder is in kvrelay-UID in the temporary folder, and has a lock that the kernel frees
+however the process ends. A folder that can be locked is a dead process's, and the next one that
+starts removes it.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ __all__ = ["ProcessFolder", "open_log", "private_folder"]
 
 _FOLDER, _FILE = 0o700, 0o600
 _PREFIX = "process-"
+# A process that starts at the same time may take a folder for a dead one's before it is locked.
 _TRIES = 8
-"""Somebody else who starts at the same time may take a folder for a dead one's before it is locked."""
 
 _log = logging.getLogger("kvrelay.node")
 
 
 class ProcessFolder:
-    """A folder of this process at `path`, from now on until `close`. Removes those of processes
-    that were killed.
+    """A folder of this process at `path` until `close`. Raises ConfigError if there can be none.
+
+    Removes the folders of processes that were killed.
     """
 
     def __init__(self) -> None:
-        """Raises ConfigError if there can be none."""
         usual = parent = Path(tempfile.gettempdir()) / f"kvrelay-{os.geteuid()}"
         try:
             with contextlib.suppress(FileExistsError):
@@ -56,13 +55,12 @@ class ProcessFolder:
             ) from why
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         shutil.rmtree(self._ours, ignore_errors=True)
         os.close(self._lock)
 
 
 def _make_private(folder: Path) -> None:
-    """Raises PermissionError for a folder that is somebody else's, or a link to one."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is somebody else's, or no folder")
@@ -83,9 +81,7 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds its lock. Raises OSError if somebody else has it, or if it is not
-    there any more.
-    """
+    """Return a descriptor that holds the folder's lock. Raises OSError if it is held or gone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,11 +100,9 @@ def _remove_dead(parent: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder for logs that nobody else may enter. One that is there is made so if it has
-    nothing but logs.
+    """Make a folder for logs that no other user may enter, or close one that has only logs.
 
-    Raises ConfigError, because to close any other to the rest of the machine may break what is in
-    it.
+    Raises ConfigError for any other folder: closing it may break what is in it.
     """
     try:
         for each in reversed((folder, *folder.parents)):
@@ -119,8 +113,7 @@ def private_folder(folder: Path) -> None:
         if any(each.suffix != ".log" for each in folder.iterdir()):
             raise ConfigError(
                 f"log_dir {folder} may be opened by others (mode {mode:04o}) and has more than "
-                f"logs in it; name a "
-                "folder in it that is not there yet, or close it (chmod 700)"
+                f"logs in it; name a folder in it that is not there yet, or close it (chmod 700)"
             )
         _make_private(folder)
     except OSError as why:
@@ -128,7 +121,7 @@ def private_folder(folder: Path) -> None:
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends to a log, which nobody else may read from now on."""
+    """Return a descriptor that appends to a log, which no other user may read from now on."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _FILE)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not of /dev/null, which is everybody's
         os.fchmod(descriptor, _FILE)

@@ -1,17 +1,15 @@
-"""Probes of the hand-over, the engine process's half: a few free blocks with a known pattern go
-from node to node.
+"""Probes of the hand-over in the engine process: free blocks with a known pattern go to a node.
 
-A probe goes the way of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine if
-that fails. So nothing stays taken, whoever dies between. Owns one probe at a time in each
-direction; no request is delayed for it but by filling and comparing, which all ranks do at the same
-time. Runs in the step loop and returns at once.
+A probe uses the path of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine
+if that fails. So nothing stays taken, whoever dies between. There is one probe at a time in each
+direction, and requests are delayed only while blocks are filled and compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +17,12 @@ import torch
 
 from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, Released, Settled
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.node import rank_asides
-from kvrelay.node.probe_pattern import ProbePattern
-from kvrelay.node.rank_asides import Aside, FillBlocks, VerifyBlocks
+from kvrelay.node import rank_messages
+from kvrelay.node.rank_messages import FillBlocks, RankMessage, VerifyBlocks
 from kvrelay.paged_engine.engine import Engine, aside
-from kvrelay.paged_engine.ranks import Alone, Ranks
+from kvrelay.paged_engine.kv_pool import KVPool
+from kvrelay.paged_engine.ranks import Ranks
+from kvrelay.paged_engine.sharding import kv_heads_of
 from kvrelay.wire.engine_messages import (
     PROBE_PREFIX,
     FetchProbe,
@@ -34,119 +33,153 @@ from kvrelay.wire.engine_messages import (
 )
 from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams, Ticket
 
-__all__ = ["Probes"]
+__all__ = ["ProbePattern", "Probes", "host_id", "pattern"]
 
 # The step loop fills and compares them: a CPU does 1 to 2 GB/s.
 MAX_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(slots=True)
-class _Running:
-    """A probe that is being fetched."""
-
-    ask: FetchProbe
-    blocks: list[int]
-    spare_blocks: int
-
-
 def host_id() -> str:
-    """Equal in all processes of one running host; empty if that is not known."""
+    """Return a name of this running host, equal in all of its processes; empty if unknown."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return ""
 
 
+class ProbePattern:
+    """A pattern of seed, block and position in one rank's pool, of `num_kv_heads` on all ranks.
+
+    It is the same however the heads are sharded: a rank writes and compares its own heads' part.
+    Missing, old or misplaced pieces do not compare equal. Bytes are 0 to 63, finite in every dtype
+    of KV, because masked attention multiplies what is in free blocks by zero.
+    """
+
+    def __init__(self, pool: KVPool, num_kv_heads: int, rank: int = 0, size: int = 1) -> None:
+        head_words = pool.block_bytes // pool.bytes.shape[1] // 4
+        self._first_word = kv_heads_of(num_kv_heads, rank, size)[0] * head_words
+        self._block_words = num_kv_heads * head_words
+        # [num_blocks, words of a block]
+        self._words = pool.bytes.view(pool.num_blocks, -1).view(torch.int32)
+
+    def fill(self, seed: int, blocks: Sequence[int]) -> None:
+        """Write the pattern into blocks; return when it is there."""
+        for index, block in enumerate(blocks):
+            self._words[block] = self._expected(seed, index)
+        if self._words.is_cuda:
+            torch.cuda.synchronize(self._words.device)
+
+    def matches(self, seed: int, blocks: Sequence[int]) -> bool:
+        """Return whether these blocks hold the pattern."""
+        return all(
+            torch.equal(self._words[block], self._expected(seed, index))
+            for index, block in enumerate(blocks)
+        )
+
+    def _expected(self, seed: int, index: int) -> torch.Tensor:
+        first_word = index * self._block_words + self._first_word
+        return pattern(seed, first_word, self._words.shape[1], self._words.device)
+
+
+def pattern(seed: int, first_word: int, words: int, device: torch.device) -> torch.Tensor:
+    """Return the pattern from `first_word` on, int32 [words]; each byte is 0 to 63."""
+    first = (seed + first_word) % (1 << 31)
+    # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are mixed.
+    mixed = torch.arange(words, dtype=torch.int32, device=device).add_(first).mul_(-1640531535)
+    return mixed.bitwise_xor_(mixed >> 15).bitwise_and_(0x3F3F3F3F)
+
+
+@dataclass(slots=True)
+class _Running:
+    probe: FetchProbe
+    blocks: list[int]
+    spare_blocks: int
+
+
 class Probes:
-    """One node's probes. `send` takes what the HTTP process is told."""
+    """The probes of one node, in its step loop. Methods return at once; `send` takes the answers."""
 
     def __init__(
         self,
         engine: Engine,
         connector: TransferEngine,
         send: Callable[[ProbeOffered | ProbeFetched | ProbeRefused], None],
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
-        """`ranks`: those of the engine, which have a share of each block."""
-        self._engine, self._connector, self._send = engine, connector, send
-        self._ranks = ranks or Alone()
+        self._engine, self._connector, self._send, self._ranks = engine, connector, send, ranks
         self._num_kv_heads = engine.model.num_kv_heads
-        self._pattern = ProbePattern(engine.pool, self._num_kv_heads, 0, self._ranks.size)
+        self._pattern = ProbePattern(engine.pool, self._num_kv_heads, 0, ranks.size)
         self._offered: str | None = None
         self._running: _Running | None = None
         self._host = host_id()
 
-    def offer(self, ask: OfferProbe) -> None:
-        """Source: fill and offer. The blocks are free again when the connector says Released."""
+    def offer(self, probe: OfferProbe) -> None:
+        """Fill and offer blocks, which are free again at the connector's Released event."""
         if self._offered is not None:
-            return self._refuse(
-                ask.probe_id, "another probe of this node has not been fetched yet", busy=True
-            )
-        spare = self._spare_blocks
-        blocks = self._taken(ask.probe_id, ask.blocks)
+            self._refuse(probe.probe_id, "another probe of this node has not been fetched yet")
+            return
+        spare = self._spare_blocks()
+        blocks = self._take_blocks(probe.probe_id, probe.blocks)
         if blocks is None:
-            return None
+            return
         seed = random.getrandbits(31)
-        # a step that is running may still write to what has just become free, on any rank
-        self._settle_device()
+        self._wait_for_device()
         self._tell_ranks(FillBlocks(seed, blocks, self._num_kv_heads))
         self._pattern.fill(seed, blocks)
         self._ranks.least(1)
-        self._offered = ask.probe_id
-        ticket = self._connector.offer(
-            ask.probe_id, blocks, len(blocks) * self._engine.pool.block_size
-        )
+        self._offered = probe.probe_id
+        tokens = len(blocks) * self._engine.pool.block_size
+        ticket = self._connector.offer(probe.probe_id, blocks, tokens)
         params = KvTransferParams.of(HandoverRequest(do_remote_prefill=True), AnswerState(), ticket)
-        return self._send(ProbeOffered(ask.probe_id, params, seed, spare, self._host))
+        self._send(ProbeOffered(probe.probe_id, params, seed, spare, self._host))
 
-    def fetch(self, ask: FetchProbe) -> None:
-        """Reader: fetch into free blocks. The answer comes with the connector's event."""
-        remote = ask.ticket.remote_block_ids
-        if not _is_probe(ask.ticket) or len(remote) != 1 or not remote[0]:
-            return self._refuse(
-                ask.probe_id, "the ticket is not one that a node has offered as a probe"
-            )
+    def fetch(self, probe: FetchProbe) -> None:
+        """Fetch a probe into free blocks; the answer follows the connector's event."""
+        remote = probe.ticket.remote_block_ids
+        if not _is_probe(probe.ticket) or len(remote) != 1 or not remote[0]:
+            reason = "the ticket is not one that a node has offered as a probe"
+            self._refuse(probe.probe_id, reason, busy=False)
+            return
         if self._running is not None:
-            return self._refuse(
-                ask.probe_id, "another probe of this node is not over yet", busy=True
-            )
-        spare = self._spare_blocks
-        blocks = self._taken(ask.probe_id, len(remote[0]))
+            self._refuse(probe.probe_id, "another probe of this node is not over yet")
+            return
+        spare = self._spare_blocks()
+        blocks = self._take_blocks(probe.probe_id, len(remote[0]))
         if blocks is None:
-            return None
-        self._settle_device()  # a step that is running may still write to what has just become free
-        self._running = _Running(ask, blocks, spare)
-        self._connector.watch(ask.probe_id, ask.ticket)
-        return self._connector.fetch(ask.probe_id, remote[0], blocks)
+            return
+        self._wait_for_device()
+        self._running = _Running(probe, blocks, spare)
+        self._connector.watch(probe.probe_id, probe.ticket)
+        self._connector.fetch(probe.probe_id, remote[0], blocks)
 
-    def heard(self, event: Event) -> bool:
-        """Whether the event was about a probe; if so it is dealt with."""
-        scheduler, running = self._engine.scheduler, self._running
+    def handle(self, event: Event) -> bool:
+        """Handle a connector's event if it is a probe's; return whether it was."""
+        kept, running = self._engine.scheduler.kept, self._running
         if event.request_id == self._offered:
             assert isinstance(event, Released)
-            scheduler.kept.released(event.request_id)
+            kept.released(event.request_id)
             self._offered = None
             return True
-        if running is None or event.request_id != running.ask.probe_id:
+        if running is None or event.request_id != running.probe.probe_id:
             return False
         match event:
             case Fetched():
-                self._send(self._compared(running, event))
-                scheduler.kept.released(event.request_id)
+                self._send(self._compare(running, event))
+                kept.released(event.request_id)
                 self._running = None
             case FetchFailed(probe_id, reason):
-                scheduler.kept.set_aside(probe_id)
-                self._refuse(probe_id, reason)
+                kept.set_aside(probe_id)
+                self._refuse(probe_id, reason, busy=False)
             case Settled(probe_id):
-                scheduler.kept.settled(probe_id)
+                kept.settled(probe_id)
                 self._running = None
         return True
 
-    def _compared(self, running: _Running, fetched: Fetched) -> ProbeFetched:
-        seed, blocks = running.ask.seed, running.blocks
+    def _compare(self, running: _Running, fetched: Fetched) -> ProbeFetched:
+        seed, blocks = running.probe.seed, running.blocks
         self._tell_ranks(VerifyBlocks(seed, blocks, self._num_kv_heads))
-        verified = self._ranks.least(int(self._pattern.holds(seed, blocks))) == 1
-        way = self._connector.way(running.ask.ticket)
+        verified = self._ranks.least(int(self._pattern.matches(seed, blocks))) == 1
+        way = self._connector.way(running.probe.ticket)
         return ProbeFetched(
             fetched.request_id,
             num_bytes=fetched.num_bytes,
@@ -159,32 +192,27 @@ class Probes:
             host=self._host,
         )
 
-    def _taken(self, probe_id: str, count: int) -> list[int] | None:
-        """Blocks for a probe; None, and it is refused, if they cannot be spared."""
-        spare = self._spare_blocks
+    def _take_blocks(self, probe_id: str, count: int) -> list[int] | None:
+        spare = self._spare_blocks()
         blocks = self._engine.scheduler.lend(probe_id, count) if 0 < count <= spare else None
         if blocks is None:
-            self._refuse(
-                probe_id,
-                f"this node can spare {spare} blocks now, and the probe asks for {count}",
-                busy=True,
-            )
+            reason = f"this node can spare {spare} blocks now, and the probe asks for {count}"
+            self._refuse(probe_id, reason)
         return blocks
 
-    def _refuse(self, probe_id: str, reason: str, *, busy: bool = False) -> None:
+    def _refuse(self, probe_id: str, reason: str, *, busy: bool = True) -> None:
         self._send(ProbeRefused(probe_id, reason, busy))
 
-    @property
     def _spare_blocks(self) -> int:
-        most = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
-        return min(self._engine.scheduler.spare_blocks, max(1, most))
+        limit = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
+        return min(self._engine.scheduler.spare_blocks, max(1, limit))
 
-    def _tell_ranks(self, message: Aside) -> None:
+    def _tell_ranks(self, message: RankMessage) -> None:
         if self._ranks.size > 1:
-            aside(self._ranks, rank_asides.encode(message))
+            aside(self._ranks, rank_messages.encode(message))
 
-    def _settle_device(self) -> None:
-        """Wait until the device has done all that it was told: a GPU's step at most."""
+    def _wait_for_device(self) -> None:
+        # A step that runs may still write to what has just become free, on any rank.
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
 

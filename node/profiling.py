@@ -40,7 +40,7 @@ class Measured:
 def measured_engine(config: EngineConfig) -> Iterator[Measured]:
     """Open an engine for the length of the block. Raises ConfigError."""
     engine = Engine(config, join_as_rank_0(config))
-    gc.freeze()  # as in a node's own process (node/collector.py)
+    gc.freeze()  # as in a node's own process (node/process.py)
     try:
         yield Measured(
             TimedSteps(engine),

@@ -1,9 +1,7 @@
-"""The ranks of a tensor-parallel engine as processes: starts those of this host, and ends this
-process if one is lost.
+"""The ranks of a tensor-parallel engine as processes: starts them, and ends with any that is lost.
 
-Rank 0 is the engine process; every other rank is a process of its own with its place as JSON on
-stdin. Beside the steps a rank opens its data planes (led by rank 0's desk) and does its share of
-probes.
+Rank 0 is the engine process; every other rank is a process with its place as JSON on stdin. Beside
+the steps a rank opens its transfer backends (led by rank 0) and does its share of probes.
 """
 
 from __future__ import annotations
@@ -22,16 +20,21 @@ import torch
 
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends
-from kvrelay.kv_transfer.ranks import RankLink
+from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
 from kvrelay.kv_transfer.transfer_engine import join_connector, terms_of
-from kvrelay.node import rank_asides
-from kvrelay.node.collector import command_of, imports_are_done
+from kvrelay.node import rank_messages
 from kvrelay.node.engine_profile import RankProfiler
-from kvrelay.node.last_words import fate_of, leave
-from kvrelay.node.parent import PARENT_PID, die_with_parent
-from kvrelay.node.probe_pattern import ProbePattern
-from kvrelay.node.process_log import log_to_stderr
-from kvrelay.node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
+from kvrelay.node.probes import ProbePattern
+from kvrelay.node.process import (
+    PARENT_PID,
+    describe_exit,
+    die_with_parent,
+    exit_now,
+    freeze_imports,
+    log_to_stderr,
+    python_command,
+)
+from kvrelay.node.rank_messages import FillBlocks, Meet, ProfileSteps, VerifyBlocks
 from kvrelay.paged_engine.before_loading import check_engine, choose_device
 from kvrelay.paged_engine.engine import aside, follow
 from kvrelay.paged_engine.kv_pool import KVPool
@@ -42,14 +45,12 @@ from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = ["join_as_rank_0", "meet_ranks", "region_of", "run_ranks"]
+__all__ = ["join_as_rank_0", "meet_ranks", "pool_region", "run_ranks"]
 
 log = logging.getLogger("kvrelay.ranks")
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """What one rank process is told."""
-
     engine: EngineConfig
     rank: int
     device_index: int  # among the GPUs that this host's processes see
@@ -58,7 +59,7 @@ class _Place(msgspec.Struct, frozen=True):
 def join_as_rank_0(config: EngineConfig) -> Ranks:
     """Start this host's other ranks and meet all of them. Raises ConfigError if they do not come.
 
-    What they could not serve is refused before they are started: they may be awaited for minutes.
+    What they could not serve is refused before they are started: waiting for them takes minutes.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -76,27 +77,24 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
 def meet_ranks(
     ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str
 ) -> RankLink | None:
-    """Rank 0: let the other ranks open their data planes; the link to them, if there are any.
-    Raises ConfigError.
-    """
+    """Have the other ranks open their transfer backends; return the link to them. Raises ConfigError."""
     if ranks.size == 1:
         return None
     heads = [kv_heads_of(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
-    aside(ranks, rank_asides.encode(Meet(link.address)))
+    aside(ranks, rank_messages.encode(Meet(link.address)))
     return link
 
 
-def region_of(pool: KVPool) -> PoolRegion:
-    """A rank's pool, as data planes know it."""
+def pool_region(pool: KVPool) -> PoolRegion:
+    """Return a rank's pool as transfer backends know it."""
     return PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(pool.bytes.device))
 
 
 def run_ranks(config: RanksConfig) -> int:
-    """Run this host's ranks until they end, and all end if one fails: the command `kvrelay rank`.
-    Its exit code.
+    """Run this host's ranks (`kvrelay rank`) until they end, or one fails; return the exit code.
 
     Raises ConfigError if they cannot work as configured.
     """
@@ -109,7 +107,8 @@ def run_ranks(config: RanksConfig) -> int:
     try:
         for place, child in zip(places, children, strict=True):
             if code := child.wait():
-                log.error("rank %d ended (%s); the others end with it", place.rank, fate_of(code))
+                fate = describe_exit(code)
+                log.error("rank %d ended (%s); the others end with it", place.rank, fate)
                 return max(code, 1)
     finally:
         for child in children:
@@ -122,7 +121,7 @@ def run_ranks(config: RanksConfig) -> int:
 def _start(place: _Place) -> subprocess.Popen[bytes]:
     threads = place.engine.threads_on(os.cpu_count() or 1)
     child = subprocess.Popen(
-        command_of("kvrelay.node.ranks", "-u"),
+        python_command("kvrelay.node.ranks", "-u"),
         stdin=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), PARENT_PID: str(os.getpid())},
     )
@@ -133,21 +132,19 @@ def _start(place: _Place) -> subprocess.Popen[bytes]:
 
 
 def _end_with(child: subprocess.Popen[bytes], rank: int) -> None:
-    """End this process when the child fails: its main thread may be waiting for the lost rank on
-    the GPU, forever.
-    """
-
     def watch() -> None:
         if child.wait():
-            log.error(
-                "rank %d ended (%s); the engine cannot go on without it",
-                rank,
-                fate_of(child.returncode),
-            )
-            logging.shutdown()
-            os._exit(1)
+            fate = describe_exit(child.returncode)
+            _end_at_once(f"rank {rank} ended ({fate}); the engine cannot go on without it")
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
+
+
+def _end_at_once(why: str) -> None:
+    # The main thread may wait for the lost rank on the GPU, forever.
+    log.error("%s", why)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _free_port() -> int:
@@ -156,41 +153,48 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _Beside:
-    """What a rank other than 0 does beside the steps."""
+class _RankTasks:
+    """The work of a rank other than 0 beside the steps."""
 
     def __init__(self, ranks: TorchRanks) -> None:
         self._ranks = ranks
         self._planes: LedBackends | None = None
         self._profiler: RankProfiler | None = None
-        self._pool: KVPool | None = None  # which threads of the planes read until they end
+        self._pool: KVPool | None = None  # threads of the planes read it until they end
 
-    def heard(self, pool: KVPool, message: bytes) -> None:
-        """Rank 0 has said something that is not about a step."""
-        match rank_asides.decode(message):
+    def handle(self, pool: KVPool, message: bytes) -> None:
+        """Handle a message of rank 0 that is not about a step."""
+        rank, size = self._ranks.rank, self._ranks.size
+        match rank_messages.decode(message):
             case Meet(meeting):
-                kv_host = meeting.terms.host
-                host = (
-                    kv_host
-                    if is_of_this_host(kv_host)
-                    else address_towards(f"{meeting.host}:{meeting.port}")
-                )
-                self._pool = pool
-                self._planes = join_connector(
-                    self._ranks.rank, region_of(pool), meeting, host, _end_at_once
-                )
+                self._meet(pool, meeting)
             case FillBlocks(seed, blocks, num_kv_heads):
-                ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).fill(
-                    seed, blocks
-                )
+                ProbePattern(pool, num_kv_heads, rank, size).fill(seed, blocks)
                 self._ranks.least(1)
             case VerifyBlocks(seed, blocks, num_kv_heads):
-                held = ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).holds(
-                    seed, blocks
-                )
-                self._ranks.least(int(held))
+                pattern = ProbePattern(pool, num_kv_heads, rank, size)
+                self._ranks.least(int(pattern.matches(seed, blocks)))
             case ProfileSteps(config, begin):
                 self._profile(config, begin=begin)
+
+    def close(self) -> None:
+        """Close the transfer backends."""
+        if self._planes is not None:
+            self._planes.close()
+        self._pool = None
+
+    def _meet(self, pool: KVPool, meeting: LinkAddress) -> None:
+        host = meeting.terms.host
+        if not is_of_this_host(host):
+            host = address_towards(f"{meeting.host}:{meeting.port}")
+        self._pool = pool
+        self._planes = join_connector(
+            self._ranks.rank,
+            pool_region(pool),
+            meeting,
+            host,
+            lambda why: _end_at_once(f"this rank ends: {why}"),
+        )
 
     def _profile(self, config: ProfilerConfig, *, begin: bool) -> None:
         if begin:
@@ -202,33 +206,19 @@ class _Beside:
         elif self._profiler is not None and self._profiler.running:
             self._profiler.stop(lambda _: None)
 
-    def close(self) -> None:
-        """End the planes, and let go of the pool."""
-        if self._planes is not None:
-            self._planes.close()
-        self._pool = None
-
-
-def _end_at_once(why: str) -> None:
-    """The main thread may be waiting for rank 0, on the GPU for ever."""
-    log.error("this rank ends: %s", why)
-    logging.shutdown()
-    os._exit(1)
-
 
 def main() -> None:
-    """Entry point of the process of a rank other than 0."""
-    if code := _followed():
-        leave(code)
+    """Run the process of a rank other than 0."""
+    if code := _follow():
+        exit_now(code)
 
 
-def _followed() -> int:
-    """Follow rank 0 to the end; the exit code."""
+def _follow() -> int:
+    """Follow rank 0 to the end; return the exit code."""
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; rank 0 or the parent says when to end
-    imports_are_done()
+    # Ctrl-C reaches the whole group, but rank 0 or the parent says when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    freeze_imports()
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=_Place)
     log_to_stderr(f"rank {place.rank}")
     config = place.engine
@@ -237,13 +227,13 @@ def _followed() -> int:
         ranks = TorchRanks(
             config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device
         )
-        beside = _Beside(ranks)
-        follow(config, ranks, device, beside.heard)
+        tasks = _RankTasks(ranks)
+        follow(config, ranks, device, tasks.handle)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
         return 2
     except (RuntimeError, torch.distributed.DistError):
         log.exception("rank %d lost the others", place.rank)
         return 1
-    beside.close()
+    tasks.close()
     return 0

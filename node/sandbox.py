@@ -1,9 +1,8 @@
-"""Work that a request could make endless, done in child processes with limits
-(node/sandbox_process.py).
+"""A sandbox for work that a request could make endless: child processes with limits.
 
-That is every prompt that is long or has a template of its own, and every grammar that was not seen
-before. A child that reaches a limit means that its request asks for too much: a 400. A child for
-which nobody waits any more is ended.
+Long prompts, prompts with a template of their own, and grammars that were not seen before go to
+children (sandbox_process.py). One that reaches a limit means that its request asks for too much,
+a 400; one for which nobody waits any more is ended. Messages are msgpack after LENGTH_BYTES.
 """
 
 from __future__ import annotations
@@ -19,47 +18,134 @@ from functools import partial
 
 import msgspec
 
-from kvrelay.node.collector import command_of
-from kvrelay.node.sandbox_messages import (
-    GRAMMAR,
-    LENGTH_BYTES,
-    PROMPT,
-    Answer,
-    Broke,
-    Compile,
-    Compiled,
-    Limits,
-    Refused,
-    Setup,
-    Tokenize,
-    Tokenized,
-    Work,
-    framed,
-)
+from kvrelay.node.process import python_command
 from kvrelay.openai_api.json_body import LONG_BYTES
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import Overloaded, RequestBroke, RequestError, Unavailable
 from kvrelay.wire.sampling import Constraint
 
-__all__ = ["Sandbox"]
+__all__ = [
+    "GRAMMAR",
+    "LENGTH_BYTES",
+    "PROMPT",
+    "Answer",
+    "Broke",
+    "Compile",
+    "Compiled",
+    "Limits",
+    "Refused",
+    "Sandbox",
+    "Setup",
+    "Tokenize",
+    "Tokenized",
+    "Work",
+    "framed",
+]
 
 log = logging.getLogger("kvrelay.node")
 
-# Of each kind. More would only share the same cores.
-_CHILDREN = 2
-_TURN_DEADLINE_S = 10.0
-"""Nobody waits longer for a child to begin."""
+LENGTH_BYTES = 8
+_CHILDREN = 2  # of each kind; more would only share the same cores
+_START_DEADLINE_S = 10.0
+# Only reached on a machine without free cores: limits of CPU time come first.
 _WORK_DEADLINE_S = 60.0
-"""Only on a machine that has no time left: limits of CPU time come first."""
-_END_S = 0.2
-_KEPT = 256
-"""Outcomes of grammars, so that each is compiled here once."""
+_EXIT_DEADLINE_S = 0.2
+_MAX_OUTCOMES = 256
 _MAX_ANSWER_BYTES = 1 << 27
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
-# Not an error itself: each time that one is raised it holds on to the frames, and so to the
-# request's body.
-Outcome = Constraint | Refused
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one child; `memory_bytes` come on top of what it starts with."""
+
+    cpu_s: int
+    memory_bytes: int
+    stack_bytes: int
+
+    def __str__(self) -> str:
+        memory, stack = self.memory_bytes >> 20, self.stack_bytes >> 20
+        return f"{self.cpu_s} s of CPU time, {memory} MiB of memory and {stack} MiB of stack"
+
+
+# A schema of 1,000 properties takes 0.2 s and 14 MiB to try out. The engine compiles what passes
+# here with 8 times the stack.
+GRAMMAR = Limits(cpu_s=2, memory_bytes=256 << 20, stack_bytes=2 << 20)
+# Tokenizing takes about 1 us and 60 bytes of memory per byte of text.
+PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first message to the sandbox process: what prompts and grammars need."""
+
+    model: str
+    chat_template: str | None
+    """The operator's; None uses the model's."""
+    trusts_request_templates: bool
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tool_call_parser: str = "hermes"
+    """A name in TOOL_FORMATS, or "none"."""
+    tool_parser_plugin: str = ""
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True):
+    """A chat's or completion's body, whose prompts are wanted; with `fits` within the context."""
+
+    chat: bool
+    body: bytes
+    fits: bool = True
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """A constraint, wanted as one Lark grammar that compiles."""
+
+    constraint: Constraint
+
+
+Work = Tokenize | Compile
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
+    """The token ids of each prompt."""
+
+    prompts: list[list[int]]
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """The same constraint as a Lark grammar."""
+
+    constraint: Constraint
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A RequestError."""
+
+    message: str
+    param: str | None
+    code: str | None
+
+    def error(self) -> RequestError:
+        """Return the error to raise."""
+        return RequestError(self.message, param=self.param, code=self.code)
+
+
+class Broke(msgspec.Struct, frozen=True, tag=True):
+    """A bug of ours, with its traceback."""
+
+    traceback: str
+
+
+Answer = Tokenized | Compiled | Refused | Broke
+# Not an exception: each raise adds frames to one, and they hold the request's body.
+_Outcome = Constraint | Refused
+
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message behind its length."""
+    return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 
 class _Killed(Exception):
@@ -67,38 +153,47 @@ class _Killed(Exception):
 
 
 @dataclass(slots=True)
-class _Compiling:
-    """A grammar that a child compiles, and how many requests wait for it."""
-
-    outcome: asyncio.Task[Outcome]
+class _Compilation:
+    outcome: asyncio.Task[_Outcome]
     waiting: int = 0
 
 
 class Sandbox:
-    """The children of one node, and the process that forks them. `open` it before anything else,
-    `close` it last.
+    """The sandbox of one node. Call `open` first and `close` last.
+
+    `start_deadline_s` is how long work may wait for a child to begin; None means forever.
     """
 
-    def __init__(self, turn_deadline_s: float | None = _TURN_DEADLINE_S) -> None:
-        """`turn_deadline_s`: how long work may wait for a child to begin; None is for ever."""
-        self._turn_deadline_s = turn_deadline_s
+    def __init__(self, start_deadline_s: float | None = _START_DEADLINE_S) -> None:
+        self._start_deadline_s = start_deadline_s
         self._setup = b""
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
-        self._turns = {
+        self._slots = {
             Tokenize: asyncio.Semaphore(_CHILDREN),
             Compile: asyncio.Semaphore(_CHILDREN),
         }
         self._long_body = asyncio.Semaphore(1)
-        self._grammars: OrderedDict[Constraint, Outcome] = OrderedDict()
-        self._compiling: dict[Constraint, _Compiling] = {}
+        self._outcomes: OrderedDict[Constraint, _Outcome] = OrderedDict()
+        self._compilations: dict[Constraint, _Compilation] = {}
+
+    def open(self, setup: Setup) -> None:
+        """Set what the sandbox process starts with; the first work starts it."""
+        self._setup = framed(msgspec.msgpack.encode(setup))
+
+    async def close(self) -> None:
+        """End the sandbox process."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
     @contextlib.asynccontextmanager
-    async def turn_of(self, size: int) -> AsyncIterator[None]:
-        """Read one body of more than LONG_BYTES at a time, with what is made of it. Raises
-        Overloaded.
-        """
+    async def body_slot(self, size: int) -> AsyncIterator[None]:
+        """Let one body of more than LONG_BYTES be read at a time. Raises Overloaded."""
         if size <= LONG_BYTES:
             yield
             return
@@ -108,76 +203,56 @@ class Sandbox:
         finally:
             self._long_body.release()
 
-    def open(self, setup: Setup) -> None:
-        """Set what the process begins with. It is started with the first work, which waits until it
-        has loaded.
-        """
-        self._setup = framed(msgspec.msgpack.encode(setup))
-
-    async def close(self) -> None:
-        """End the process."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
     async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
-        """The prompts of a chat's or completion's body. `fits`: the context. Raises RequestError,
-        Unavailable.
+        """Return the prompts of a body. Raises RequestError, Unavailable.
+
+        With `fits` each must fit the model's context.
         """
         field = "messages" if chat else "prompt"
         try:
-            answer = await self._done(Tokenize(chat, body, fits))
+            answer = await self._run(Tokenize(chat, body, fits))
         except _Killed as why:
             raise _too_much(field, "be rendered and tokenized", PROMPT, None) from why
         assert isinstance(answer, Tokenized)
         return answer.prompts
 
     async def as_lark(self, constraint: Constraint) -> Constraint:
-        """The same constraint as a Lark grammar that compiles. Raises RequestError with the reason,
-        Unavailable.
-        """
-        known = self._grammars.get(constraint)
-        if known is None:
-            known = self._grammars[constraint] = await self._shared(constraint)
-            while len(self._grammars) > _KEPT:
-                self._grammars.popitem(last=False)
+        """Return a constraint as a Lark grammar that compiles. Raises RequestError, Unavailable."""
+        outcome = self._outcomes.get(constraint)
+        if outcome is None:
+            outcome = self._outcomes[constraint] = await self._share(constraint)
+            while len(self._outcomes) > _MAX_OUTCOMES:
+                self._outcomes.popitem(last=False)
         else:
-            self._grammars.move_to_end(constraint)
-        if isinstance(known, Refused):
-            raise RequestError(known.message, param=known.param, code=known.code)
-        return known
+            self._outcomes.move_to_end(constraint)
+        if isinstance(outcome, Refused):
+            raise outcome.error()
+        return outcome
 
-    async def _shared(self, constraint: Constraint) -> Outcome:
-        """One child for all requests that wait for the same grammar; it ends when the last of them
-        leaves.
-        """
-        compiling = self._compiling.get(constraint)
-        if compiling is None:
-            compiling = self._compiling[constraint] = _Compiling(
-                asyncio.create_task(self._compiled(constraint))
-            )
-            compiling.outcome.add_done_callback(partial(self._ended, constraint))
-        compiling.waiting += 1
+    async def _share(self, constraint: Constraint) -> _Outcome:
+        """Compile once for all that wait for the same grammar, until the last of them leaves."""
+        compilation = self._compilations.get(constraint)
+        if compilation is None:
+            compilation = _Compilation(asyncio.create_task(self._compile(constraint)))
+            self._compilations[constraint] = compilation
+            compilation.outcome.add_done_callback(partial(self._forget, constraint))
+        compilation.waiting += 1
         try:
-            return await asyncio.shield(compiling.outcome)
+            return await asyncio.shield(compilation.outcome)
         finally:
-            compiling.waiting -= 1
-            if not compiling.waiting and not compiling.outcome.done():
-                del self._compiling[constraint]  # who comes next begins anew
-                compiling.outcome.cancel()
+            compilation.waiting -= 1
+            if not compilation.waiting and not compilation.outcome.done():
+                del self._compilations[constraint]
+                compilation.outcome.cancel()
 
-    def _ended(self, constraint: Constraint, outcome: asyncio.Task[Outcome]) -> None:
-        if (
-            compiling := self._compiling.get(constraint)
-        ) is not None and compiling.outcome is outcome:
-            del self._compiling[constraint]
+    def _forget(self, constraint: Constraint, outcome: asyncio.Task[_Outcome]) -> None:
+        compilation = self._compilations.get(constraint)
+        if compilation is not None and compilation.outcome is outcome:
+            del self._compilations[constraint]
 
-    async def _compiled(self, constraint: Constraint) -> Outcome:
+    async def _compile(self, constraint: Constraint) -> _Outcome:
         try:
-            answer = await self._done(Compile(constraint))
+            answer = await self._run(Compile(constraint))
         except _Killed:
             why = _too_much(constraint.field, "be compiled", GRAMMAR, "invalid_grammar")
             return Refused(why.message, why.param, why.code)
@@ -186,65 +261,65 @@ class Sandbox:
         assert isinstance(answer, Compiled)
         return answer.constraint
 
-    async def _done(self, work: Work) -> Answer:
+    async def _run(self, work: Work) -> Answer:
         """Have a child do it. Raises RequestError, Unavailable, RequestBroke, _Killed."""
-        turn = self._turns[type(work)]
-        await self._acquire(turn)
+        slot = self._slots[type(work)]
+        await self._acquire(slot)
         try:
             async with asyncio.timeout(_WORK_DEADLINE_S):
-                answer = await self._asked(msgspec.msgpack.encode(work))
+                answer = await self._ask_child(msgspec.msgpack.encode(work))
         except TimeoutError as why:
             raise Unavailable(
                 f"this node could not read the request within {_WORK_DEADLINE_S:g} s"
             ) from why
         finally:
-            turn.release()
+            slot.release()
         if isinstance(answer, Refused):
-            raise RequestError(answer.message, param=answer.param, code=answer.code)
+            raise answer.error()
         if isinstance(answer, Broke):
             log.error("a child that read a request broke:\n%s", answer.traceback)
             raise RequestBroke
         return answer
 
-    async def _acquire(self, turn: asyncio.Semaphore) -> None:
+    async def _acquire(self, slot: asyncio.Semaphore) -> None:
         try:
-            await asyncio.wait_for(turn.acquire(), self._turn_deadline_s)
+            await asyncio.wait_for(slot.acquire(), self._start_deadline_s)
         except TimeoutError as why:
             raise Overloaded(
                 "this node has too many long requests or new grammars to read; try again later"
             ) from why
 
-    async def _asked(self, work: bytes) -> Answer:
-        process = await self._ready()
+    async def _ask_child(self, work: bytes) -> Answer:
+        process = await self._running()
         assert self._control is not None
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with ours, theirs:  # hanging up ends the child
+        with ours, theirs:  # closing our end kills the child
             ours.setblocking(False)
             try:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
                 theirs.close()
                 await loop.sock_sendall(ours, framed(work))
-                length = int.from_bytes(await _exactly(ours, LENGTH_BYTES), "big")
+                length = int.from_bytes(await _receive(ours, LENGTH_BYTES), "big")
                 if length > _MAX_ANSWER_BYTES:
                     raise ConnectionError(f"an answer of {length} bytes")
-                return _answer.decode(await _exactly(ours, length))
+                return _answer_decoder.decode(await _receive(ours, length))
             except BlockingIOError as why:
                 raise Overloaded(
                     "this node has too many requests to read; try again later"
                 ) from why
             except ConnectionError as why:
-                # Its end is known a moment after that of its sockets.
+                # The end of the process is known a moment after that of its sockets.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), _END_S)
+                    await asyncio.wait_for(process.wait(), _EXIT_DEADLINE_S)
                     raise Unavailable(
                         "the process that reads requests on this node has ended; try again"
                     ) from why
                 log.warning("a child that read a request was ended at its limits")
                 raise _Killed from why
 
-    async def _ready(self) -> asyncio.subprocess.Process:
-        """The process that forks; another one if the last has ended."""
+    async def _running(self) -> asyncio.subprocess.Process:
+        """Return the process that forks, started anew if it has ended."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 if self._process is not None:
@@ -254,23 +329,22 @@ class Sandbox:
                 self._control, theirs = socket.socketpair()
                 with theirs:
                     # Children are forked from it, so no library may start threads.
-                    one = {
+                    no_threads = {
                         "TOKENIZERS_PARALLELISM": "false",
                         "OPENBLAS_NUM_THREADS": "1",
                         "OMP_NUM_THREADS": "1",
                     }
                     self._process = await asyncio.create_subprocess_exec(
-                        *command_of("kvrelay.node.sandbox_process"),
+                        *python_command("kvrelay.node.sandbox_process"),
                         stdin=theirs.fileno(),
-                        env={**child_environ(), **one},
+                        env={**child_environ(), **no_threads},
                     )
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(self._control, self._setup)
             return self._process
 
 
-async def _exactly(sock: socket.socket, count: int) -> bytes:
-    """Read so many bytes. Raises ConnectionError if there are no more."""
+async def _receive(sock: socket.socket, count: int) -> bytes:
     received = bytearray()
     while len(received) < count:
         chunk = await asyncio.get_running_loop().sock_recv(

@@ -1,13 +1,7 @@
-"""The process that forks a child for each piece of work that a request could make endless, and that
-child.
+"""The sandbox process: forks a child for each piece of work, and the child with its limits.
 
-A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out. It
-has limits of CPU time, memory and stack, and the kernel ends it when its caller hangs up: no
-request costs more than that, and none outlives its client. What is sent here, and what is said of a
-child that was ended, is node/sandbox.py's.
-
-For each child the caller passes one end of a socket pair. The work comes on it, and the answer goes
-back.
+A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out, over
+one end of a socket pair that the caller passes. The kernel ends it when its caller hangs up.
 """
 
 from __future__ import annotations
@@ -24,9 +18,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvrelay.node.collector import imports_are_done
 from kvrelay.node.compiling import grammars_for
-from kvrelay.node.sandbox_messages import (
+from kvrelay.node.process import freeze_imports
+from kvrelay.node.sandbox import (
     GRAMMAR,
     LENGTH_BYTES,
     PROMPT,
@@ -51,35 +45,21 @@ from kvrelay.wire.errors import RequestError
 
 __all__ = ["main"]
 
+# The engine keeps some dozens of compiled grammars.
 _MAX_COMPILED_BYTES = 32 << 20
-"""The engine keeps some dozens of compiled grammars."""
-_work: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
+_work_decoder: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 
 
 def main() -> None:
     """Fork a child for each socket that comes, until the caller hangs up."""
-    for each in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they reach the whole group or service, and a draining node needs us
-        signal.signal(each, signal.SIG_IGN)
+    # They reach the whole group or service, and a draining node needs this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     control = socket.socket(fileno=os.dup(0))
-    setup = msgspec.msgpack.decode(_received(control), type=Setup)
-    tokenizer = load_tokenizer(setup.model)
-    grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
-    if setup.tool_parser_plugin:
-        load_plugin(setup.tool_parser_plugin)
-    prompts = Prompts(
-        tokenizer,
-        setup.max_model_len,
-        chat_template=setup.chat_template,
-        trusts_request_templates=setup.trusts_request_templates,
-        tool_format=None
-        if setup.tool_call_parser == "none"
-        else TOOL_FORMATS[setup.tool_call_parser],
-    )
-    imports_are_done()
+    setup = msgspec.msgpack.decode(_receive_message(control), type=Setup)
+    prompts, grammars = _load(setup)
+    freeze_imports()
     while True:
         _, passed, _, _ = socket.recv_fds(control, 1, 1)
         if not passed:
@@ -95,18 +75,33 @@ def main() -> None:
         os.close(passed[0])
 
 
+def _load(setup: Setup) -> tuple[Prompts, Grammars]:
+    tokenizer = load_tokenizer(setup.model)
+    grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
+    if setup.tool_parser_plugin:
+        load_plugin(setup.tool_parser_plugin)
+    parser = setup.tool_call_parser
+    prompts = Prompts(
+        tokenizer,
+        setup.max_model_len,
+        chat_template=setup.chat_template,
+        trusts_request_templates=setup.trusts_request_templates,
+        tool_format=None if parser == "none" else TOOL_FORMATS[parser],
+    )
+    return prompts, grammars
+
+
 def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
-    """Do one caller's work within its limits."""
-    work = _work.decode(_received(caller))
+    work = _work_decoder.decode(_receive_message(caller))
     _confine(PROMPT if isinstance(work, Tokenize) else GRAMMAR)
     answer: Answer
-    with _ended_with(caller):
+    with _killed_on_hangup(caller):
         try:
-            answer = (
-                _tokenized(work, prompts)
-                if isinstance(work, Tokenize)
-                else _compiled(work, grammars)
-            )
+            match work:
+                case Tokenize():
+                    answer = _tokenize(work, prompts)
+                case Compile():
+                    answer = _compile(work, grammars)
         except RequestError as why:
             answer = Refused(why.message, why.param, why.code)
         except MemoryError:
@@ -116,12 +111,12 @@ def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
     caller.sendall(framed(msgspec.msgpack.encode(answer)))
 
 
-def _tokenized(work: Tokenize, prompts: Prompts) -> Tokenized:
+def _tokenize(work: Tokenize, prompts: Prompts) -> Tokenized:
     request = decode_chat(work.body) if work.chat else decode_completion(work.body)
     return Tokenized(prompts.all_token_ids(request, fits=work.fits))
 
 
-def _compiled(work: Compile, grammars: Grammars) -> Compiled:
+def _compile(work: Compile, grammars: Grammars) -> Compiled:
     before = _memory_bytes()[1]
     grammars.try_out(work.constraint)  # which builds a good part of the automaton
     taken = _memory_bytes()[1] - before
@@ -129,8 +124,7 @@ def _compiled(work: Compile, grammars: Grammars) -> Compiled:
         field = work.constraint.field
         raise RequestError(
             f"{field} takes {taken >> 20} MiB once it is compiled; the limit is "
-            f"{_MAX_COMPILED_BYTES >> 20} MiB: make "
-            "it simpler",
+            f"{_MAX_COMPILED_BYTES >> 20} MiB: make it simpler",
             param=field,
             code="invalid_grammar",
         )
@@ -138,7 +132,6 @@ def _compiled(work: Compile, grammars: Grammars) -> Compiled:
 
 
 def _confine(limits: Limits) -> None:
-    """Put the limits on this process."""
     for what, limit in (
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_AS, _memory_bytes()[0] + limits.memory_bytes),
@@ -154,8 +147,8 @@ def _confine(limits: Limits) -> None:
 
 
 @contextlib.contextmanager
-def _ended_with(caller: socket.socket) -> Iterator[None]:
-    """Have the kernel end this process when the caller hangs up, whatever code runs then (SIGIO)."""
+def _killed_on_hangup(caller: socket.socket) -> Iterator[None]:
+    # By SIGIO, so whatever code is running.
     flags = fcntl.fcntl(caller, fcntl.F_GETFL)
     fcntl.fcntl(caller, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(caller, fcntl.F_SETFL, flags | os.O_ASYNC)
@@ -164,15 +157,15 @@ def _ended_with(caller: socket.socket) -> Iterator[None]:
     if poll.poll(0):  # it had hung up before
         os._exit(1)
     yield
-    fcntl.fcntl(caller, fcntl.F_SETFL, flags)  # the answer being read is a signal, too
+    fcntl.fcntl(caller, fcntl.F_SETFL, flags)  # reading the answer is a signal, too
 
 
-def _received(sender: socket.socket) -> bytes:
-    """One message. Ends the process if the sender hangs up."""
-    return _exactly(sender, int.from_bytes(_exactly(sender, LENGTH_BYTES), "big"))
+def _receive_message(sender: socket.socket) -> bytes:
+    return _receive(sender, int.from_bytes(_receive(sender, LENGTH_BYTES), "big"))
 
 
-def _exactly(sender: socket.socket, count: int) -> bytes:
+def _receive(sender: socket.socket, count: int) -> bytes:
+    """Return `count` bytes; end the process if the sender hangs up."""
     received = bytearray(count)
     left = memoryview(received)
     while left:
@@ -184,7 +177,7 @@ def _exactly(sender: socket.socket, count: int) -> bytes:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Virtual and resident memory of this process."""
+    """Return virtual and resident memory of this process."""
     with open("/proc/self/statm") as statm:
         virtual, resident, *_ = statm.read().split()
     return int(virtual) * resource.getpagesize(), int(resident) * resource.getpagesize()

@@ -1,6 +1,4 @@
-"""The node's life: start the engine process and the HTTP server, serve, drain, end. `run` is the
-entry point.
-"""
+"""The server of a node: starts the engine process and the HTTP server, serves, drains, ends."""
 
 from __future__ import annotations
 
@@ -14,16 +12,15 @@ from types import FrameType
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI
 
-from kvrelay.node.app import Node, create_app
-from kvrelay.node.drain import DRAIN_DEADLINE_S
+from kvrelay.node.app import create_app
 from kvrelay.node.engine_client import EngineClient
-from kvrelay.node.heartbeat import Announcer
 from kvrelay.node.kv_events import KvEvents
-from kvrelay.node.loading import serving_of
+from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Heartbeats, Node
+from kvrelay.node.loading import load_serving
 from kvrelay.node.metrics import NodeMetrics
-from kvrelay.node.process_log import log_as
+from kvrelay.node.process import set_log_process
+from kvrelay.node.serving import Serving
 from kvrelay.openai_api.connections import connection_class
 from kvrelay.openai_api.json_body import return_large_blocks
 from kvrelay.openai_api.tls import server_context
@@ -37,24 +34,24 @@ __all__ = ["run"]
 
 log = logging.getLogger("kvrelay.node")
 
-_CUT_S = 2
+# For what is under way when the node has drained, or could not in time.
+_SHUTDOWN_S = 2
+# Routers, operators and Prometheus need a few each; further connections get 503.
 _MAX_CONNECTIONS = 1 << 14
-"""Routers, operators and Prometheus need a few each; what comes beyond is answered with 503."""
-_TICK_S = 0.02
+_SIGNAL_POLL_S = 0.02
 
 
 def run(config: NodeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once. Raises
-    ConfigError.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Raises ConfigError.
 
-    Exit code 0 after an orderly end, 1 when the engine failed.
+    The exit code is 0 after an orderly end, 1 when the engine failed.
     """
     return_large_blocks()
     context = server_context(config)
     tracing = start_tracing(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
     node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
-    served = uvicorn.Config(
-        create_app(node, lambda app: _lifespan(app, node, server)),
+    server_config = uvicorn.Config(
+        create_app(node, lambda _: _lifespan(node, server)),
         host=config.host,
         port=config.port,
         loop="uvloop",
@@ -63,26 +60,25 @@ def run(config: NodeConfig) -> int:
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        # Of what is under way when the node has drained, or could not in time.
-        timeout_graceful_shutdown=_CUT_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
-    served.load()
-    served.ssl = context  # uvicorn's own would never read the files again
-    server = _Server(node, served)
+    server_config.load()
+    server_config.ssl = context  # uvicorn's own would never read the files again
+    server = _Server(node, server_config)
     server.run()
     return 1 if node.failure is not None else 0
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[None]:
-    """The server listens while the model loads; /health tells the two apart."""
+async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
+    # The server listens while the model loads; /health tells the two apart.
     await node.engine.start()
-    announcer = Announcer(node.config.router, node.config.api_key, lambda: _facts(node))
-    node.drain.changed = node.role.changed = lambda: _changed(node, announcer)
+    heartbeats = Heartbeats(node.config.router, node.config.api_key, lambda: _heartbeat(node))
+    node.drain.on_change = node.role.on_change = lambda: _state_changed(node, heartbeats)
     tasks = [
-        asyncio.create_task(_load(node, server.give_up, announcer.changed)),
-        asyncio.create_task(server.drained()),
-        asyncio.create_task(announcer.run()),
+        asyncio.create_task(_load_and_watch(node, server.end_now, heartbeats.send_now)),
+        asyncio.create_task(server.drain_on_signal()),
+        asyncio.create_task(heartbeats.run()),
     ]
     try:
         yield
@@ -91,10 +87,11 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if node.drain.begun:
-            await node.drain.over(_CUT_S)  # a request that came just before may have left KV behind
+        if node.drain.draining:
+            # A request that came just before may have left KV behind.
+            await node.drain.wait_idle(_SHUTDOWN_S)
         if node.kv_events is not None:
-            node.engine.on_changes = None
+            node.engine.on_cache_changes = None
             await node.kv_events.close()
         await node.sandbox.close()
         await node.engine.stop()
@@ -103,118 +100,120 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
 
 
 class _Server(uvicorn.Server):
-    """Told to end it drains first, and still listens: who asks for its health or gives KV back is
-    answered.
-    """
+    """A server that drains before it ends, and meanwhile answers health checks and releases."""
 
     def __init__(self, node: Node, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._drain, self._streams = node.drain, node.streams
-        self._told: int | None = None
+        self._node = node
+        self._signal: int | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one begins to drain, within a tick of drained()."""
-        if self._told is not None:
+        if self._signal is not None:
             super().handle_exit(sig, frame)
-        self._told = sig
+        self._signal = sig
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Leg streams never end by themselves."""
-        self._streams.close()
+        self._node.streams.close()  # they never end by themselves
         await super().shutdown(sockets)
 
-    def give_up(self) -> None:
+    def end_now(self) -> None:
         """End without draining: there is no engine."""
         self.should_exit = True
 
-    async def drained(self) -> None:
-        """Wait for the signal, drain, and end."""
-        while self._told is None:
-            await asyncio.sleep(_TICK_S)
-        self._drain.begin()
-        if not await self._drain.over(DRAIN_DEADLINE_S):
+    async def drain_on_signal(self) -> None:
+        """Wait for a signal, drain, and end."""
+        while self._signal is None:
+            await asyncio.sleep(_SIGNAL_POLL_S)
+        self._node.drain.begin()
+        if not await self._node.drain.wait_idle(DRAIN_DEADLINE_S):
             log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
-        self.should_exit = (
-            True  # not by uvicorn, which would then die of the signal: this is an orderly end
-        )
+        # Not by uvicorn's handler, which would die of the signal: this is an orderly end.
+        self.should_exit = True
 
 
-def _facts(node: Node) -> Heartbeat | None:
-    """What routers are told of it."""
+def _heartbeat(node: Node) -> Heartbeat | None:
     try:
         serving = node.ready()
     except EngineDead:
         return None
-    state = NodeState.DRAINING if node.drain.begun or node.role.flips_to else NodeState.OK
-    info = serving.info
+    info, leaves = serving.info, node.drain.draining or node.role.flips_to
     return Heartbeat(
-        node.config.url, node.role.now, serving.model_name, info.generation, node.engine.load, 0.0, state,
-        info.costs, info.max_gap_ms,
-    )  # fmt: skip
+        node.config.url,
+        node.role.now,
+        serving.model_name,
+        info.generation,
+        node.engine.load,
+        0.0,
+        NodeState.DRAINING if leaves else NodeState.OK,
+        info.costs,
+        info.max_gap_ms,
+    )
 
 
-def _changed(node: Node, announcer: Announcer) -> None:
-    """It drains, or has another role, or not any more."""
+def _state_changed(node: Node, heartbeats: Heartbeats) -> None:
     role = node.role.now
     if node.serving is not None and node.serving.role is not role:
-        node.serving.flipped(role)
+        node.serving.set_role(role)
         if node.metrics is not None:
-            node.metrics.flipped(role)
-        log_as(str(role))
-    announcer.changed()
+            node.metrics.set_role(role)
+        set_log_process(str(role))
+    heartbeats.send_now()
 
 
-async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], None]) -> None:
-    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor
-    starts another.
-
-    `changed`: it is ready now.
-    """
+async def _load_and_watch(
+    node: Node, end: Callable[[], None], on_ready: Callable[[], None]
+) -> None:
+    """Make the node ready, then end it with its engine, so that its supervisor starts another."""
     config = node.config
     try:
-        serving = await serving_of(config, node.engine, node.sandbox)
+        serving = await load_serving(config, node.engine, node.sandbox)
         if config.told_events is not None:
             node.kv_events = KvEvents(config.told_events, serving.info.block_size)
-            node.engine.on_changes = node.kv_events.tell
+            node.engine.on_cache_changes = node.kv_events.publish
     except Exception as why:
+        ours = isinstance(why, KvrelayError)
         node.failure = (
             why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         )
-        log.error(
-            "the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError)
-        )
-        give_up()
+        log.error("the node cannot serve: %s", node.failure, exc_info=not ours)
+        end()
         return
-    name, info = serving.model_name, serving.info
-    node.metrics = NodeMetrics(lambda: node.engine.stats, config, info, name, node.engine.pid)
-    node.role.counted = node.metrics.flip_ended
+    node.metrics = NodeMetrics(
+        lambda: node.engine.stats, config, serving.info, serving.model_name, node.engine.pid
+    )
+    node.role.on_flip_end = node.metrics.count_flip
     if node.kv_events is not None:
-        node.kv_events.counted = node.metrics.replay_asked
+        node.kv_events.on_replay = node.metrics.count_replay
     node.serving = serving
-    changed()
+    on_ready()
+    _log_ready(config, serving)
+    await node.engine.ended.wait()
+    node.failure = node.engine.failure
+    log.error("%s", node.failure)
+    end()
+
+
+def _log_ready(config: NodeConfig, serving: Serving) -> None:
+    info = serving.info
+    tokens = info.num_blocks * info.block_size
     log.info(
         "%s node serves %s on http%s://%s:%d: "
         "%d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,
-        name,
+        serving.model_name,
         "s" if config.ssl_certfile else "",
         config.host,
         config.port,
         info.num_blocks,
         info.block_size,
-        info.num_blocks * info.block_size,
-        info.num_blocks * info.block_size * info.kv_bytes_per_token / 2**20,
+        tokens,
+        tokens * info.kv_bytes_per_token / 2**20,
         info.max_model_len,
         info.load_s,
     )
     if serving.defaults != PLAIN_SAMPLING:
         log.info(
-            "requests that leave it out are sampled as the model's generation config says (or "
-            "not, with "
-            "--generation-config vllm): %s",
+            "sampling defaults of the model's generation config (--generation-config vllm ignores "
+            "it): %s",
             msgspec.json.encode(serving.defaults).decode(),
         )
-    await node.engine.ended.wait()
-    node.failure = node.engine.failure
-    log.error("%s", node.failure)
-    give_up()

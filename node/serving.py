@@ -1,7 +1,6 @@
-"""From a request body to a leg: decode, tokenize once, check, and choose what the role does with
-it.
+"""From a request body to a NodeRequest: decode, tokenize once, check, choose what the role does.
 
-Pure apart from drawing a seed for a request that has none. Knows no HTTP, no engine and no sandbox.
+Pure, apart from drawing a seed for a request that has none.
 """
 
 from __future__ import annotations
@@ -45,20 +44,17 @@ from kvrelay.prefill_node.request import PrefillRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.engine_messages import EngineReady, Submit
 from kvrelay.wire.errors import Draining, NotFound, RequestError
-from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
-from kvrelay.wire.transfer import KvTransferParams
+from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults, SamplingParams
+from kvrelay.wire.transfer import AnswerState, HandoverRequest, KvTransferParams
 
 __all__ = ["Call", "Serving"]
 
-_TPOT_MS = (0.1, 1e9)
-"""Wanted times per token are taken as if they were within these."""
+_TPOT_RANGE_MS = (0.1, 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP call: its route, body, the id that its answer carries, and W3C's headers of its
-    trace.
-    """
+    """An HTTP call for a completion. `trace` are its W3C trace headers."""
 
     chat: bool
     body: bytes
@@ -72,8 +68,10 @@ class Call:
 
 
 class Serving:
-    """Made once the engine is ready. Of every request `read`, `token_ids` and `legs` are called, in
-    this order.
+    """The serving half of a ready node. Call `parse`, `token_ids` and `requests` in this order.
+
+    `tool_format` and `reasoning` say how the model writes tool calls and thoughts; None looks for
+    none. `defaults` are for requests that no other node has begun.
     """
 
     def __init__(
@@ -89,14 +87,9 @@ class Serving:
         trusts_request_templates: bool = False,
         defaults: SamplingDefaults = PLAIN_SAMPLING,
     ) -> None:
-        """`tool_format` and `reasoning` are how the model writes calls and thoughts; None: they are
-        not looked for.
-
-        `defaults` are for requests that no other node has begun.
-        """
         self.defaults = defaults
         self.role, self.model_name, self.info = role, model_name, info
-        self._flipped = False
+        self._role_changed = False
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
         """What clients may name beside the model; changed as adapters are loaded and unloaded."""
         self._tokenizer = tokenizer
@@ -109,64 +102,55 @@ class Serving:
         )
         self._tool_format, self._reasoning = tool_format, reasoning
 
-    def flipped(self, role: Role) -> None:
-        """The node has this role from now on."""
-        self.role, self._flipped = role, True
+    def set_role(self, role: Role) -> None:
+        """Serve this role from now on."""
+        self.role, self._role_changed = role, True
 
-    def read(self, call: Call) -> ChatRequest | CompletionRequest:
-        """The request of a call, checked but for its prompts. Raises RequestError, and Draining for
-        a leg of the role that the node had before.
+    def parse(self, call: Call) -> ChatRequest | CompletionRequest:
+        """Return the request of a call, checked but for its prompts.
+
+        Raises RequestError, and Draining for a request of the role that the node had before.
         """
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
-        transfer = request.kv_transfer_params or KvTransferParams()
-        self._check_role(transfer)
-        # A hand-over has one prompt. Of a prefill leg with several, which a third-party proxy
-        # sends, nothing is held: the decode leg comes without a hand-over, and is served whole.
-        if (
-            transfer.do_remote_prefill
-            and isinstance(request, CompletionRequest)
-            and len(prompts_of(request)) != 1
-        ):
+        params = request.kv_transfer_params or KvTransferParams()
+        self._check_role(params)
+        # Nothing is held for a prefill request with several prompts, as a third-party proxy sends:
+        # its decode request comes without a ticket, and is served whole.
+        if params.do_remote_prefill and _has_several_prompts(request):
             raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
         return request
 
     def token_ids(
         self, request: ChatRequest | CompletionRequest, *, fits: bool = True
     ) -> list[list[int]]:
-        """Each prompt of a request as token ids. `fits`: each must fit the context. Raises
-        RequestError.
+        """Return each prompt as token ids; with `fits` each must fit the context.
+
+        Raises RequestError.
         """
-        handed_over = self.handed_over(request)
-        return (
-            self._prompts.all_token_ids(request, fits=fits)
-            if handed_over is None
-            else [handed_over]
-        )
+        prompt = self.handed_over_prompt(request)
+        return [prompt] if prompt is not None else self._prompts.all_token_ids(request, fits=fits)
 
-    def handed_over(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
-        """The prompt's token ids, if another node has tokenized it."""
-        if request.kv_transfer_params is None:
+    def handed_over_prompt(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
+        """Return the prompt's token ids, if another node has tokenized it."""
+        if request.kv_transfer_params is None or _has_several_prompts(request):
             return None
-        several = isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
-        return None if several else request.kv_transfer_params.answer().prompt()
+        return request.kv_transfer_params.answer().prompt()
 
-    def legs(
+    def requests(
         self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[NodeRequest]:
-        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken
-        before it returns.
-        """
+        """Return what to submit and how to answer, for each prompt. Raises RequestError."""
         params = request.kv_transfer_params or KvTransferParams()
         if not isinstance(request, CompletionRequest):
-            return [self._leg(call, request, params, prompts[0])]
+            return [self._request(call, request, params, prompts[0])]
         given = prompts_of(request)
         if len(given) == 1:
             only = msgspec.structs.replace(request, prompt=given[0])
-            return [self._leg(call, only, params, prompts[0])]
+            return [self._request(call, only, params, prompts[0])]
         created = int(time.time())
         return [
-            self._leg(
+            self._request(
                 call,
                 msgspec.structs.replace(request, prompt=given[at]),
                 KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
@@ -175,7 +159,7 @@ class Serving:
             for at, prompt in enumerate(prompts)
         ]
 
-    def _leg(
+    def _request(
         self,
         call: Call,
         request: ChatRequest | CompletionRequest,
@@ -185,11 +169,10 @@ class Serving:
         asked, answer = params.request(), params.answer()
         defaults = answer.sampling_defaults or self.defaults
         answer = msgspec.structs.replace(answer, sampling_defaults=defaults)
-        # Before a look at each of a million tokens.
+        # Before looking at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
-        self._check_tokens(
-            [*prompt, *(token for each in answer.so_far(MAX_CHOICES) for token in each.generated)]
-        )
+        generated = [token for each in answer.so_far(MAX_CHOICES) for token in each.generated]
+        self._check_tokens([*prompt, *generated])
         form = message_form(
             request,
             self._tokenizer,
@@ -197,18 +180,7 @@ class Serving:
             tool_format=self._tool_format,
             reasoning=self._reasoning,
         )
-        sampling = sampling_params(
-            request,
-            bad_words=bad_word_ids(
-                request.bad_words, lambda word: self._tokenizer.encode(word, False)
-            ),
-            vocab_size=self.info.vocab_size,
-            prompt_tokens=len(prompt),
-            max_model_len=self.info.max_model_len,
-            defaults=defaults,
-            # 53 bits: a proxy on its way to the decode node may read numbers as floats.
-            default_seed=answer.seed if answer.seed is not None else random.getrandbits(53),
-        )
+        sampling = self._sampling(request, prompt, answer, defaults)
         sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
@@ -225,31 +197,66 @@ class Serving:
             beginning=self._prompts.beginning(request, prompt),
             message=lambda choice: form.parser(call.response_id, choice),
         )
-        # An id of our own: a retried call must not meet what its first try left behind.
-        engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+        submit = self._submit(call, request, prompt, sampling, asked, answer)
+        if asked.do_remote_prefill:
+            return DecodeRequest(submit, params.ticket(), answer, writer, self.info)
+        if asked.do_remote_decode and limit > 1:
+            return PrefillRequest(submit, asked, answer, writer)
+        choices: dict[int, list[int]] = {choice: [] for choice in range(len(writer.choices))}
+        return NodeRequest(fork_submits(submit, choices), writer)
+
+    def _sampling(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        answer: AnswerState,
+        defaults: SamplingDefaults,
+    ) -> SamplingParams:
+        return sampling_params(
+            request,
+            bad_words=bad_word_ids(
+                request.bad_words, lambda word: self._tokenizer.encode(word, False)
+            ),
+            vocab_size=self.info.vocab_size,
+            prompt_tokens=len(prompt),
+            max_model_len=self.info.max_model_len,
+            defaults=defaults,
+            # 53 bits: a proxy on its way to the decode node may read numbers as floats.
+            default_seed=answer.seed if answer.seed is not None else random.getrandbits(53),
+        )
+
+    def _submit(
+        self,
+        call: Call,
+        request: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        sampling: SamplingParams,
+        asked: HandoverRequest,
+        answer: AnswerState,
+    ) -> Submit:
         known = len(prompt) + len(answer.choices[0].generated)
-        submit = Submit(
-            engine_id,
+        low, high = _TPOT_RANGE_MS
+        return Submit(
+            # An id of our own: a retry must not meet what its first try left behind.
+            f"{call.id}-{uuid.uuid4().hex[:8]}",
             prompt,
             sampling,
             cache_salt=request.cache_salt,
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
             at=time.monotonic(),
-            tpot_ms=min(max(_TPOT_MS[0], asked.tpot_ms), _TPOT_MS[1]) if asked.tpot_ms else 0.0,
+            tpot_ms=min(max(low, asked.tpot_ms), high) if asked.tpot_ms else 0.0,
             expected_output=min(max(0, asked.expected_output), self.info.max_model_len),
             spill_tokens=max(1, known - max(0, answer.cached_tokens)) if asked.spill else 0,
         )
-        if asked.do_remote_prefill:
-            return DecodeRequest(submit, params.ticket(), answer, writer, self.info)
-        if asked.do_remote_decode and limit > 1:
-            return PrefillRequest(submit, asked, answer, writer)
-        return NodeRequest(
-            fork_submits(submit, {choice: [] for choice in range(len(writer.choices))}), writer
-        )
 
-    def to_tokenize(self, body: bytes) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
-        """What POST /tokenize asks, and the request whose prompt is meant. Raises RequestError."""
+    def parse_tokenize(
+        self, body: bytes
+    ) -> tuple[TokenizeRequest, ChatRequest | CompletionRequest]:
+        """Return the body of POST /tokenize, also as the request that it means.
+
+        Raises RequestError.
+        """
         with json_errors():
             asked = msgspec.json.decode(body, type=TokenizeRequest)
         self._check_model(asked.model, needed=False)
@@ -260,17 +267,15 @@ class Serving:
             )
         return asked, request
 
-    def tokenized(self, asked: TokenizeRequest, tokens: list[int]) -> TokenizeResponse:
-        """The answer to POST /tokenize."""
-        texts = (
-            [self._tokenizer.token_text(token) for token in tokens]
-            if asked.return_token_strs
-            else None
-        )
+    def tokenize_response(self, asked: TokenizeRequest, tokens: list[int]) -> TokenizeResponse:
+        """Return the answer to POST /tokenize."""
+        texts = None
+        if asked.return_token_strs:
+            texts = [self._tokenizer.token_text(token) for token in tokens]
         return TokenizeResponse(len(tokens), self.info.max_model_len, tokens, texts)
 
-    def detokenized(self, body: bytes) -> DetokenizeResponse:
-        """POST /detokenize. Raises RequestError."""
+    def detokenize(self, body: bytes) -> DetokenizeResponse:
+        """Return the answer to POST /detokenize. Raises RequestError."""
         with json_errors():
             asked = msgspec.json.decode(body, type=DetokenizeRequest)
         self._check_model(asked.model, needed=False)
@@ -284,11 +289,11 @@ class Serving:
         return DetokenizeResponse(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
-        """How log-probabilities name a token."""
+        """Return how log-probabilities name a token."""
         return self._tokenizer.token_text(token_id)
 
     def cards(self, created: int) -> list[ModelCard]:
-        """The model first, then its adapters."""
+        """Return a card of the model, then one of each adapter."""
         base = ModelCard.of(self.model_name, created, self.info.max_model_len)
         return [base, *(base.named(name, parent=base.id) for name in self.adapters)]
 
@@ -310,25 +315,29 @@ class Serving:
                 f"model is missing; {self.model_name!r} is served here", param="model"
             )
 
-    def _check_role(self, transfer: KvTransferParams) -> None:
-        if transfer.do_remote_decode and transfer.do_remote_prefill:
+    def _check_role(self, params: KvTransferParams) -> None:
+        if params.do_remote_decode and params.do_remote_prefill:
             raise RequestError(
-                "do_remote_decode and do_remote_prefill exclude each other; a leg is one or the "
-                "other",
+                "do_remote_decode and do_remote_prefill exclude each other; a request is for a "
+                "prefill node or for a decode node",
                 param="kv_transfer_params",
             )
-        refused = {Role.DECODE: transfer.do_remote_decode, Role.PREFILL: transfer.do_remote_prefill}
+        refused = {Role.DECODE: params.do_remote_decode, Role.PREFILL: params.do_remote_prefill}
         if refused.get(self.role):
-            leg = "prefill" if transfer.do_remote_decode else "decode"
-            why = f"this node's role is {self.role}; send the {leg} leg to a {leg} node"
-            if self._flipped:  # who has sent it does not know yet: nobody's fault
+            other = "prefill" if params.do_remote_decode else "decode"
+            why = f"this node's role is {self.role}; send the {other} request to a {other} node"
+            if self._role_changed:  # the sender does not know yet
                 raise Draining(why)
             raise RequestError(why, param="kv_transfer_params")
 
-    def _check_tokens(self, prompt: list[int], param: str = "prompt") -> None:
-        for token in prompt:
+    def _check_tokens(self, tokens: list[int], param: str = "prompt") -> None:
+        for token in tokens:
             if not 0 <= token < self.info.vocab_size:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens",
                     param=param,
                 )
+
+
+def _has_several_prompts(request: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1

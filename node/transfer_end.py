@@ -28,7 +28,7 @@ from kvrelay.kv_transfer.connector import (
     Released,
 )
 from kvrelay.kv_transfer.transfer_engine import TransferEngine, open_connector
-from kvrelay.node.parent import die_with_parent
+from kvrelay.node.process import die_with_parent
 from kvrelay.paged_engine.kv_pool import zeros
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, TransferError

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.process import PARENT_PID
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import TransferError
 

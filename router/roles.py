@@ -4,7 +4,7 @@ it.
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
 and tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py);
 requests may take all of its seats. Owns that decision, and who is asked: all routers see the same
-and ask the same node, which changes once (node/role.py).
+and ask the same node, which changes once (node/lifecycle.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.network import Loopback, Network
 from benchmarks.chaos.shim import Shim
 from benchmarks.local_cluster import family, free_ports, kv_events
-from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.process import PARENT_PID
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
 

@@ -29,7 +29,7 @@ from benchmarks.chaos.model import flags_of
 from benchmarks.listening import Port, listening
 from benchmarks.local_cluster import family, free_ports, kv_events
 from kvrelay.kv_transfer.connector import LeaseId
-from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.process import PARENT_PID
 
 __all__ = ["Process", "Stand", "Usage"]
 

@@ -18,9 +18,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import inspect
 
-from kvrelay.node.app import _HeldBody
-from kvrelay.node.orders import _Wanted
-from kvrelay.node.probe_calls import _Fetch, _Offer
+from kvrelay.node.admin_routes import (
+    FetchProbeRequest,
+    HeldRequest,
+    OfferProbeRequest,
+    RoleRequest,
+)
 from kvrelay.openai_api.dialects.anthropic import MessagesRequest
 from kvrelay.openai_api.dialects.base import PASSED_ON
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
@@ -359,8 +362,8 @@ ROUTES = (
     *(
         Route(path, "node", asks)
         for path, asks in (
-            ("/kv/release", _HeldBody), ("/kv/renew", _HeldBody), ("/kv/probe/offer", _Offer),
-            ("/kv/probe/fetch", _Fetch), ("/admin/role", _Wanted),
+            ("/kv/release", HeldRequest), ("/kv/renew", HeldRequest), ("/kv/probe/offer", OfferProbeRequest),
+            ("/kv/probe/fetch", FetchProbeRequest), ("/admin/role", RoleRequest),
         )
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from benchmarks.local_cluster import free_ports
 from kvrelay.cluster_plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from kvrelay.drawn_keys import stored_key
 from kvrelay.machine import this_machine
-from kvrelay.node.parent import PARENT_PID
+from kvrelay.node.process import PARENT_PID
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig

@@ -22,9 +22,9 @@ from benchmarks.fuzz.languages import LANGUAGES, NUMBERED, sites
 from benchmarks.fuzz.over_sizes import TARGETS, Case, cases, round_of
 from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder, limits, text
 from benchmarks.fuzz.table import INSIDE, OPEN, ROUTES, Route, open_type, places
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.body import MAX_CHOICES
 from kvrelay.openai_api.structured import _KINDS
 from kvrelay.router.app import create_app as create_router

@@ -34,10 +34,9 @@ from starlette.routing import Route
 
 import kvrelay.cli
 from kvrelay.metrics_reference import metrics_reference
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as node_app
-from kvrelay.node.drain import DRAIN_DEADLINE_S
-from kvrelay.node.process_log import LOG_FORMAT
+from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Node
+from kvrelay.node.process import LOG_FORMAT
 from kvrelay.router.app import create_app as router_app
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.kv_events_config import address_of

@@ -29,8 +29,8 @@ from kvrelay.kv_transfer.connector import (
 from kvrelay.kv_transfer.messages import End, Ended, Message
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node.adapter_loads import AdapterLoads
-from kvrelay.node.cache_changes import CacheTeller
 from kvrelay.node.engine_process import EngineProcess
+from kvrelay.node.engine_reports import CacheReporter
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Counters, Engine
 from kvrelay.paged_engine.request import Request
@@ -149,20 +149,22 @@ class SimulatedNode(EngineProcess):
         # What EngineProcess has of its own, without sockets.
         self._config = NODE_CONFIG
         self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
-        self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = (
+        self._updates, self._stopping, self._stats_due, self._heartbeat_due, self._reported = (
             [],
             False,
             0.0,
             0.0,
             None,
         )
-        self._asked = 0
+        self._stats_asked = 0
         self.engine = _Engine(self.device)
-        self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
+        self._probes = SimpleNamespace(handle=lambda event: False)  # type: ignore[assignment]
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
-        self._compiling = no_grammars  # type: ignore[assignment]
-        self._adapters = AdapterLoads(self.engine, self._send, self.wake)
-        self._cache = CacheTeller(self.engine.scheduler.pool, BLOCK_TOKENS, self._send, on=False)
+        self._grammars = no_grammars  # type: ignore[assignment]
+        self._adapters = AdapterLoads(self.engine, self._send, self.wakeup)
+        self._cache = CacheReporter(
+            self.engine.scheduler.pool, BLOCK_TOKENS, self._send, enabled=False
+        )
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = TransferConfig(
@@ -174,7 +176,7 @@ class SimulatedNode(EngineProcess):
                 kv_checksums=world.checksums,
             )
             self.connector = SimulatedDesk(
-                name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane}
+                name, FINGERPRINT, region, config, self.wakeup, {"simulated": self.plane}
             )
             self.connector.node, self.connector.given_up = self, set()
         if not world.shares_words:
@@ -233,7 +235,7 @@ class SimulatedNode(EngineProcess):
             return
         self.stopped_at, self.woke_at, self._turn_at = float("inf"), self.world.now, float("inf")
         for wake in self.world.rng.sample(
-            [self.control.wake, self.plane_thread.wake, self.wake], 3
+            [self.control.wake, self.plane_thread.wake, self.wakeup], 3
         ):
             wake()
 
@@ -242,9 +244,9 @@ class SimulatedNode(EngineProcess):
     def give(self, message: ToEngine) -> None:
         """From the HTTP process of this node."""
         self._inbox.messages.append(message)
-        self.wake()
+        self.wakeup()
 
-    def wake(self) -> None:
+    def wakeup(self) -> None:
         self._turn_in(self.world.rng.random() * 0.002)
 
     def _turn_in(self, delay_s: float) -> None:
@@ -258,8 +260,8 @@ class SimulatedNode(EngineProcess):
             return
         self._turn_at = float("inf")
         with self.at_work():
-            self._take_commands()
-            self._take_transfer_events()
+            self._handle_commands()
+            self._handle_transfer_events()
             progressed = self._step()
             self._report()
         self.check()
@@ -276,10 +278,10 @@ class SimulatedNode(EngineProcess):
 
     # What is watched.
 
-    def _take_transfer_events(self) -> None:
+    def _handle_transfer_events(self) -> None:
         for event in [*self.desk._leases.events, *self.desk._fetches.events]:
             self._see(event)
-        super()._take_transfer_events()
+        super()._handle_transfer_events()
 
     def _see(self, event: object) -> None:
         self.world.say(f"{self.name} {event}")

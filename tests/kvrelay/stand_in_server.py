@@ -8,7 +8,7 @@ import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from kvrelay.node.parent import die_with_parent
+from kvrelay.node.process import die_with_parent
 
 WORDS = ("A", " cache", " of", " keys", " and", " values.")
 

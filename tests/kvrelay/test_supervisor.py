@@ -193,7 +193,10 @@ import asyncio, os, sys
 from pathlib import Path
 from kvrelay.supervisor import ChildSpec, Supervisor
 
-CHILD = "import time, node.parent as p; p.die_with_parent(); print('tied', flush=True); time.sleep(60)"
+CHILD = (
+    "import time; from kvrelay.node.process import die_with_parent; die_with_parent(); "
+    "print('tied', flush=True); time.sleep(60)"
+)
 
 async def healthy(url): return True
 
@@ -227,7 +230,7 @@ async def test_no_child_outlives_a_parent_killed_by_force(tmp_path: Path, reposi
 
 def test_a_child_whose_parent_is_already_gone_ends_at_once(repository: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(repository), "KVRELAY_PARENT_PID": "1"}
-    code = "from kvrelay.node.parent import die_with_parent; die_with_parent(); print('went on')"
+    code = "from kvrelay.node.process import die_with_parent; die_with_parent(); print('went on')"
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.node.adapter_calls import load_adapter, unload_adapter
-from kvrelay.node.adapter_loads import AdapterLoads, content
+from kvrelay.node.adapter_loads import AdapterLoads, adapter_of
+from kvrelay.node.admin_routes import load_adapter, unload_adapter
 from kvrelay.paged_engine.adapters import Loaded
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig, NodeConfig
@@ -58,7 +58,11 @@ def body(**fields: Any) -> bytes:
 
 
 def load(engine: StubEngine, config: NodeConfig, serving: Any, raw: bytes) -> Any:
-    return asyncio.run(load_adapter(config, engine, serving, raw))  # type: ignore[arg-type]
+    return asyncio.run(load_adapter(loaded(config, engine, serving), raw))
+
+
+def loaded(config: NodeConfig, engine: StubEngine, serving: Any) -> Any:
+    return SimpleNamespace(config=config, engine=engine, ready=lambda: serving)
 
 
 def test_loading_needs_the_operators_leave():
@@ -71,7 +75,7 @@ def test_loading_needs_the_operators_leave():
             body(lora_name="a", lora_path="/x"),
         )
     with pytest.raises(NotFound, match="--allow-runtime-lora"):
-        unload_adapter(node(), StubEngine(), serving, body(lora_name="a"))  # type: ignore[arg-type]
+        unload_adapter(loaded(node(), StubEngine(), serving), body(lora_name="a"))
     assert serving.adapters
 
 
@@ -84,10 +88,10 @@ def test_what_is_loaded_and_unloaded_is_known_at_once():
     load(engine, config, serving, body(lora_name="a", lora_path="/x", load_inplace=True))
     assert serving.adapters == {"a": FACTS}
     assert engine.heard[0].in_place
-    unload_adapter(config, engine, serving, body(lora_name="a"))  # type: ignore[arg-type]
+    unload_adapter(loaded(config, engine, serving), body(lora_name="a"))
     assert serving.adapters == {}
     with pytest.raises(NotFound, match="'a' is not loaded"):
-        unload_adapter(config, engine, serving, body(lora_name="a"))  # type: ignore[arg-type]
+        unload_adapter(loaded(config, engine, serving), body(lora_name="a"))
 
 
 @pytest.mark.parametrize(
@@ -118,16 +122,16 @@ def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
 
 def test_kv_is_taken_of_the_same_name_and_content_alone():
     loads = AdapterLoads(SimpleNamespace(adapters=None), lambda _: None, lambda: None)  # type: ignore[arg-type]
-    assert loads.unlike(asked(None, "", "")) is None
-    assert loads.unlike(asked(FACTS, "a", FACTS.digest)) is None
-    assert "'a' of content d1d1" in (loads.unlike(asked(FACTS, "a", "e2" * 16)) or "")
-    assert "'a' of content e2e2" in (loads.unlike(asked(FACTS, "a", "e2" * 16)) or "")
-    assert "no adapter" in (loads.unlike(asked(FACTS, "", "")) or "")
-    assert "'b'" in (loads.unlike(asked(FACTS, "b", FACTS.digest)) or "")
-    assert loads.unlike(asked(None, "a", FACTS.digest)) is not None
-    assert loads.unlike_kv == 5
-    assert content(asked(FACTS, "", "")) == ("a", FACTS.digest)
-    assert content(asked(None, "", "")) == ("", "")
+    assert loads.mismatch(asked(None, "", "")) is None
+    assert loads.mismatch(asked(FACTS, "a", FACTS.digest)) is None
+    assert "'a' of content d1d1" in (loads.mismatch(asked(FACTS, "a", "e2" * 16)) or "")
+    assert "'a' of content e2e2" in (loads.mismatch(asked(FACTS, "a", "e2" * 16)) or "")
+    assert "no adapter" in (loads.mismatch(asked(FACTS, "", "")) or "")
+    assert "'b'" in (loads.mismatch(asked(FACTS, "b", FACTS.digest)) or "")
+    assert loads.mismatch(asked(None, "a", FACTS.digest)) is not None
+    assert loads.mismatched_kv == 5
+    assert adapter_of(asked(FACTS, "", "")) == ("a", FACTS.digest)
+    assert adapter_of(asked(None, "", "")) == ("", "")
 
 
 def test_a_node_that_fails_rather_than_recomputes_says_why():
@@ -138,12 +142,12 @@ def test_an_engine_without_slots_refuses_what_it_is_asked():
     said: list[Any] = []
     loads = AdapterLoads(SimpleNamespace(adapters=None), said.append, lambda: None)  # type: ignore[arg-type]
     for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
-        loads.hear(LoadAdapter("1", "a", path))
+        loads.load(LoadAdapter("1", "a", path))
         assert said.pop() == AdapterRefused(
             "1", "this node has no slots for adapters; start it with --max-loras", missing=True
         )
-    loads.hear(UnloadAdapter("a"))
-    loads.turn()
+    loads.unload("a")
+    loads.poll()
     assert not said
     assert (loads.loaded, loads.in_use()) == ([], ([], []))
 

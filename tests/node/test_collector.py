@@ -8,19 +8,19 @@ import os
 import subprocess
 from pathlib import Path
 
-from kvrelay.node.collector import command_of
+from kvrelay.node.process import python_command
 
 _MODULE = """
 import gc
 import sys
 
-from kvrelay.node.collector import imports_are_done
+from kvrelay.node.process import freeze_imports
 
 while_importing = gc.isenabled()
 
 
 def main():
-    imports_are_done()
+    freeze_imports()
     print(while_importing, gc.isenabled(), gc.get_freeze_count() > 1000, *sys.argv[1:])
 """
 
@@ -28,6 +28,6 @@ def main():
 def test_the_collector_passes_over_what_was_imported(tmp_path: Path, repository: Path) -> None:
     (tmp_path / "started_so.py").write_text(_MODULE, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repository)])}
-    command = [*command_of("started_so"), "ENDPOINT"]
+    command = [*python_command("started_so"), "ENDPOINT"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "True", "True", "ENDPOINT"]

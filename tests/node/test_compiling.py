@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.node import compiling
-from kvrelay.node.compiling import COMPILE_DEADLINE_S, Compiling, grammars_for
+from kvrelay.node.compiling import COMPILE_DEADLINE_S, GrammarCompiler, grammars_for
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.request import Request
@@ -20,7 +20,7 @@ VOCAB, EOS = 300, 2
 
 
 class StandInEngine:
-    """What Compiling asks of an engine."""
+    """What GrammarCompiler asks of an engine."""
 
     model = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
 
@@ -36,11 +36,11 @@ def model(tmp_path) -> str:
 
 
 class Desk:
-    """A Compiling with its wake-ups."""
+    """A GrammarCompiler with its wake-ups."""
 
     def __init__(self, model: str) -> None:
         self.woken = threading.Semaphore(0)
-        self.compiling = Compiling(model, StandInEngine(), self.woken.release)
+        self.compiling = GrammarCompiler(model, StandInEngine(), self.woken.release)
 
     def begin(
         self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.node.drain import Drain
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Drain
 from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import DeadlineExceeded, Draining, EngineDead
 from kvrelay.wire.outputs import Load
@@ -44,7 +44,7 @@ def drain_of(**fields: Any) -> Drain:
 
 async def test_it_is_over_when_kv_was_fetched_and_not_before() -> None:
     engine = FakeEngine(held=[4, -1, 4, 0])
-    assert await Drain(cast(EngineClient, engine)).over(5.0)
+    assert await Drain(cast(EngineClient, engine)).wait_idle(5.0)
     assert engine.held == [0]
 
 
@@ -52,17 +52,17 @@ async def test_it_is_over_when_kv_was_fetched_and_not_before() -> None:
 async def test_by_the_deadline_it_is_not_over_while_a_request_runs_or_kv_is_held(
     fields: dict[str, Any],
 ) -> None:
-    assert not await drain_of(**fields).over(0.12)
+    assert not await drain_of(**fields).wait_idle(0.12)
 
 
 async def test_a_node_that_loads_or_whose_engine_has_ended_has_nothing_to_wait_for() -> None:
-    assert await drain_of(info=None).over(0.1)
-    assert await drain_of(dies=True).over(5.0)
+    assert await drain_of(info=None).wait_idle(0.1)
+    assert await drain_of(dies=True).wait_idle(5.0)
 
 
 def test_new_legs_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
     drain, told = drain_of(), list[bool]()
-    drain.changed = lambda: told.append(drain.begun)
+    drain.on_change = lambda: told.append(drain.draining)
     drain.check()
     drain.begin()
     drain.begin()

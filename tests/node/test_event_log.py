@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.node import event_log
-from kvrelay.node.event_log import EventLog
+from kvrelay.node import kv_events
+from kvrelay.node.kv_events import EventLog
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.router.prefix.event_stream import MAX_AHEAD, EventStream
 from kvrelay.wire.engine_messages import BlockText, CacheChanges
@@ -70,7 +70,7 @@ class Cache:
     def tell(self) -> tuple[int, bytes]:
         changes = self.pool.changes()
         assert not self.pool.changed
-        return self.log.note(
+        return self.log.append(
             CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared), 1.0
         )
 
@@ -166,7 +166,7 @@ def test_chains_are_told_with_their_parents() -> None:
     one, two = chain(1, 4), chain(2, 4)
     stored = {h: p for run in (one, two[1:]) for p, h in zip([None, *run], run, strict=False)}
     stored[two[1]] = one[0]
-    _, payload = log.note(CacheChanges(stored, []), 1.0)
+    _, payload = log.append(CacheChanges(stored, []), 1.0)
     batch = read_batch(payload)
     assert [
         (e.parent_block_hash, e.block_hashes) for e in batch.events if isinstance(e, BlockStored)
@@ -180,11 +180,11 @@ def test_chains_are_told_with_their_parents() -> None:
 
 
 def test_who_comes_too_late_is_told_all_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "BUFFER_BYTES", 1_500)
+    monkeypatch.setattr(kv_events, "BUFFER_BYTES", 1_500)
     log = EventLog(16, 9_999)
     assert log.since(0, 1.0) == []
     for at in range(40):
-        log.note(CacheChanges({chain(at, 2)[1]: None}, [chain(at - 1, 2)[1]] if at else []), 1.0)
+        log.append(CacheChanges({chain(at, 2)[1]: None}, [chain(at - 1, 2)[1]] if at else []), 1.0)
     ((number, payload),) = log.since(0, 1.0)
     assert number == 39
     assert is_snapshot(read_batch(payload))
@@ -202,8 +202,10 @@ def test_what_is_in_blocks_is_told_with_adapter_and_salt_and_told_again() -> Non
         one[1]: BlockText([3, 4], "lora"),
         two[0]: BlockText([5, 6]),
     }
-    batches = [log.note(CacheChanges({one[0]: None, one[1]: one[0], two[0]: None}, [], texts), 1.0)]
-    log.note(CacheChanges({}, [two[0]]), 1.0)
+    batches = [
+        log.append(CacheChanges({one[0]: None, one[1]: one[0], two[0]: None}, [], texts), 1.0)
+    ]
+    log.append(CacheChanges({}, [two[0]]), 1.0)
     (snapshot,) = log.since(0, 1.0)
     for _, payload in (*batches, snapshot):
         events = [event for event in read_batch(payload).events if isinstance(event, BlockStored)]
@@ -222,7 +224,7 @@ def test_what_is_held_is_told_again_without_being_made_again() -> None:
     log = EventLog(16, buffer_steps=10)
 
     def note() -> None:
-        log.note(CacheChanges({chain(log.next_number, 2)[1]: None}, []), 1.0)
+        log.append(CacheChanges({chain(log.next_number, 2)[1]: None}, []), 1.0)
 
     while log.next_number < 12:
         note()

@@ -15,8 +15,8 @@ from typing import IO
 
 import pytest
 
-from kvrelay.node import file_limit
-from kvrelay.node.file_limit import raise_file_limit
+from kvrelay.node import process as node_process
+from kvrelay.node.process import raise_file_limit
 
 DEADLINE_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -33,12 +33,12 @@ def usual() -> Iterator[tuple[int, int]]:
 def test_the_soft_limit_becomes_the_hard_one_or_a_million(
     most: int, usual: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_limit, "_MOST", most)
+    monkeypatch.setattr(node_process, "_MAX_OPEN_FILES", most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
     raise_file_limit()
     hard = usual[1] if usual[1] != resource.RLIM_INFINITY else most
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, most), usual[1])
-    monkeypatch.setattr(file_limit, "_MOST", 200)
+    monkeypatch.setattr(node_process, "_MAX_OPEN_FILES", 200)
     raise_file_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, most), "never lowered"
 

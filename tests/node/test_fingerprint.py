@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.node import engine_process
-from kvrelay.node.engine_process import EngineProcess, connected
+from kvrelay.node.engine_process import EngineProcess, connect
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.transfer import Fingerprint
 
@@ -42,7 +42,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             str(tmp_path), load_format="dummy", device="cpu", max_model_len=max_model_len, threads=1,
             kv_cache_memory_bytes=4 << 20,
         )  # fmt: skip
-        socket = connected(f"ipc://{tmp_path / 'nobody'}")
+        socket = connect(f"ipc://{tmp_path / 'nobody'}")
         EngineProcess(NodeConfig(engine), socket)
         socket.context.destroy(linger=0)
         return offered.pop()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from kvrelay.node.app import Node, create_app
+from kvrelay.node.app import create_app
+from kvrelay.node.lifecycle import Node
 from kvrelay.node.serving import Call, Serving
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest

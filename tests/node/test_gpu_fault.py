@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kvrelay.node.last_words import sentence
+from kvrelay.node.process import crash_report
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
@@ -47,17 +47,17 @@ def test_a_sticky_error_is_known_wherever_it_was_raised(message: str) -> None:
         except RuntimeError as why:
             raise RuntimeError("a thread has ended") from why
     except RuntimeError as why:
-        said = sentence(why)
+        said = crash_report(why)
     assert said.startswith(f"the GPU has failed in this process ({message.partition(chr(10))[0]})")
     assert "\n" not in said
 
 
 def test_other_errors_are_said_in_their_first_line() -> None:
-    assert sentence(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")).startswith(
+    assert crash_report(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")).startswith(
         "CUDA out of memory"
     )
-    assert sentence(ValueError("one\ntwo")) == "one"
-    assert sentence(KeyError()) == "KeyError"
+    assert crash_report(ValueError("one\ntwo")) == "one"
+    assert crash_report(KeyError()) == "KeyError"
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvrelay.node.heartbeat
-from kvrelay.node.heartbeat import Announcer
+import kvrelay.node.lifecycle
+from kvrelay.node.lifecycle import Heartbeats
 from kvrelay.wire.config import Role
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, opened
 from kvrelay.wire.outputs import Load
@@ -50,11 +50,11 @@ async def ended(task: asyncio.Task[None]) -> None:
 async def test_its_last_word_is_that_it_leaves() -> None:
     with ear() as router:
         task = asyncio.create_task(
-            Announcer(
+            Heartbeats(
                 [f"udp://127.0.0.1:{router.getsockname()[1]}"],
                 KEY,
                 lambda: FACTS,
-                every_s=DEADLINE_S,
+                interval_s=DEADLINE_S,
             ).run()
         )
         first = await heard(router)
@@ -83,7 +83,7 @@ async def test_a_name_is_asked_for_before_each_beat_and_all_its_addresses_are_to
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
         task = asyncio.create_task(
-            Announcer(["udp://router.test:7100"], KEY, lambda: FACTS, every_s=0.01).run()
+            Heartbeats(["udp://router.test:7100"], KEY, lambda: FACTS, interval_s=0.01).run()
         )
         assert (await heard(here)).url == (await heard(there)).url == "http://p"
         assert asked >= 4
@@ -93,7 +93,7 @@ async def test_a_name_is_asked_for_before_each_beat_and_all_its_addresses_are_to
 async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrelay.node.heartbeat, "LOOK_UP_S", 0.01)
+    monkeypatch.setattr(kvrelay.node.lifecycle, "LOOK_UP_S", 0.01)
     asked: list[str] = []
     with ear() as router:
 
@@ -105,7 +105,7 @@ async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
         routers = ["udp://silent.test:1", "udp://router.test:2"]
-        task = asyncio.create_task(Announcer(routers, KEY, lambda: FACTS, every_s=0.01).run())
+        task = asyncio.create_task(Heartbeats(routers, KEY, lambda: FACTS, interval_s=0.01).run())
         for _ in range(5):
             await heard(router)
         assert asked.count("silent.test") == 1  # each would hold a thread
@@ -129,7 +129,7 @@ async def test_a_name_that_is_not_known_any_more_is_told_where_it_was(
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
         task = asyncio.create_task(
-            Announcer(["udp://router.test:2"], KEY, lambda: FACTS, every_s=0.01).run()
+            Heartbeats(["udp://router.test:2"], KEY, lambda: FACTS, interval_s=0.01).run()
         )
         for _ in range(3):
             await heard(router)
@@ -146,10 +146,10 @@ async def test_between_two_beats_it_has_no_port(monkeypatch: pytest.MonkeyPatch)
             opened_ones.append(self)
 
     with ear() as router:
-        monkeypatch.setattr(kvrelay.node.heartbeat.socket, "socket", Noted)
+        monkeypatch.setattr(kvrelay.node.lifecycle.socket, "socket", Noted)
         address = f"udp://127.0.0.1:{router.getsockname()[1]}"
         task = asyncio.create_task(
-            Announcer([address], KEY, lambda: FACTS, every_s=DEADLINE_S).run()
+            Heartbeats([address], KEY, lambda: FACTS, interval_s=DEADLINE_S).run()
         )
         await heard(router)
         assert [each.fileno() for each in opened_ones] == [-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.node.last_words import fate_of
+from kvrelay.node.process import describe_exit
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from kvrelay.node.last_words import fate_of
     ],
 )
 def test_how_a_process_ended_is_told_in_words(code: int, said: str) -> None:
-    assert fate_of(code) == said
+    assert describe_exit(code) == said

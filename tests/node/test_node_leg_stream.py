@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.node.leg_stream import LegStreams, check_version
+from kvrelay.node.request_stream import RequestStreams, check_version
 from kvrelay.wire.errors import Overloaded, RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.leg_stream import (
@@ -100,9 +100,9 @@ class Legs:
 
 
 @asynccontextmanager
-async def served(legs: Legs) -> AsyncIterator[tuple[Router, LegStreams, asyncio.Task[None]]]:
-    router, streams = Router(), LegStreams()
-    stream = streams.stream(legs, 1 << 20)
+async def served(legs: Legs) -> AsyncIterator[tuple[Router, RequestStreams, asyncio.Task[None]]]:
+    router, streams = Router(), RequestStreams()
+    stream = streams.open(legs, 1 << 20)
     task = asyncio.create_task(stream({"type": "http"}, router.says.get, router.send))
     try:
         assert (await router.hear())[1] == Kind.PONG
@@ -203,7 +203,7 @@ async def test_the_end_of_the_stream_ends_all_legs(how: str) -> None:
         await asyncio.wait_for(task, 5)
         assert sorted(legs.ended) == ["hang", "large"]
         assert router.over
-        assert not streams._open
+        assert not streams._streams
 
 
 def test_a_version_that_is_not_spoken_is_refused_and_none_is_the_first() -> None:
@@ -211,5 +211,5 @@ def test_a_version_that_is_not_spoken_is_refused_and_none_is_the_first() -> None
     if LEGS.oldest == 1:
         check_version({})
     for asked in (str(LEGS.newest + 1), "0", "-1", "two", "9" * 400):
-        with pytest.raises(RequestError, match=f"speaks version {LEGS} of the leg stream"):
+        with pytest.raises(RequestError, match=f"speaks version {LEGS} of the request stream"):
             check_version({LEGS_VERSION_HEADER: asked})

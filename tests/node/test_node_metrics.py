@@ -36,9 +36,9 @@ def values(of: NodeMetrics) -> dict[str, float]:
 
 def test_a_leg_that_fetched_its_kv() -> None:
     ours = metrics()
-    ours.began(200, 12, 1, fetches=True)
-    ours.first_token(0.05)
-    ours.next_tokens(0.02)
+    ours.count_submit(200, 12, 1, fetches=True)
+    ours.observe_first_token(0.05)
+    ours.observe_next_tokens(0.02)
     timing = Timing(
         transfer_s=0.03,
         transfer_bytes=192 * 64,
@@ -46,7 +46,7 @@ def test_a_leg_that_fetched_its_kv() -> None:
         decode_queue_s=0.002,
         decode_s=0.2,
     )
-    ours.ended(Finish.LENGTH, 0.3, 11, timing, not_fetched=False)
+    ours.count_end(Finish.LENGTH, 0.3, 11, timing, not_fetched=False)
     told = values(ours)
     assert told["vllm:request_prompt_tokens_sum"] == 200
     assert told["vllm:request_generation_tokens_sum"] == 11

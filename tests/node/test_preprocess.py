@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.node.preprocess import detokenized, legs_of, tokenized
+from kvrelay.node.preprocess import detokenize, prepare, tokenize
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
@@ -111,7 +111,7 @@ async def test_what_could_be_endless_is_read_by_a_child(
     body = json.dumps({"model": "m", "max_tokens": 1, **fields}).encode()
     if fields.get("prompt") == ["x", LARGE]:
         sandbox.token_ids = lambda *_, **__: _two(sandbox)  # type: ignore[method-assign]
-    legs, _ = await legs_of(serving, sandbox, Call(chat, body, "r"))
+    legs, _ = await prepare(serving, sandbox, Call(chat, body, "r"))
     assert sandbox.read == ([(chat, True)] if in_sandbox else [])
     if in_sandbox:
         assert all(leg.submits[0].prompt_token_ids == [97] for leg in legs)
@@ -140,7 +140,7 @@ async def test_only_what_takes_some_milliseconds_is_rendered_and_tokenized_on_th
 
     monkeypatch.setattr(serving, "token_ids", noting)
     body = json.dumps({"model": "m", "max_tokens": 1, **fields}).encode()
-    await legs_of(serving, StandInSandbox(), Call("messages" in fields, body, "r"))
+    await prepare(serving, StandInSandbox(), Call("messages" in fields, body, "r"))
     assert threads == [here]
 
 
@@ -163,7 +163,7 @@ async def test_one_long_body_is_read_at_a_time(serving: Serving) -> None:
 
     def asked(size: int) -> asyncio.Task[Any]:
         body = json.dumps({"model": "m", "max_tokens": 1, "prompt": "x" * size}).encode()
-        return asyncio.create_task(legs_of(serving, sandbox, Call(False, body, "r")))
+        return asyncio.create_task(prepare(serving, sandbox, Call(False, body, "r")))
 
     long = [asked(1_000_000), asked(1_100_000), asked(1_200_000)]
     short = asked(300_000)
@@ -178,12 +178,12 @@ async def test_one_long_body_is_read_at_a_time(serving: Serving) -> None:
 
 async def test_who_waits_too_long_for_a_long_body_is_refused(serving: Serving) -> None:
     sandbox = StandInSandbox()
-    sandbox._turn_deadline_s = 0.01
+    sandbox._start_deadline_s = 0.01
     body = json.dumps({"model": "m", "prompt": "x" * 1_100_000}).encode()
-    async with sandbox.turn_of(len(body)):
+    async with sandbox.body_slot(len(body)):
         with pytest.raises(Overloaded, match="too many long requests"):
-            await legs_of(serving, sandbox, Call(False, body, "r"))
-    await legs_of(serving, sandbox, Call(False, body, "r"))
+            await prepare(serving, sandbox, Call(False, body, "r"))
+    await prepare(serving, sandbox, Call(False, body, "r"))
 
 
 async def _two(sandbox: StandInSandbox) -> list[list[int]]:
@@ -193,7 +193,7 @@ async def _two(sandbox: StandInSandbox) -> list[list[int]]:
 
 async def test_all_choices_are_bound_by_what_was_compiled(serving: Serving) -> None:
     body = json.dumps({"model": "m", "prompt": "x", "n": 3, "guided_regex": "ab"}).encode()
-    legs, _ = await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+    legs, _ = await prepare(serving, StandInSandbox(), Call(False, body, "r"))
     constraints = [submit.params.constraint for submit in legs[0].submits]
     assert constraints == [Constraint("lark", "of ab", field="guided_regex")] * 3
 
@@ -205,13 +205,13 @@ async def test_a_grammar_that_is_too_large_is_refused_before_a_child_reads_it(
     sandbox = StandInSandbox()
     body = json.dumps({"model": "m", **asked, "structured_outputs": {"grammar": LARGE}}).encode()
     with pytest.raises(RequestError, match=r"grammar has 263168 characters; the limit is 32768"):
-        await legs_of(serving, sandbox, Call("messages" in asked, body, "r"))
+        await prepare(serving, sandbox, Call("messages" in asked, body, "r"))
     assert sandbox.read == []
 
 
 async def test_tokenizing_does_not_ask_whether_a_text_fits(serving: Serving) -> None:
     sandbox = StandInSandbox()
-    told = await tokenized(serving, sandbox, json.dumps({"model": "m", "prompt": LARGE}).encode())
+    told = await tokenize(serving, sandbox, json.dumps({"model": "m", "prompt": LARGE}).encode())
     assert msgspec.json.decode(told)["tokens"] == [97]
     assert sandbox.read == [(False, False)]
 
@@ -221,9 +221,9 @@ async def test_no_more_tokens_become_text_than_a_context_holds(serving: Serving)
     with pytest.raises(
         RequestError, match="1000001 token ids; the limit is this model's context"
     ) as refused:
-        await detokenized(serving, body)
+        await detokenize(serving, body)
     assert refused.value.param == "tokens"
-    assert msgspec.json.decode(await detokenized(serving, b'{"tokens": [97, 98]}')) == {
+    assert msgspec.json.decode(await detokenize(serving, b'{"tokens": [97, 98]}')) == {
         "prompt": "ab"
     }
 
@@ -231,7 +231,7 @@ async def test_no_more_tokens_become_text_than_a_context_holds(serving: Serving)
 async def test_token_ids_are_counted_before_each_is_looked_at(serving: Serving) -> None:
     body = json.dumps({"model": "m", "prompt": [999] * 1_000_001}).encode()
     with pytest.raises(RequestError) as refused:
-        await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+        await prepare(serving, StandInSandbox(), Call(False, body, "r"))
     assert refused.value.code == "context_length_exceeded"
 
 
@@ -247,5 +247,5 @@ async def test_token_ids_are_counted_before_each_is_looked_at(serving: Serving) 
 async def test_lists_are_counted_first(serving: Serving, field: str, value: object) -> None:
     body = json.dumps({"model": "m", "prompt": "x", field: value}).encode()
     with pytest.raises(RequestError, match=f"{field} lists {len(value)} tokens") as refused:  # type: ignore[arg-type]
-        await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+        await prepare(serving, StandInSandbox(), Call(False, body, "r"))
     assert refused.value.param == field

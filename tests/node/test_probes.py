@@ -10,10 +10,10 @@ import torch
 
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, Released, Settled, Way
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
-from kvrelay.node.probe_pattern import pattern
-from kvrelay.node.probes import MAX_BYTES, Probes
+from kvrelay.node.probes import MAX_BYTES, Probes, pattern
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.engine import Engine
+from kvrelay.paged_engine.ranks import Alone
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.wire.engine_messages import (
     FetchProbe,
@@ -68,7 +68,7 @@ class Node:
         model = SimpleNamespace(num_kv_heads=2)
         engine = SimpleNamespace(scheduler=self.scheduler, pool=pool, device=CPU, model=model)
         self.probes = Probes(
-            cast(Engine, engine), cast(TransferEngine, self.connector), self.said.append
+            cast(Engine, engine), cast(TransferEngine, self.connector), self.said.append, Alone()
         )
 
     def words(self, block: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_a_probe_that_arrives_is_verified_and_all_blocks_are_free() -> None:
     local = fetching(reader, offer)
     for remote, mine in zip((offer.ticket.remote_block_ids or [])[0], local, strict=True):
         reader.words(mine).copy_(source.words(remote))
-    assert reader.probes.heard(Fetched("probe-2", 3072, 0.5, read_s=0.25))
+    assert reader.probes.handle(Fetched("probe-2", 3072, 0.5, read_s=0.25))
     (answer,) = reader.said
     assert isinstance(answer, ProbeFetched)
     assert (answer.verified, answer.read_s, answer.plane, answer.missed) == (
@@ -142,7 +142,7 @@ def test_a_probe_that_arrives_is_verified_and_all_blocks_are_free() -> None:
     )
     assert answer.host == offer.host
     assert reader.taken == 0
-    assert source.probes.heard(Released("probe-1", expired=False))
+    assert source.probes.handle(Released("probe-1", expired=False))
     assert source.taken == 0
 
 
@@ -158,7 +158,7 @@ def test_wrong_bytes_are_not_verified(harm: str) -> None:
         reader.words(local[2])[WORDS // 2 :].zero_()
     elif harm == "one bit":
         reader.words(local[1])[5] ^= 1
-    reader.probes.heard(Fetched("probe-2", 3072, 0.5))
+    reader.probes.handle(Fetched("probe-2", 3072, 0.5))
     assert reader.said[0].verified is False
 
 
@@ -168,12 +168,12 @@ def test_a_probe_that_fails_keeps_its_blocks_in_quarantine_and_the_node_busy_unt
     source, reader = Node(), Node()
     offer = offered(source)
     fetching(reader, offer)
-    assert reader.probes.heard(FetchFailed("probe-2", "PeerLost: gone"))
+    assert reader.probes.handle(FetchFailed("probe-2", "PeerLost: gone"))
     assert reader.said.pop() == ProbeRefused("probe-2", "PeerLost: gone")
     assert (reader.taken, reader.scheduler.pool.quarantined) == (3, 3)
     reader.probes.fetch(FetchProbe("probe-3", offer.ticket, offer.seed))
     assert reader.said.pop().busy is True
-    assert reader.probes.heard(Settled("probe-2"))
+    assert reader.probes.handle(Settled("probe-2"))
     assert (reader.taken, reader.scheduler.pool.quarantined) == (0, 0)
     reader.probes.fetch(FetchProbe("probe-3", offer.ticket, offer.seed))
     assert reader.said == []
@@ -184,7 +184,7 @@ def test_one_offer_at_a_time_and_its_end_makes_room() -> None:
     offered(source)
     source.probes.offer(OfferProbe("probe-9", 1))
     assert source.said.pop().busy is True
-    source.probes.heard(Released("probe-1", expired=True))
+    source.probes.handle(Released("probe-1", expired=True))
     assert source.taken == 0
     offered(source)
 
@@ -192,8 +192,8 @@ def test_one_offer_at_a_time_and_its_end_makes_room() -> None:
 def test_events_of_requests_are_left_to_the_step_loop() -> None:
     node = Node()
     offered(node)
-    assert not node.probes.heard(Released("cmpl-1", expired=False))
-    assert not node.probes.heard(Settled("cmpl-1"))
+    assert not node.probes.handle(Released("cmpl-1", expired=False))
+    assert not node.probes.handle(Settled("cmpl-1"))
 
 
 def test_a_probe_has_a_size_that_the_step_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrelay.node.process_log import MOST_LINES, LogThread
+from kvrelay.node.process import MAX_QUEUED_LINES, LogThread
 
-LINES = MOST_LINES + 5000
+LINES = MAX_QUEUED_LINES + 5000
 TALKATIVE = f"""
 import logging, os, sys
-from kvrelay.node.process_log import log_to_stderr
+from kvrelay.node.process import log_to_stderr
 log_to_stderr("node")
 for at in range({LINES}):
     logging.info("line %d", at)
@@ -48,7 +48,7 @@ def test_a_process_goes_on_while_nobody_reads_its_log_and_tells_what_it_has_left
 
 def test_the_end_of_a_process_does_not_wait_long_for_its_log() -> None:
     talks = TALKATIVE.replace(
-        "sys.stdin.read(1)", "from kvrelay.node.last_words import leave; leave(3)"
+        "sys.stdin.read(1)", "from kvrelay.node.process import exit_now; exit_now(3)"
     )
     ours, theirs = os.pipe()
     try:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.node.app import SILENCE_LIMIT_S, Node
+from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Node
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import EngineDead

@@ -15,10 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_node_metrics import INFO
 
-from kvrelay.node.drain import Drain
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Drain, NodeRole
 from kvrelay.node.metrics import NodeMetrics
-from kvrelay.node.role import NodeRole
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
 from kvrelay.wire.engine_messages import EngineStats
 from kvrelay.wire.errors import Conflict, Draining, RequestError
@@ -62,20 +61,20 @@ async def ended(role: NodeRole) -> None:
 async def test_it_ends_what_it_has_and_is_then_the_other_role(busy: dict[str, int]) -> None:
     role, engine, _ = role_of(**busy)
     told, counts = list[tuple[Role, Role | None]](), list[str]()
-    role.changed, role.counted = lambda: told.append((role.now, role.flips_to)), counts.append
+    role.on_change, role.on_flip_end = lambda: told.append((role.now, role.flips_to)), counts.append
     role.check()
-    role.ask(D)
+    role.change_to(D)
     with pytest.raises(Draining, match="from prefill to decode") as refused:
         role.check()
     assert (refused.value.status, refused.value.body().code) == (503, "draining")
     with pytest.raises(Conflict, match="already; wait") as second:
-        role.ask(D)
+        role.change_to(D)
     assert (second.value.status, second.value.code) == (409, "flipping")
     engine.requests = engine.held = 0
     await ended(role)
     role.check()
     assert (role.now, role.flips, told, counts) == (D, 1, [(P, D), (D, None)], ["done"])
-    role.ask(P)
+    role.change_to(P)
     await ended(role)
     assert (role.now, role.flips) == (P, 2)
 
@@ -83,38 +82,38 @@ async def test_it_ends_what_it_has_and_is_then_the_other_role(busy: dict[str, in
 async def test_the_role_that_it_has_calls_a_flip_off() -> None:
     role, engine, _ = role_of(requests=1)
     counts = list[str]()
-    role.counted = counts.append
-    role.ask(P)  # which it is
-    role.ask(D)
-    role.ask(P)
+    role.on_flip_end = counts.append
+    role.change_to(P)  # which it is
+    role.change_to(D)
+    role.change_to(P)
     role.check()
     engine.requests = 0
     await asyncio.sleep(0.1)  # in which a flip that was not called off would be over
     assert (role.now, role.flips, role.flips_to, counts) == (P, 0, None, ["cancelled"])
-    role.ask(D)
+    role.change_to(D)
     await ended(role)
     assert role.now is D
 
 
 async def test_what_is_left_by_the_deadline_goes_on_beside_the_new_role() -> None:
     role, engine, _ = role_of(D, deadline_s=0.12, requests=1, held=2)
-    role.ask(P)
+    role.change_to(P)
     await ended(role)
     assert (role.now, engine.requests) == (P, 1)
 
 
 async def test_a_node_that_ends_or_drains_keeps_its_role() -> None:
     role, engine, drain = role_of(requests=1)
-    role.ask(D)
+    role.change_to(D)
     drain.begin()
     engine.requests = 0
     await ended(role)
     assert (role.now, role.flips) == (P, 0)
     with pytest.raises(Conflict, match="undrain"):
-        role.ask(D)
+        role.change_to(D)
     drain.end()
     engine.requests = 1
-    role.ask(D)
+    role.change_to(D)
     engine.ended.set()
     engine.requests = 0
     await ended(role)
@@ -127,7 +126,7 @@ async def test_a_flip_that_breaks_leaves_the_old_role(caplog: pytest.LogCaptureF
     def broken() -> int:
         raise ZeroDivisionError
 
-    role.ask(D)
+    role.change_to(D)
     engine.queue_depth = broken  # type: ignore[method-assign]
     await ended(role)
     role.check()
@@ -138,7 +137,7 @@ async def test_a_flip_that_breaks_leaves_the_old_role(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(("now", "wanted"), [(P, Role.AGGREGATED), (Role.AGGREGATED, P)])
 async def test_a_node_alone_has_no_other_role(now: Role, wanted: Role) -> None:
     with pytest.raises(RequestError, match="between prefill and decode") as refused:
-        role_of(now)[0].ask(wanted)
+        role_of(now)[0].change_to(wanted)
     assert refused.value.param == "role"
 
 
@@ -150,7 +149,7 @@ def test_the_engine_knows_no_roles(repository: Path) -> None:
     for file in (
         "engine_process.py",
         "ranks.py",
-        "rank_asides.py",
+        "rank_messages.py",
         "probes.py",
         "adapter_loads.py",
         "compiling.py",
@@ -171,20 +170,20 @@ def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_
     ours = NodeMetrics(lambda: stats[-1], config, INFO, "tiny", os.getpid)
     before = {family.name for family in text_string_to_metric_families(ours.text().decode())}
     assert samples(ours, "kvrelay_node_role") == {"prefill": 1, "decode": 0}
-    ours.ended(Finish.STOP, 2.0, 3, None, not_fetched=False)
-    ours.flip_ended("done")
-    ours.flipped(D)
+    ours.count_end(Finish.STOP, 2.0, 3, None, not_fetched=False)
+    ours.count_flip("done")
+    ours.set_role(D)
     assert samples(ours, "kvrelay_node_role") == {"prefill": 0, "decode": 1}
     assert samples(ours, "vllm:num_requests_running") == {"decode": 1}
     assert samples(ours, "vllm:prompt_tokens_total") == {"prefill": 100, "decode": 0}
     stats.append(msgspec.structs.replace(stats[0], prompt_tokens=130))
-    ours.ended(Finish.STOP, 4.0, 3, None, not_fetched=False)
+    ours.count_end(Finish.STOP, 4.0, 3, None, not_fetched=False)
     for _ in range(2):
         assert samples(ours, "vllm:prompt_tokens_total") == {"prefill": 100, "decode": 30}
         assert samples(ours, "vllm:e2e_request_latency_seconds_sum") == {"prefill": 2, "decode": 4}
-        ours.flipped(P)
-        ours.flipped(D)
-    ours.flipped(P)
+        ours.set_role(P)
+        ours.set_role(D)
+    ours.set_role(P)
     stats.append(msgspec.structs.replace(stats[0], prompt_tokens=135))
     assert samples(ours, "vllm:prompt_tokens_total") == {"prefill": 105, "decode": 30}
     assert {

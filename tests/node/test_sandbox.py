@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.node.sandbox import Sandbox
-from kvrelay.node.sandbox_messages import Setup
+from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.wire.errors import Overloaded, RequestError, Unavailable
 from kvrelay.wire.sampling import Constraint
 
@@ -183,7 +182,7 @@ async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
 
 
 async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
-    sandbox._turn_deadline_s = 0.2
+    sandbox._start_deadline_s = 0.2
     tasks = [
         asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
         for _ in range(2)
@@ -212,13 +211,13 @@ async def test_requests_for_one_grammar_share_a_child(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    done = sandbox._done
+    done = sandbox._run
 
     async def counted(work: object) -> object:
         asked.append(work)
         return await done(work)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sandbox, "_done", counted)
+    monkeypatch.setattr(sandbox, "_run", counted)
     grammar = Constraint("regex", "ab")
     leaves, *others = [asyncio.create_task(sandbox.as_lark(grammar)) for _ in range(9)]
     await asyncio.sleep(0)
@@ -229,7 +228,7 @@ async def test_requests_for_one_grammar_share_a_child(
     await asyncio.sleep(0)
     only.cancel()
     await asyncio.gather(only, return_exceptions=True)
-    assert sandbox._compiling == {}
+    assert sandbox._compilations == {}
     assert await sandbox.as_lark(Constraint("regex", "cd"))
 
 

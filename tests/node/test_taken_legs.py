@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.node.app import Node, _streamed
+from kvrelay.node.completions import start_streamed
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.node.serving import Serving
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role
@@ -74,7 +75,7 @@ async def take(
 ) -> tuple[Load, Any]:
     fields = {"model": "m", "prompt": prompt, "n": n, "max_tokens": 9, "temperature": 1}
     body = json.dumps(fields | ({"kv_transfer_params": transfer} if transfer else {})).encode()
-    return await _streamed(node, "/v1/completions", {}, body)
+    return await start_streamed(node, "/v1/completions", {}, body)
 
 
 async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_engine_has_by_then(

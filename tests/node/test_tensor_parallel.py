@@ -23,7 +23,7 @@ import torch
 from benchmarks.local_cluster import free_ports
 from kvrelay.kv_transfer.ranks import LinkAddress
 from kvrelay.kv_transfer.transfer_engine import terms_of
-from kvrelay.node import rank_asides
+from kvrelay.node import rank_messages
 from kvrelay.node import ranks as rank_processes
 from kvrelay.paged_engine.ranks import Alone
 from kvrelay.wire.config import EngineConfig, TransferConfig
@@ -453,9 +453,9 @@ def test_a_rank_keeps_its_pool_until_its_planes_have_ended(monkeypatch: pytest.M
     kept, at_the_end = weakref.ref(pool), []
     planes = SimpleNamespace(close=lambda: at_the_end.append(kept()))
     monkeypatch.setattr(rank_processes, "join_connector", lambda *arguments: planes)
-    beside = rank_processes._Beside(Alone())  # type: ignore[arg-type]
+    beside = rank_processes._RankTasks(Alone())  # type: ignore[arg-type]
     meeting = LinkAddress("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
-    beside.heard(pool, rank_asides.encode(rank_asides.Meet(meeting)))  # type: ignore[arg-type]
+    beside.handle(pool, rank_messages.encode(rank_messages.Meet(meeting)))  # type: ignore[arg-type]
     del pool
     beside.close()
     assert at_the_end.pop() is not None

@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.body import decode_chat
 from kvrelay.openai_api.dialects.anthropic import decode_messages
 from kvrelay.openai_api.dialects.responses_request import decode_responses

@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.openai_api.connections import HttpConnection, connection_class
 from kvrelay.openai_api.routes import key_of_headers
 from kvrelay.router.app import create_app as create_router

@@ -1,4 +1,4 @@
-"""The leg stream of a fake node: node/leg_stream.py over aiohttp, its legs answered by the node's
+"""The leg stream of a fake node: node/request_stream.py over aiohttp, its legs answered by the node's
 script.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvrelay.node.leg_stream import LegStreams
+from kvrelay.node.request_stream import RequestStreams
 from kvrelay.wire.errors import ErrorBody, KvrelayError, NodeFailed
 from kvrelay.wire.frames import Frame
 from kvrelay.wire.leg_stream import LEGS_MEDIA_TYPE
@@ -97,7 +97,7 @@ async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
             with contextlib.suppress(ConnectionError):
                 await response.write(message["body"])
 
-    stream = LegStreams().stream(begin, 1 << 20)
+    stream = RequestStreams().open(begin, 1 << 20)
     await stream({"type": "http"}, receive, send)  # type: ignore[arg-type]
     return response
 

@@ -11,9 +11,9 @@ import pytest
 from router_doubles import OPERATOR, Cluster, cluster, decode, prefill, refuse
 from starlette.testclient import TestClient
 
-from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.lifecycle import Node
 from kvrelay.router.app import create_app
 from kvrelay.settings import merge, settings_of
 from kvrelay.wire.config import EngineConfig, NodeConfig

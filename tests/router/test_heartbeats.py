@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
 from kvrelay.machine import check_port
-from kvrelay.node.heartbeat import Announcer
+from kvrelay.node.lifecycle import Heartbeats
 from kvrelay.router.membership.heartbeats import Announced, hearing
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
@@ -55,10 +55,10 @@ def free_udp_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def announcing(node: FakeNode, port: int) -> Announcer:
+def announcing(node: FakeNode, port: int) -> Heartbeats:
     """Without a key, as on the loopback."""
     facts = Heartbeat(node.url, Role(node.role), "", node.generation, Load(), 0.0)
-    return Announcer([f"udp://127.0.0.1:{port}"], "", lambda: facts, every_s=0.05)
+    return Heartbeats([f"udp://127.0.0.1:{port}"], "", lambda: facts, interval_s=0.05)
 
 
 def resident_bytes() -> int:
@@ -151,14 +151,14 @@ async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard
                 sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port)
             )
             stranger.sendto(b"", ("127.0.0.1", port))
-        announcer = Announcer([f"udp://127.0.0.1:{port}"], KEY, facts, every_s=0.05)
+        announcer = Heartbeats([f"udp://127.0.0.1:{port}"], KEY, facts, interval_s=0.05)
         task = asyncio.create_task(announcer.run())
         await until(lambda: pool.find("http://p") is not None)
         node = pool.find("http://p")
         assert node is not None
         await until(lambda: node.load.running == 2)
         state = NodeState.DRAINING
-        announcer.changed()
+        announcer.send_now()
         await until(lambda: node.reason == "it is draining")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -173,7 +173,9 @@ async def test_nodes_are_heard_at_ipv6_addresses(host: str) -> None:
         pytest.skip("no IPv6 here")
     pool = Pool([], [])
     async with hearing(pool, host, port, KEY):
-        task = asyncio.create_task(Announcer([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run())
+        task = asyncio.create_task(
+            Heartbeats([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run()
+        )
         await until(lambda: [node.url for node in pool.nodes] == ["http://p"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

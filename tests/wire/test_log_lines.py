@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.node.process_log import log_to_stderr
+from kvrelay.node.process import log_to_stderr
 from kvrelay.wire.errors import ConfigError, RequestError
 from kvrelay.wire.log_lines import Fields, JsonLines, Seldom, formatter
 

@@ -24,7 +24,7 @@ elif {"prefill", "decode"} & set(sys.orig_argv):
     from kvrelay.node.serving import Serving
 
     trigger = Path(os.environ["POISON_FAULT"])
-    leg, start = Serving._leg, EngineClient.start
+    make_requests, start = Serving.requests, EngineClient.start
     engines: list[EngineClient] = []
 
     async def started(engine: EngineClient) -> None:
@@ -37,7 +37,7 @@ elif {"prefill", "decode"} & set(sys.orig_argv):
                 os.kill(os.getpid(), signal.SIGKILL)
             if b"kill-engine" in call.body:
                 os.kill(engines[0].pid(), signal.SIGKILL)
-        return leg(serving, call, *rest)
+        return make_requests(serving, call, *rest)
 
     EngineClient.start = started  # type: ignore[method-assign]
-    Serving._leg = killed  # type: ignore[method-assign]
+    Serving.requests = killed  # type: ignore[method-assign]

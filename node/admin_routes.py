@@ -1,0 +1,274 @@
+"""Admin routes of a node: drain, role, profiles, LoRA adapters, held KV and probes of hand-overs."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from kvrelay.node.http_edge import authorize, decode_body, read_body
+from kvrelay.node.lifecycle import Node
+from kvrelay.openai_api.json_body import json_response
+from kvrelay.openai_api.routes import server_info
+from kvrelay.openai_api.types import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
+from kvrelay.wire.config import Role
+from kvrelay.wire.engine_messages import (
+    PROBE_PREFIX,
+    AdapterRefused,
+    FetchProbe,
+    LoadAdapter,
+    OfferProbe,
+    ProbeFetched,
+    ProbeOffered,
+    ProbeRefused,
+    UnloadAdapter,
+)
+from kvrelay.wire.errors import NotFound, RequestError
+from kvrelay.wire.transfer import Ticket
+
+__all__ = [
+    "FetchProbeRequest",
+    "HeldRequest",
+    "OfferProbeRequest",
+    "RoleRequest",
+    "add_admin_routes",
+    "fetch_probe",
+    "load_adapter",
+    "offer_probe",
+    "read_admin_body",
+    "unload_adapter",
+]
+
+_RESET_DEADLINE_S = 30.0  # a step that has begun ends first
+_PROFILE_DEADLINE_S = 300.0
+# Reading an adapter takes seconds; this is for a file system that hangs.
+_LOAD_DEADLINE_S = 300.0
+# A fetch ends by its own deadline; this is for an engine that hangs.
+_PROBE_DEADLINE_S = 60.0
+_MAX_NAME_CHARS = 256
+
+log = logging.getLogger("kvrelay.node")
+
+
+class RoleRequest(msgspec.Struct):
+    """The body of POST /admin/role."""
+
+    role: Role
+
+
+class HeldRequest(msgspec.Struct):
+    """The body of POST /kv/release and /kv/renew: requests whose KV is held here."""
+
+    request_ids: list[str]
+
+
+class OfferProbeRequest(msgspec.Struct):
+    """The body of POST /kv/probe/offer."""
+
+    blocks: int
+
+
+class FetchProbeRequest(msgspec.Struct):
+    """The body of POST /kv/probe/fetch."""
+
+    ticket: Ticket
+    seed: int
+
+
+async def read_admin_body(node: Node, request: Request) -> bytes:
+    """Return the body of a caller that has the nodes' key. Raises Unauthorized, BodyTooLarge."""
+    authorize(node.config.api_key, request)
+    return await read_body(request, node.config.max_body_bytes)
+
+
+def add_admin_routes(app: FastAPI, node: Node) -> None:
+    """Add all routes for operators, and for routers beside completions."""
+    _add_lifecycle_routes(app, node)
+    _add_engine_routes(app, node)
+    _add_adapter_routes(app, node)
+    _add_kv_routes(app, node)
+
+
+def _add_lifecycle_routes(app: FastAPI, node: Node) -> None:
+    @app.post("/drain")
+    @app.post("/undrain")
+    async def change_drain(request: Request) -> Response:
+        await read_admin_body(node, request)
+        node.drain.end() if request.url.path == "/undrain" else node.drain.begin()
+        requests = node.engine.queue_depth()
+        return json_response({"draining": node.drain.draining, "requests": requests})
+
+    @app.post("/admin/role")
+    async def change_role(request: Request) -> Response:
+        body = await read_admin_body(node, request)
+        node.ready()
+        role = node.role
+        role.change_to(decode_body(body, RoleRequest).role)
+        state = {"role": role.now, "flips_to": role.flips_to, "requests": node.engine.queue_depth()}
+        return json_response(state, 200 if role.flips_to is None else 202)
+
+
+def _add_engine_routes(app: FastAPI, node: Node) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        await read_admin_body(node, request)
+        node.ready()
+        await node.engine.reset_prefix_cache(_RESET_DEADLINE_S)
+        log.info("the prefix cache is reset")
+        return json_response({"success": True})
+
+    @app.post("/start_profile")
+    @app.post("/stop_profile")
+    async def profile(request: Request) -> Response:
+        await read_admin_body(node, request)
+        node.ready()
+        if node.config.profiler_config is None:
+            raise NotFound("this node has no profiler; start it with --profiler-config")
+        begin = request.url.path == "/start_profile"
+        await node.engine.profile(begin=begin, deadline_s=_PROFILE_DEADLINE_S)
+        return Response()
+
+    @app.get("/server_info")
+    async def show_server_info(request: Request) -> Response:
+        await read_admin_body(node, request)
+        form = request.query_params.get("config_format", "text")
+        return json_response(server_info(node.config, form))
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": node.engine.queue_depth()})
+
+
+def _add_adapter_routes(app: FastAPI, node: Node) -> None:
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        return json_response(await load_adapter(node, await read_admin_body(node, request)))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        return json_response(unload_adapter(node, await read_admin_body(node, request)))
+
+
+def _add_kv_routes(app: FastAPI, node: Node) -> None:
+    @app.post("/kv/release")
+    async def release(request: Request) -> Response:
+        held = decode_body(await read_admin_body(node, request), HeldRequest).request_ids
+        for request_id in held:
+            node.engine.release(request_id)
+        return json_response({"released": len(held)})
+
+    @app.post("/kv/renew")
+    async def renew(request: Request) -> Response:
+        held = decode_body(await read_admin_body(node, request), HeldRequest).request_ids
+        for request_id in held:
+            node.engine.renew(request_id)
+        return json_response({"renewed": len(held)})
+
+    @app.post("/kv/probe/offer")
+    async def offer(request: Request) -> Response:
+        body = await read_admin_body(node, request)
+        node.ready()
+        return json_response(await offer_probe(node, body))
+
+    @app.post("/kv/probe/fetch")
+    async def fetch(request: Request) -> Response:
+        body = await read_admin_body(node, request)
+        node.ready()
+        return json_response(await fetch_probe(node, body))
+
+
+async def load_adapter(node: Node, body: bytes) -> AdapterAnswer:
+    """Load an adapter under a name that clients may use.
+
+    Raises RequestError, NotFound if it has no files, EngineDead, DeadlineExceeded.
+    """
+    serving = node.ready()
+    _check_adapters_allowed(node, "/v1/load_lora_adapter")
+    asked = decode_body(body, LoadAdapterRequest)
+    name, path = asked.lora_name, asked.lora_path
+    if not name or not path:
+        raise RequestError("lora_name and lora_path must not be empty", param="lora_path")
+    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+        raise RequestError(
+            f"lora_name must be printable and have at most {_MAX_NAME_CHARS} characters, got "
+            f"{len(name)}",
+            param="lora_name",
+        )
+    if name == serving.model_name:
+        raise RequestError(
+            f"{name!r} is the name of the model itself; choose another", param="lora_name"
+        )
+    answer = await node.engine.load_adapter(
+        LoadAdapter(uuid.uuid4().hex, name, path, asked.load_inplace), _LOAD_DEADLINE_S
+    )
+    if isinstance(answer, AdapterRefused):
+        if answer.missing:
+            raise NotFound(
+                f"{answer.reason} (there is no folder {path!r} on this node)", param="lora_path"
+            )
+        raise RequestError(answer.reason, param="lora_name")
+    serving.adapters[name] = answer.adapter
+    digest = answer.adapter.digest[:12]
+    return AdapterAnswer(name, f"adapter {name!r} is loaded, content {digest}")
+
+
+def unload_adapter(node: Node, body: bytes) -> AdapterAnswer:
+    """Make an adapter unknown at once; its slot is freed after its last request.
+
+    Raises RequestError, NotFound if it is not loaded, EngineDead.
+    """
+    serving = node.ready()
+    _check_adapters_allowed(node, "/v1/unload_lora_adapter")
+    name = decode_body(body, UnloadAdapterRequest).lora_name
+    if serving.adapters.pop(name, None) is None:
+        raise NotFound(
+            f"adapter {name!r} is not loaded here", param="lora_name", code="model_not_found"
+        )
+    node.engine.unload_adapter(UnloadAdapter(name))
+    return AdapterAnswer(
+        name, f"adapter {name!r} is unloaded; its slot is free when its last request is done"
+    )
+
+
+def _check_adapters_allowed(node: Node, path: str) -> None:
+    if not node.config.engine.allow_runtime_lora:
+        raise NotFound(
+            f"there is no route {path} here; a node that is started with --enable-lora "
+            f"--allow-runtime-lora has it"
+        )
+
+
+async def offer_probe(node: Node, body: bytes) -> ProbeOffered | ProbeRefused:
+    """Offer blocks for a probe. Raises RequestError, EngineDead, DeadlineExceeded."""
+    _check_probe_role(node, Role.DECODE, "source")
+    blocks = decode_body(body, OfferProbeRequest).blocks
+    answer = await node.engine.probe(OfferProbe(_probe_id(), blocks), _PROBE_DEADLINE_S)
+    assert not isinstance(answer, ProbeFetched)
+    return answer
+
+
+async def fetch_probe(node: Node, body: bytes) -> ProbeFetched | ProbeRefused:
+    """Fetch another node's probe. Raises RequestError, EngineDead, DeadlineExceeded."""
+    _check_probe_role(node, Role.PREFILL, "reader")
+    asked = decode_body(body, FetchProbeRequest)
+    port = asked.ticket.remote_port
+    if not 0 < port < 65536:
+        raise RequestError(
+            f"the ticket's remote_port {port} is none; pass on what the other node has offered"
+        )
+    answer = await node.engine.probe(
+        FetchProbe(_probe_id(), asked.ticket, asked.seed), _PROBE_DEADLINE_S
+    )
+    assert not isinstance(answer, ProbeOffered)
+    return answer
+
+
+def _check_probe_role(node: Node, never: Role, part: str) -> None:
+    if node.role.now is never:
+        raise RequestError(f"this node's role is {never}: it is never the {part} of a hand-over")
+
+
+def _probe_id() -> str:
+    return f"{PROBE_PREFIX}{uuid.uuid4().hex}"

@@ -1,0 +1,317 @@
+"""Completions on a node: from a call to its frames, and frames as plain OpenAI answers.
+
+Every answer is made of frames (wire/frames.py). Callers that ask for frames get them; others get
+their payloads. To those a hand-over looks like an answer of one token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from kvrelay.node.http_edge import authorize, client_left, read_body, safe_id
+from kvrelay.node.lifecycle import Node
+from kvrelay.node.preprocess import prepare
+from kvrelay.node.request_record import RequestRecord
+from kvrelay.node.serving import Call
+from kvrelay.openai_api.body import body_request_id
+from kvrelay.openai_api.json_body import (
+    check_node_body,
+    check_shape,
+    off_loop,
+    unless_disconnected,
+)
+from kvrelay.openai_api.node_request import NodeRequest
+from kvrelay.openai_api.routes import body_excerpt
+from kvrelay.openai_api.sse import joined_body, joined_end
+from kvrelay.openai_api.stages import with_stages
+from kvrelay.openai_api.tracing import trace_headers
+from kvrelay.openai_api.types import ChatRequest, CompletionRequest
+from kvrelay.wire.errors import DeadlineExceeded, KvrelayError, NotFound, Overloaded
+from kvrelay.wire.frames import (
+    FRAMES_MEDIA_TYPE,
+    LOAD_HEADER,
+    MAX_HANDOVER_BYTES,
+    Frame,
+    FrameKind,
+    pack,
+)
+from kvrelay.wire.outputs import Finish, Load
+
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "complete", "run_requests", "start_streamed"]
+
+log = logging.getLogger("kvrelay.node")
+
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+MAX_QUEUED = 1024
+_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_SUBMITTED = Frame(FrameKind.TOKENS)
+
+Frames = AsyncGenerator[Frame, None]
+
+
+async def complete(
+    node: Node, request: Request, *, chat: bool, body: bytes | None = None
+) -> Response:
+    """Return the answer to one request; errors before the first token are plain HTTP errors.
+
+    `body` is a completion translated from another dialect; then the answer is never in frames.
+    """
+    began = time.monotonic()
+    authorize(node.config.api_key, request)
+    node.ready()
+    node.check_open()
+    wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    if body is None:
+        body = await _read(node, request, wants_frames)
+    given_id = request.headers.get("x-request-id") or await off_loop(
+        len(body), body_request_id, body
+    )
+    call = Call(chat, body, safe_id(given_id), trace_headers(request.headers.get))
+    started = await unless_disconnected(request, _start(node, call))
+    if started is None:
+        return client_left()
+    requests, parsed, load, frames = started
+    headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
+    if wants_frames:
+        return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
+    # A caller that knows frames puts the stages of all its requests into the answer itself.
+    since = began if parsed.include_metrics else None
+    first = await unless_disconnected(request, anext(frames))
+    if first is None:
+        await frames.aclose()
+        return client_left()
+    if first.kind is FrameKind.ERROR and first.error is not None:
+        await frames.aclose()
+        if first.status in (429, 503):
+            headers["retry-after"] = str(load.retry_after_s)
+        return Response(
+            msgspec.json.encode({"error": first.error}), first.status, headers, "application/json"
+        )
+    if parsed.stream:
+        events = _plain_events(first, frames, requests[0], since)
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers=headers | _SSE_HEADERS
+        )
+    answer = await unless_disconnected(request, _plain_body(first, frames, requests[0], since))
+    if answer is None:
+        return client_left()
+    status, content = answer
+    return Response(content, status, headers, "application/json")
+
+
+async def _read(node: Node, request: Request, wants_frames: bool) -> bytes:
+    limit = node.config.max_body_bytes
+    if wants_frames:
+        body = await read_body(request, limit + MAX_HANDOVER_BYTES)
+        await off_loop(len(body), check_node_body, body, limit)
+    else:
+        body = await read_body(request, limit)
+        await off_loop(len(body), check_shape, body)
+    return body
+
+
+async def start_streamed(
+    node: Node, path: str, headers: Mapping[str, str], body: bytes
+) -> tuple[Load, Frames]:
+    """Start a request of a request stream; return the node's load and its frames.
+
+    Raises KvrelayError.
+    """
+    if path not in (CHAT_PATH, COMPLETIONS_PATH):
+        raise NotFound(f"there is no completion route {path} here")
+    await off_loop(len(body), check_node_body, body, node.config.max_body_bytes)
+    request_id = safe_id(headers.get("x-request-id"))
+    call = Call(path == CHAT_PATH, body, request_id, trace_headers(headers.get))
+    _, _, load, frames = await _start(node, call)
+    return load, frames
+
+
+async def _start(
+    node: Node, call: Call
+) -> tuple[list[NodeRequest], ChatRequest | CompletionRequest, Load, Frames]:
+    serving = node.ready()
+    node.check_open()
+    if node.engine.queue_depth() >= MAX_QUEUED:
+        raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
+    if node.config.log_bodies:
+        log.info("%s body=%s", call.response_id, body_excerpt(call.body))
+    requests, parsed = await prepare(serving, node.sandbox, call)
+    frames = await run_requests(node, requests, call)
+    load = msgspec.structs.replace(node.engine.load, leg=node.engine.submitted)
+    return requests, parsed, load, frames
+
+
+async def run_requests(node: Node, requests: Sequence[NodeRequest], call: Call) -> Frames:
+    """Submit the requests of a call at once, and return the frames of its one answer.
+
+    Raises EngineDead, Overloaded.
+    """
+    parts = [_run(node, request, call) for request in requests]
+    for part in parts:
+        await anext(part)
+    if len(parts) == 1:
+        return parts[0]
+    writer = requests[0].writer
+    end = partial(
+        joined_end,
+        include_usage=writer.include_usage,
+        response_id=writer.response_id,
+        created=writer.created,
+        model=writer.model,
+    )
+    return join_frames(parts, streams=writer.streams, end=end)
+
+
+async def _run(node: Node, request: NodeRequest, call: Call) -> Frames:
+    """Yield the frames of a request, errors as an ERROR frame; closing it aborts the request.
+
+    The first frame, which is none of the answer, says that the engine has the request: only a
+    generator that has begun is closed when it is forgotten. Raises EngineDead, Overloaded before.
+    """
+    limit_s = node.config.request_deadline_s
+    deadline = asyncio.get_running_loop().time() + limit_s
+    updates = node.engine.start_requests(request.submits)
+    if request.unneeded is not None:
+        node.engine.give_up(request.unneeded)
+    record = RequestRecord(request, call, node.role.now, node.metrics, node.tracing)
+    error: str | None = None
+    try:
+        record.submit()
+        yield _SUBMITTED
+        for opening in request.opening_frames(node.engine.load):
+            yield opening
+        while not request.done:
+            # Only around the wait: a timeout must not stay open across a yield, which may resume
+            # in another task.
+            async with asyncio.timeout_at(deadline):
+                update, load = await updates.next()
+            record.update(update)
+            for frame in request.frames(update, load):
+                yield frame
+            if request.over(update.request_id):
+                updates.abort(update.request_id)
+    except KvrelayError as why:
+        error = why.message
+        yield request.error(why)
+    except TimeoutError:
+        error = f"not done within {limit_s:g} s"
+        yield request.error(
+            DeadlineExceeded(
+                f"the request was {error}; ask for fewer tokens or raise request_deadline_s"
+            )
+        )
+    finally:
+        updates.close()
+        last = record.last
+        if last is not None and last.held is not None and request.finish is Finish.STOP:
+            node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
+        record.close(error)
+
+
+_Usage = tuple[int, int, int]
+_Queue = asyncio.Queue[tuple[int, Frame | None]]
+
+
+async def join_frames(
+    parts: Sequence[Frames], *, streams: bool, end: Callable[[Sequence[_Usage]], bytes]
+) -> Frames:
+    """Yield the frames of all parts as they come, until the last END or the first ERROR.
+
+    `end` returns the end of a stream from the parts' token counts. Closing ends every part.
+    """
+    queue: _Queue = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(at, part, queue)) for at, part in enumerate(parts)]
+    ends: dict[int, Frame] = {}
+    try:
+        while len(ends) < len(parts):
+            at, frame = await queue.get()
+            if frame is None:
+                await tasks[at]  # raises why it ended without an END
+                continue
+            if frame.kind is FrameKind.END:
+                ends[at] = frame
+                if len(ends) == len(parts):
+                    yield _joined_end(
+                        frame, [ends[each] for each in range(len(parts))], streams, end
+                    )
+                    return
+                payload = frame.payload if streams else b""
+                frame = msgspec.structs.replace(frame, kind=FrameKind.TOKENS, payload=payload)
+            yield frame
+            if frame.kind is FrameKind.ERROR:
+                return
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _joined_end(
+    frame: Frame, ends: Sequence[Frame], streams: bool, end: Callable[[Sequence[_Usage]], bytes]
+) -> Frame:
+    if streams:
+        payload = frame.payload + end([each.usage or (0, 0, 0) for each in ends])
+    else:
+        payload = joined_body([each.payload for each in ends])
+    return msgspec.structs.replace(frame, payload=payload)
+
+
+async def _pump(at: int, part: Frames, queue: _Queue) -> None:
+    # Iterates and closes in one task: a part may hold a deadline that belongs to its task.
+    try:
+        async with contextlib.aclosing(part):
+            async for frame in part:
+                queue.put_nowait((at, frame))
+    finally:
+        queue.put_nowait((at, None))
+
+
+async def _packed(frames: Frames) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(frames):
+        async for frame in frames:
+            yield pack(frame)
+
+
+async def _plain_events(
+    first: Frame, frames: Frames, request: NodeRequest, since: float | None
+) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(frames):
+        yield _plain_event(first, request, since)
+        async for frame in frames:
+            yield _plain_event(frame, request, since)
+
+
+def _plain_event(frame: Frame, request: NodeRequest, since: float | None) -> bytes:
+    cut = request.writer.cut() if frame.kind is FrameKind.HANDOVER else b""
+    return _with_stages(frame.payload + cut, frame, since)
+
+
+async def _plain_body(
+    first: Frame, frames: Frames, request: NodeRequest, since: float | None
+) -> tuple[int, bytes]:
+    async with contextlib.aclosing(frames):
+        frame = first
+        while frame.kind in (FrameKind.TOKENS, FrameKind.TICKET):
+            frame = await anext(frames)
+    if frame.kind is FrameKind.ERROR:
+        return frame.status, msgspec.json.encode({"error": frame.error})
+    payload = frame.payload
+    if frame.kind is FrameKind.HANDOVER and frame.params is not None:
+        # A third-party proxy delivers nothing itself: the decode node emits the first token too.
+        payload = request.writer.cut(msgspec.structs.replace(frame.params, sent_text=None))
+    return 200, _with_stages(payload, frame, since)
+
+
+def _with_stages(payload: bytes, frame: Frame, since: float | None) -> bytes:
+    if since is None or frame.kind not in (FrameKind.END, FrameKind.HANDOVER):
+        return payload
+    return with_stages(payload, {**(frame.timing or {}), "total": (time.monotonic() - since) * 1e3})

@@ -1,0 +1,134 @@
+"""The HTTP edge of a node: callers' keys, ids and bodies, and error answers in their dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import uuid
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvrelay.openai_api.routes import error_shape, key_of_headers
+from kvrelay.wire.errors import (
+    BodyTooLarge,
+    KvrelayError,
+    NotFound,
+    RequestBroke,
+    RequestError,
+    RequestTimeout,
+    Unauthorized,
+)
+from kvrelay.wire.frames import MALFORMED
+
+__all__ = ["add_error_handlers", "authorize", "client_left", "decode_body", "read_body", "safe_id"]
+
+log = logging.getLogger("kvrelay.node")
+
+READ_DEADLINE_S = 60.0
+# A router adds some to the 128 characters that its clients have.
+_MAX_ID_CHARS = 160
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def authorize(key: str, request: Request) -> None:
+    """Raise Unauthorized unless the request carries the key, or none is wanted."""
+    if key and not hmac.compare_digest(key_of_headers(request.headers.get).encode(), key.encode()):
+        raise Unauthorized(
+            "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+        )
+
+
+def safe_id(given: str | None) -> str:
+    """Return the caller's own request id if it is printable and short, else a new one."""
+    if (
+        given
+        and len(given) <= _MAX_ID_CHARS
+        and given.isascii()
+        and given.isprintable()
+        and " " not in given
+    ):
+        return given
+    return uuid.uuid4().hex
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of at most `limit` bytes. Raises BodyTooLarge, RequestTimeout."""
+    size = int(request.headers.get("content-length") or 0)
+    body = bytearray()
+    if size <= limit:
+        try:
+            async with asyncio.timeout(READ_DEADLINE_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    size = max(size, len(body))
+                    if size > limit:
+                        break
+        except TimeoutError as why:
+            raise RequestTimeout(
+                f"the request body did not arrive within {READ_DEADLINE_S:g} s"
+            ) from why
+    if size > limit:
+        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
+    return bytes(body)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Return a JSON body as a struct that msgpack can encode. Raises RequestError."""
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+        msgspec.msgpack.encode(decoded)  # JSON has larger numbers
+        return decoded
+    except (*MALFORMED, OverflowError) as why:
+        fields = " and ".join(
+            field.encode_name for field in msgspec.structs.fields(kind) if field.required
+        )
+        raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why
+
+
+def client_left() -> Response:
+    """Return the answer that nobody will read."""
+    return Response(status_code=499)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer whatever a route raises."""
+    app.add_exception_handler(KvrelayError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_bug)
+
+
+async def _answer_error(request: Request, why: Exception) -> Response:
+    assert isinstance(why, KvrelayError)
+    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
+    path = request.url.path
+    if why.status != 503:  # a node that loads says so twice a second
+        log.info("%s %s refused with %d: %s", request.method, path, why.status, why.message)
+    body = error_shape(path)(why.status, why.body())
+    return Response(body, why.status, headers, "application/json")
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    return client_left()
+
+
+async def _answer_bug(request: Request, _: Exception) -> Response:
+    # The server logs the traceback.
+    return await _answer_error(request, RequestBroke())
+
+
+async def _answer_http_error(request: Request, why: Exception) -> Response:
+    assert isinstance(why, HTTPException)
+    if why.status_code == 404:
+        return await _answer_error(request, NotFound(f"there is no route {request.url.path} here"))
+    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
+    error.status = why.status_code
+    answer = await _answer_error(request, error)
+    answer.headers.update(why.headers or {})
+    return answer

@@ -1,0 +1,307 @@
+"""The life of a node: its parts, draining, changes of its role, and heartbeats to routers.
+
+The engine process knows no roles: weights, KV pool, prefix cache, CUDA graphs and connector serve
+both, and stay. A role change refuses new requests, waits until those that run have ended and held
+KV is fetched, and then serves the other role. What is left by the deadline runs on beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvrelay.node.engine_client import EngineClient
+from kvrelay.node.kv_events import KvEvents
+from kvrelay.node.metrics import NodeMetrics
+from kvrelay.node.request_stream import RequestStreams
+from kvrelay.node.sandbox import Sandbox
+from kvrelay.node.serving import Serving
+from kvrelay.openai_api.tracing import Tracing
+from kvrelay.wire.config import NodeConfig, Role
+from kvrelay.wire.config_checks import udp_address
+from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
+from kvrelay.wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
+
+__all__ = ["DRAIN_DEADLINE_S", "FLIPPING", "Drain", "Heartbeats", "Node", "NodeRole"]
+
+# Requests left by then are cut and go on elsewhere; decode nodes compute KV that is dropped.
+DRAIN_DEADLINE_S = 30.0
+FLIPPING = "flipping"
+"""Status of a node while its role changes."""
+LOOK_UP_S = 1.0
+"""A beat waits so long for a name server, and then goes to the last known addresses."""
+# The engine process reports every half second; a step of the largest chunk takes a few seconds on a
+# slow machine.
+SILENCE_LIMIT_S = 20.0
+_POLL_S = 0.05
+_STATS_DEADLINE_S = 5.0
+
+log = logging.getLogger("kvrelay.node")
+
+
+class Drain:
+    """A switch that refuses new requests. `on_change` is called at each change of `draining`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.on_change: Callable[[], None] = lambda: None
+        self.draining = False
+
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        if not self.draining:
+            log.info("draining: %d requests under way", self._engine.queue_depth())
+            self.draining = True
+            self.on_change()
+
+    def end(self) -> None:
+        """Take new requests again."""
+        if self.draining:
+            log.info("draining no more")
+            self.draining = False
+            self.on_change()
+
+    def check(self) -> None:
+        """Raise Draining if new requests are refused."""
+        if self.draining:
+            raise Draining(
+                "this node is draining: it ends what it has and takes no new requests; ask "
+                "another one"
+            )
+
+    async def wait_idle(self, deadline_s: float) -> bool:
+        """Wait until no request runs and no KV is held; return False at the deadline."""
+        with contextlib.suppress(EngineDead, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while self._engine.queue_depth() or await self._held_blocks():
+                    await asyncio.sleep(_POLL_S)
+            return True
+        return self._engine.ended.is_set()
+
+    async def _held_blocks(self) -> int:
+        if self._engine.info is None:
+            return 0  # still loading
+        try:
+            return (await self._engine.fresh_stats(_STATS_DEADLINE_S)).held_blocks
+        except DeadlineExceeded:  # a long step: ask again
+            return 1
+
+
+class NodeRole:
+    """The role of a node, and its change from prefill to decode or back.
+
+    `on_change` is called when a change begins and ends, `on_flip_end` with "done" or "cancelled".
+    """
+
+    def __init__(
+        self, role: Role, engine: EngineClient, drain: Drain, deadline_s: float = DRAIN_DEADLINE_S
+    ) -> None:
+        self.now = role
+        self.flips_to: Role | None = None
+        self.flips = 0
+        """Changes since the start. With any, a router believes the node and not its lists."""
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_flip_end: Callable[[str], None] = lambda _: None
+        self._engine, self._drain, self._deadline_s = engine, drain, deadline_s
+        self._flip: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raise Draining if new requests are refused."""
+        if self.flips_to is not None:
+            raise Draining(
+                f"this node changes its role from {self.now} to {self.flips_to}: it ends what it "
+                f"has; ask another one"
+            )
+
+    def change_to(self, wanted: Role) -> None:
+        """Begin a change; asking for the present role cancels one. Raises RequestError, Conflict."""
+        if Role.AGGREGATED in (self.now, wanted):
+            raise RequestError(
+                f"a node changes between prefill and decode; this one is {self.now}, and {wanted} "
+                f"was asked for",
+                param="role",
+            )
+        if wanted is self.now:
+            self.cancel()
+            return
+        if self.flips_to is not None:
+            raise Conflict(
+                f"this node is changing its role from {self.now} to {self.flips_to} already; wait "
+                f"until GET /health says that it has, or ask for {self.now} to cancel it",
+                code=FLIPPING,
+            )
+        if self._drain.draining:
+            raise Conflict(
+                "this node drains; have it take requests again (POST /undrain) before its role "
+                "changes"
+            )
+        requests = self._engine.queue_depth()
+        log.info("flipping from %s to %s: %d requests under way", self.now, wanted, requests)
+        self.flips_to = wanted
+        self._flip = asyncio.create_task(self._run(wanted))
+        self._flip.add_done_callback(self._check_failure)
+        self.on_change()
+
+    def cancel(self) -> None:
+        """Cancel a change that is under way: the old role is served again."""
+        if self._flip is not None and self.flips_to is not None:
+            self._flip.cancel()
+            self._end("cancelled")
+
+    async def _run(self, wanted: Role) -> None:
+        began, old = time.monotonic(), self.now
+        idle = await self._drain.wait_idle(self._deadline_s)
+        if self._engine.ended.is_set() or self._drain.draining:
+            self._end("cancelled")
+            return
+        self.now, self.flips = wanted, self.flips + 1
+        self._end("done")
+        took_s = time.monotonic() - began
+        log.info("this %s node is a %s node now: flipped in %.3f s", old, wanted, took_s)
+        if not idle:
+            log.warning(
+                "%d requests of the old role, or KV that it holds, are left and go on",
+                self._engine.queue_depth(),
+            )
+
+    def _check_failure(self, flip: asyncio.Task[None]) -> None:
+        if not flip.cancelled() and (why := flip.exception()) is not None:
+            log.error("the change of role broke", exc_info=why)
+            if flip is self._flip and self.flips_to is not None:
+                self._end("cancelled")
+
+    def _end(self, outcome: str) -> None:
+        if outcome == "cancelled":
+            log.info("not flipping to %s: this is a %s node still", self.flips_to, self.now)
+        self.flips_to = None
+        self.on_flip_end(outcome)
+        self.on_change()
+
+
+@dataclass
+class Node:
+    """A node, as its routes share it. `serving` and `metrics` are None until the engine is ready."""
+
+    config: NodeConfig
+    engine: EngineClient
+    created: int
+    serving: Serving | None = None
+    metrics: NodeMetrics | None = None
+    tracing: Tracing | None = None
+    kv_events: KvEvents | None = None
+    failure: str | None = None
+    drain: Drain = field(init=False)
+    role: NodeRole = field(init=False)
+    streams: RequestStreams = field(default_factory=RequestStreams)
+    sandbox: Sandbox = field(default_factory=Sandbox)
+
+    def __post_init__(self) -> None:
+        self.drain = Drain(self.engine)
+        self.role = NodeRole(self.config.role, self.engine, self.drain)
+
+    def ready(self) -> Serving:
+        """Return the serving half. Raises EngineDead while the engine loads and once it ended."""
+        if self.engine.ended.is_set() or self.failure is not None:
+            raise EngineDead(self.failure or "the engine process of this node has ended")
+        if self.serving is not None and (silent_s := self.engine.silent_s()) > SILENCE_LIMIT_S:
+            raise EngineDead(f"the engine process has said nothing for {silent_s:.0f} s")
+        if (stopped_s := self.engine.stats.kv_silent_s) > SILENCE_LIMIT_S:
+            raise EngineDead(
+                f"this node hands no KV over: a thread of its KV link has stood still for "
+                f"{stopped_s:.0f} s"
+            )
+        if self.serving is None:
+            raise EngineDead("the model is still being loaded; GET /health says when it is done")
+        return self.serving
+
+    def check_open(self) -> None:
+        """Raise Draining if new requests are refused."""
+        self.drain.check()
+        self.role.check()
+
+    def alive(self) -> bool:
+        """Return false if only a new process can help; loading and draining are no reason."""
+        try:
+            self.ready()
+        except EngineDead:
+            return self.serving is None and not self.engine.ended.is_set() and self.failure is None
+        return True
+
+
+class Heartbeats:
+    """A sender of heartbeats to routers (udp://host:port), one datagram to each address.
+
+    Nothing waits for a router, and none answers. `read` returns what to send, or None while the
+    node is not ready; `sent_at` is filled in here.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        key: str,
+        read: Callable[[], Heartbeat | None],
+        interval_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._routers, self._key, self._read, self._interval_s = routers, key, read, interval_s
+        self._wakeup = asyncio.Event()
+        self._last: Heartbeat | None = None
+        self._addresses: dict[str, list[tuple[int, Any]]] = {}
+        """By router: the families and addresses that its name last had."""
+        self._lookups: dict[str, asyncio.Task[None]] = {}
+
+    def send_now(self) -> None:
+        """Send the next beat at once: something has changed."""
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Send until cancelled, and then once more that the node leaves."""
+        if not self._routers:
+            return
+        try:
+            while True:
+                self._wakeup.clear()
+                await self._look_up()
+                if (heartbeat := self._read()) is not None:
+                    self._send(heartbeat)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wakeup.wait(), self._interval_s)
+        finally:
+            for lookup in self._lookups.values():
+                lookup.cancel()
+            if self._last is not None:
+                self._send(msgspec.structs.replace(self._last, state=NodeState.LEAVING))
+
+    def _send(self, heartbeat: Heartbeat) -> None:
+        self._last = heartbeat
+        message = sealed(msgspec.structs.replace(heartbeat, sent_at=time.time()), self._key)
+        for family, address in [each for found in self._addresses.values() for each in found]:
+            # A socket that stays open would be a port at which this node takes datagrams.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
+                once.setblocking(False)
+                once.sendto(message, address)
+
+    async def _look_up(self) -> None:
+        """Resolve all names again, since routers move; one query at a time for each name."""
+        for router in self._routers:
+            if router not in self._lookups:
+                self._lookups[router] = asyncio.create_task(self._resolve(router))
+        await asyncio.wait(self._lookups.values(), timeout=LOOK_UP_S)
+
+    async def _resolve(self, router: str) -> None:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                *udp_address(router), type=socket.SOCK_DGRAM
+            )
+            self._addresses[router] = [(family, address) for family, _, _, _, address in found]
+        except (OSError, UnicodeError):
+            pass  # no such name, or no name server: the last addresses stay
+        finally:
+            del self._lookups[router]

@@ -1,0 +1,216 @@
+"""The processes of kvrelay: how they start, log, end with their parent, and report a crash."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn, get_args
+
+from kvrelay.wire.config_checks import LogFormat, require
+from kvrelay.wire.errors import KvrelayError
+from kvrelay.wire.log_lines import JsonLines, formatter
+
+__all__ = [
+    "LOG_FORMAT",
+    "PARENT_PID",
+    "LogThread",
+    "crash_report",
+    "describe_exit",
+    "die_with_parent",
+    "exit_now",
+    "flush_log",
+    "freeze_imports",
+    "log_to_stderr",
+    "python_command",
+    "raise_file_limit",
+    "set_log_process",
+]
+
+PARENT_PID = "KVRELAY_PARENT_PID"
+"""Environment variable by which a parent asks a child to die with it."""
+LOG_FORMAT = "KVRELAY_LOG_FORMAT"
+"""Environment variable that hands the log format on to children."""
+MAX_QUEUED_LINES = 10_000
+# The kernel's default for the hard limit. Some systems allow 2**30, and libraries loop over all.
+_MAX_OPEN_FILES = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_STDERR = 2  # sys.stderr may have been replaced
+_BATCH_S = 0.01  # a wake-up for each line would cost more than the line
+_FLUSH_POLL_S = 0.001
+_FLUSH_DEADLINE_S = 1.0
+# torch (AcceleratorError and NCCL), our own runtime calls, Triton's launcher, cuBLAS.
+_GPU_FAILURE = re.compile(
+    r"CUDA error|\bcuda[A-Z]\w+ failed|Triton Error \[CUDA\]|CUBLAS_STATUS_\w+", re.IGNORECASE
+)
+
+
+def python_command(module: str, *flags: str) -> list[str]:
+    """Return the command that runs `main` of a module, which must call `freeze_imports`.
+
+    `flags` are the interpreter's. Importing torch makes half a million objects that stay; searching
+    them for garbage took 0.3 s of the start.
+    """
+    code = f"import gc; gc.disable(); from {module} import main; main()"
+    # With -P nothing is imported from the working directory.
+    return [sys.executable, "-P", *flags, "-c", code]
+
+
+def freeze_imports() -> None:
+    """Exclude everything imported so far from garbage collection, and switch the collector on."""
+    gc.freeze()
+    gc.enable()
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files, often 1,024, to the hard one: a connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, if PARENT_PID is set.
+
+    Call it first of all. SIGKILL, because nobody would be left to end a child that ignores SIGTERM.
+    """
+    parent = os.environ.pop(PARENT_PID, None)  # or our own children would compare it, too
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # the parent died before the call above
+        os._exit(1)
+
+
+def crash_report(why: BaseException) -> str:
+    """Return one sentence on why this process ends.
+
+    A CUDA error anywhere in the chain of causes comes first: every later call on that GPU fails.
+    """
+    if isinstance(why, KvrelayError):
+        return why.message
+    cause: BaseException | None = why
+    failure = None
+    while cause is not None:
+        if _GPU_FAILURE.search(str(cause)):
+            failure = _first_line(cause)
+        cause = cause.__cause__ or cause.__context__
+    if failure is None:
+        return _first_line(why)
+    return (
+        f"the GPU has failed in this process ({failure}); only a new process can use it again, "
+        f"so this one ends"
+    )
+
+
+def _first_line(why: BaseException) -> str:
+    return str(why).partition("\n")[0].strip() or type(why).__name__
+
+
+def describe_exit(code: int) -> str:
+    """Describe how another process ended, by its exit code or negative signal number."""
+    if code == -signal.SIGKILL:  # only the kernel kills a process that we have not given up
+        return "killed, probably out of memory"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without teardown: after a CUDA error teardown may wait for the GPU forever."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has gone
+            stream.flush()
+    os._exit(code)
+
+
+def log_to_stderr(process: str, log_format: str = "", worker: int | None = None) -> None:
+    """Log from INFO on, as text or JSON, on a thread of its own. Raises ConfigError.
+
+    An empty `log_format` means the parent's. `worker` numbers processes that do the same work.
+    """
+    log_format = log_format or os.environ.get(LOG_FORMAT) or "text"
+    known = get_args(LogFormat)
+    require(log_format in known, f"log_format {log_format!r} is not one of {', '.join(known)}")
+    os.environ[LOG_FORMAT] = log_format
+    handler = LogThread(_STDERR)
+    handler.setFormatter(formatter(log_format, process, worker))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def set_log_process(process: str) -> None:
+    """Change the process name that JSON log lines carry."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonLines):
+            handler.setFormatter(formatter("json", process))
+
+
+def flush_log() -> None:
+    """Wait until the log is written, a second at most."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+class LogThread(logging.Handler):
+    """A log handler whose callers never wait: a thread writes to a file descriptor.
+
+    Lines that find MAX_QUEUED_LINES before them are dropped and counted. Bypasses sys.stderr: a
+    write that hangs while holding its lock would hold up the end of the process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: collections.deque[str] = collections.deque()
+        self._dropped = self._queued = self._written = 0
+        self._news = threading.Event()
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001  as logging does with a template that does not fit its values
+            self.handleError(record)
+            return
+        if len(self._lines) >= MAX_QUEUED_LINES:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+        self._queued += 1
+        if not self._news.is_set():
+            self._news.set()
+
+    def flush(self) -> None:
+        """Wait until all lines queued by now are written, a second at most."""
+        queued, until = self._queued, time.monotonic() + _FLUSH_DEADLINE_S
+        while self._written < queued and time.monotonic() < until:
+            time.sleep(_FLUSH_POLL_S)
+
+    def _run(self) -> None:
+        while True:
+            self._news.wait()
+            self._news.clear()
+            self._write()
+            time.sleep(_BATCH_S)
+
+    def _write(self) -> None:
+        dropped, self._dropped = self._dropped, 0
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        written = self._written + len(lines)
+        if dropped:
+            lines.append(f"{dropped} lines of this log are left out: nobody took it for a while")
+        rest = memoryview("".join([f"{line}\n" for line in lines]).encode(errors="replace"))
+        with contextlib.suppress(OSError):  # its reader has gone
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        self._written = written

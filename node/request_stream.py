@@ -1,0 +1,195 @@
+"""The node's end of request streams (wire/leg_stream.py): many requests over one connection.
+
+Each request is a task of its own with its own credit; a stream that ends cancels all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.wire.errors import KvrelayError, NodeFailed, RequestBroke, RequestError
+from kvrelay.wire.frames import MALFORMED, Frame, FrameKind
+from kvrelay.wire.leg_stream import (
+    LEGS_MEDIA_TYPE,
+    LEGS_VERSION_HEADER,
+    WINDOW_BYTES,
+    Answer,
+    Kind,
+    MessageReader,
+    Open,
+    credit_of,
+    frame_message,
+    message,
+)
+from kvrelay.wire.outputs import Load
+from kvrelay.wire.versions import LEGS
+
+__all__ = ["RequestStream", "RequestStreams", "Start", "check_version"]
+
+Start = Callable[
+    [str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]
+]
+"""From a request's path, headers and body to the node's load and its frames. Raises KvrelayError."""
+
+_NOT_LAST = (FrameKind.TOKENS, FrameKind.TICKET)
+_HEADER_BYTES = 1 << 16  # path and headers of a request, beside its body
+
+log = logging.getLogger("kvrelay.node")
+
+
+def check_version(headers: Mapping[str, str]) -> None:
+    """Raise RequestError for a request stream of a version that is not spoken here."""
+    asked = headers.get(LEGS_VERSION_HEADER, "1")
+    if not (asked.isascii() and asked.isdigit() and int(asked) in LEGS):
+        raise RequestError(
+            f"this node speaks version {LEGS} of the request stream, and was asked for "
+            f"{asked[:20]!r}; the router and its nodes must be of one release, or of two that "
+            f"follow each other"
+        )
+
+
+class RequestStreams:
+    """All request streams of a node."""
+
+    def __init__(self) -> None:
+        self._streams: set[RequestStream] = set()
+
+    def open(self, start: Start, max_body_bytes: int) -> RequestStream:
+        """Return one more stream, as the answer to the request that opens it."""
+        return RequestStream(start, max_body_bytes, self._streams)
+
+    def close(self) -> None:
+        """End all streams."""
+        for stream in self._streams:
+            stream.close()
+
+
+class _Credit:
+    def __init__(self) -> None:
+        self._bytes = WINDOW_BYTES
+        self._more = asyncio.Event()
+
+    def add(self, size: int) -> None:
+        self._bytes += size
+        self._more.set()
+
+    async def spend(self, size: int) -> None:
+        """Spend credit; wait until some is left."""
+        self._bytes -= size
+        while self._bytes <= 0:
+            self._more.clear()
+            await self._more.wait()
+
+
+class RequestStream(Response):
+    """One connection, as the answer to the request that has opened it."""
+
+    def __init__(self, start: Start, max_body_bytes: int, streams: set[RequestStream]) -> None:
+        super().__init__()
+        self._start = start
+        self._reader = MessageReader(max_body_bytes + _HEADER_BYTES)
+        self._streams = streams
+        self._requests: dict[int, tuple[_Credit, asyncio.Task[None]]] = {}
+        self._out: list[bytes] = []
+        self._wakeup = asyncio.Event()
+        self._closed = False
+
+    def close(self) -> None:
+        """End the stream with all of its requests."""
+        self._closed = True
+        self._wakeup.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._streams.add(self)
+        headers = [(b"content-type", LEGS_MEDIA_TYPE.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._send(message(Kind.PONG))
+        reading = asyncio.create_task(self._read(receive))
+        try:
+            while not self._closed:
+                await self._wakeup.wait()
+                self._wakeup.clear()
+                # The frames of all requests in one step leave in one write.
+                body = b"".join(self._out)
+                self._out.clear()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._streams.discard(self)
+            tasks = [reading, *(task for _, task in self._requests.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _send(self, data: bytes) -> None:
+        self._out.append(data)
+        self._wakeup.set()
+
+    async def _read(self, receive: Receive) -> None:
+        try:
+            while (event := await receive())["type"] == "http.request":
+                for number, kind, body in self._reader.feed(event.get("body", b"")):
+                    self._handle(number, kind, body)
+                if not event.get("more_body", False):
+                    return
+        except NodeFailed as why:
+            log.warning("a router's request stream is closed: %s", why)
+        finally:
+            self.close()
+
+    def _handle(self, number: int, kind: int, body: memoryview) -> None:
+        known = self._requests.get(number)
+        if kind == Kind.PING:
+            self._send(message(Kind.PONG))
+        elif kind == Kind.OPEN and known is None:
+            credit = _Credit()
+            task = asyncio.create_task(self._serve(number, credit, bytes(body)))
+            self._requests[number] = (credit, task)
+            task.add_done_callback(lambda _: self._requests.pop(number, None))
+        elif kind == Kind.CREDIT and known is not None:
+            known[0].add(credit_of(body))
+        elif kind == Kind.CANCEL and known is not None:
+            known[1].cancel()
+
+    async def _serve(self, number: int, credit: _Credit, body: bytes) -> None:
+        try:
+            load, frames = await self._start_request(body)
+        except KvrelayError as why:
+            self._answer(number, Answer(why.status, None, why.body(), why.retry_after_s))
+            return
+        except Exception:
+            log.exception("request %d of a stream broke before it began", number)
+            broken = RequestBroke()
+            self._answer(number, Answer(broken.status, None, broken.body()))
+            return
+        self._answer(number, Answer(200, load))
+        ended = False
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    ended = frame.kind not in _NOT_LAST
+                    data = frame_message(number, frame)
+                    self._send(data)
+                    if not ended:
+                        await credit.spend(len(data))
+        except Exception:
+            log.exception("request %d of a stream broke", number)
+        if not ended:
+            self._send(message(Kind.OVER, number))
+
+    async def _start_request(self, body: bytes) -> tuple[Load, AsyncGenerator[Frame, None]]:
+        try:
+            opened = msgspec.msgpack.decode(body, type=Open)
+        except MALFORMED as why:
+            raise RequestError(f"the request is malformed: {why}") from why
+        return await self._start(opened.path, opened.headers, opened.body)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        self._send(message(Kind.ANSWER, number, msgspec.msgpack.encode(answer)))
