@@ -27,9 +27,8 @@ from kvrelay.openai_api.tls import server_context
 from kvrelay.router.reload import Reread, reload_on_hangup
 from kvrelay.router.server import settle
 from kvrelay.router.transport.node_client import node_tls
-from kvrelay.router.workers.listening import shared_port
 from kvrelay.router.workers.parent import Parent
-from kvrelay.router.workers.worker import serve_worker
+from kvrelay.router.workers.worker import serve_worker, shared_port
 from kvrelay.supervisor import Backoff, ChildFailed
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.versions import RELEASE
@@ -170,7 +169,7 @@ class _Worker:
                 env={**os.environ, PARENT_PID: str(os.getpid())},
             )
         self._hearing = asyncio.create_task(
-            self._parent.hear(self._index, ours, partial(_kill, process))
+            self._parent.lead(self._index, ours, partial(_kill, process))
         )
         return process
 

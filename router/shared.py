@@ -1,8 +1,7 @@
-"""What a router process has in common with others that serve the same port; a router by itself is
-alone.
+"""What a router process has in common with others that serve the same port.
 
-Owns the case without any others. With several processes it is router/workers/worker.py's in those
-that answer requests, and router/workers/parent.py's in the one that looks after them.
+This is the case of a router alone. With several processes router/workers/worker.py overrides it in
+those that answer requests, and router/workers/parent.py in the one that looks after them.
 """
 
 from __future__ import annotations
@@ -25,23 +24,26 @@ class Shared:
     """A router process that is alone."""
 
     leads = True
-    """It looks after nodes: has them meet, and change their roles."""
+    """This process looks after nodes: it warms up pairs, and changes roles."""
     serves = True
-    """It answers requests, so that it wants to know what nodes have in their caches."""
+    """This process answers requests, so it follows what nodes have in their caches."""
     warm_pairs: WarmPairs = NO_PAIRS
     """The pairs of nodes that are warm, if another process warms them up."""
     index = 0
-    """Its number among those that serve."""
+    """The number of this process among those that serve."""
     forward: Callable[[Request, bytes, float], Awaitable[Response]] | None = None
-    """Asks the process that leads what operators and scrapers want to know or to change."""
+    """Asks the leading process what operators and scrapers want to know or to change."""
+    responses: ResponseStore
+    """Set in processes that serve."""
 
     def __init__(self, responses: str = IN_MEMORY) -> None:
-        """`responses`: the path of their file."""
+        """`responses`: the path of the file of stored responses."""
         self.poison = Poison()
-        self.responses = ResponseStore(responses)
+        if self.serves:
+            self.responses = ResponseStore(responses)
 
     def running_elsewhere(self) -> Mapping[str, int] | None:
-        """Count the legs by the addresses of their nodes, if other processes have them."""
+        """Return the requests of other processes, if any, by the addresses of their nodes."""
         return None
 
     def other_workers(self) -> Sequence[WorkerStatus]:
@@ -49,11 +51,11 @@ class Shared:
         return ()
 
     def exposition(self, own: CollectorRegistry) -> bytes:
-        """Write the metrics of all processes in Prometheus's format."""
+        """Return the metrics of all processes in Prometheus's format."""
         return generate_latest(own)
 
     def workers(self) -> dict[str, int] | None:
-        """Count the processes, and say which this is; None: it is alone."""
+        """Return the index of this process and the number of all; None: it is alone."""
         return None
 
     async def settled(self) -> None:

@@ -1,10 +1,8 @@
-"""What a router's parent process and its workers say to each other: a length, then msgpack. Pure
-but for the reading.
+"""The two messages between a router's parent process and its workers: a length, then msgpack.
 
-There are two kinds of messages, and none is an answer. The parent sends a snapshot of all that its
-workers must know, whenever that is not what they have; a worker reports what it sees. Both ends are
-of one installation, so there are no versions of the format. Lengths are limited, types are checked;
-nothing is pickled.
+The parent sends the whole state that its workers must know, whenever it has changed; a worker
+reports what it sees. Neither is an answer. Both ends are of one installation, so the format has no
+versions. Lengths are limited, types are checked; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,7 +22,15 @@ from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.frames import MALFORMED
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["MAX_BYTES", "Family", "LinkBroken", "Report", "Snapshot", "framed", "received"]
+__all__ = [
+    "MAX_BYTES",
+    "ClusterState",
+    "LinkBroken",
+    "MetricFamily",
+    "WorkerReport",
+    "encode_message",
+    "read_message",
+]
 
 MAX_BYTES = 64 << 20
 _LENGTH_BYTES = 4
@@ -33,11 +39,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LinkBroken(KvrelayError):
-    """An end of a connection between the processes of a router that says what no other end would."""
+    """A connection between the router's processes that is gone or carries no message."""
 
 
-class Family(msgspec.Struct, frozen=True, array_like=True):
-    """One metric of a registry: its name, help and type, and each sample's name, labels and value."""
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """A metric of a registry, with each sample's name, labels and value."""
 
     name: str
     about: str
@@ -45,46 +51,43 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     samples: list[tuple[str, dict[str, str], float]]
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All that a worker must know. What is applied twice is as once, and a newer one makes an older
-    one useless.
-    """
+class ClusterState(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of all that a worker must know; a newer one makes an older one useless."""
 
     version: int
     listening: int
     """Workers that take connections."""
     config: RouterConfig
-    """Of one worker; its port is that of all."""
-    names: dict[Source, list[NodeSpec]]
-    """By source, the nodes that it names."""
+    """The configuration of one worker, with the port of all."""
+    members: dict[Source, list[NodeSpec]]
     drained: dict[str, str]
-    """By the address of a node that an operator wants to take no legs, which process was meant."""
-    addresses: dict[str, str]
-    """By the address of a vLLM node, that of its P2pNcclConnector."""
-    news: Sequence[NodeEvent]
-    """The last things that happened to nodes; a worker that begins asks them itself."""
+    """The generation of each node that an operator drains, by its address."""
+    p2p_addresses: dict[str, str]
+    """The address of each vLLM node's P2pNcclConnector, by the node's address."""
+    events: Sequence[NodeEvent]
+    """The newest events of nodes; a worker that begins asks the nodes itself."""
     warm_pairs: WarmPairs
     poison: dict[bytes, Suspect]
-    """By fingerprint."""
-    heard: dict[int, int]
-    """By worker, how many of its deaths are in `poison`."""
+    """By fingerprint of the request."""
+    deaths: dict[int, int]
+    """How many of each worker's deaths are in `poison`, by its index."""
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker sees."""
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    """A report of what a worker sees."""
 
     version: int
-    """Of the snapshot that it has applied."""
-    legs: dict[str, int]
-    """By address of a node."""
+    """The version of the state that the worker has applied."""
+    running: dict[str, int]
+    """Requests that run on each node, by its address."""
     death: tuple[bytes, str] | None = None
-    """A request's fingerprint, and which process has just died of it; empty: it was answered."""
-    seen: WorkerStatus | None = None
-    """For the console, once in a while, and so are the metrics."""
-    families: list[Family] = []
+    """The fingerprint of a request, and which process just died of it; empty: it was answered."""
+    status: WorkerStatus | None = None
+    """Sent once in a while, as are the metrics."""
+    metrics: list[MetricFamily] = []
 
 
-def framed(message: Snapshot | Report) -> bytes:
+def encode_message(message: ClusterState | WorkerReport) -> bytes:
     """Return a message as it is sent. Raises LinkBroken if it is too long."""
     body = _encode(message)
     if len(body) > MAX_BYTES:
@@ -92,10 +95,8 @@ def framed(message: Snapshot | Report) -> bytes:
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-async def received(reader: asyncio.StreamReader, kind: type[_Message]) -> _Message:
-    """Wait for the next message. Raises LinkBroken for what is none, and once the other end is
-    gone.
-    """
+async def read_message(reader: asyncio.StreamReader, kind: type[_Message]) -> _Message:
+    """Wait for the next message. Raises LinkBroken for anything else, and at the end."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > MAX_BYTES:

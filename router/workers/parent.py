@@ -1,9 +1,8 @@
-"""The process that looks after the workers of one port: who is in the cluster, their configuration,
-roles and metrics.
+"""The process that looks after the workers of one port, and after nodes, roles and metrics.
 
-It is a router itself, which answers no completions: it hears and checks nodes, has them meet and
-change their roles, and answers operators, whose requests the workers hand on to its Unix socket.
-What follows for the workers goes out as a snapshot (router/workers/messages.py). Starts no process:
+It is a router itself, which answers no completions: it hears and checks nodes, warms up pairs,
+changes roles, and answers operators, whose requests the workers forward to its Unix socket. What
+follows for the workers goes out as one state (router/workers/messages.py). It starts no process:
 kvrelay/workers.py does.
 """
 
@@ -29,45 +28,51 @@ from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import WorkerStatus
-from kvrelay.router.workers.messages import Family, LinkBroken, Report, Snapshot, framed, received
-from kvrelay.router.workers.metric_sums import collected, lasting, summed, text_of
+from kvrelay.router.workers.messages import (
+    ClusterState,
+    LinkBroken,
+    MetricFamily,
+    WorkerReport,
+    encode_message,
+    read_message,
+)
+from kvrelay.router.workers.metrics import collected, lasting, summed, text_of
 from kvrelay.wire.router_config import RouterConfig
 
-__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "share_of"]
+__all__ = ["BACKLOG_BYTES", "HANGS_S", "SOCKET", "Parent", "WorkerMetrics", "config_of_worker"]
 
 SOCKET = "parent"
 """The name of the parent's socket in the folder that it shares with its workers."""
 HANGS_S = 15.0
-"""A worker that reports nothing for so long is stopped, or in a loop without end: it is replaced."""
+"""A worker without a report for so long is stopped, or in a loop without end: it is replaced."""
 _TICK_S = 0.1
 _SETTLED_S = 1.0
 BACKLOG_BYTES = 1 << 20
-"""Who has so much before it is told nothing further until it has read on; then the newest."""
+"""A worker with so much to read gets nothing more until it has read on; then the newest."""
 
 _log = logging.getLogger("kvrelay.router")
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """One worker process."""
+    """A worker process."""
 
     index: int
-    end: Callable[[], None]
+    kill: Callable[[], None]
     writer: asyncio.StreamWriter
     heard_at: float
     sent: int = -1
-    report: Report | None = None
-    """The last one; before the first it takes no connections."""
-    seen: WorkerStatus | None = None
-    families: list[Family] = field(default_factory=list)
+    """The version of the state that was sent last."""
+    report: WorkerReport | None = None
+    """The newest report; before the first the worker takes no connections."""
+    status: WorkerStatus | None = None
+    metrics: list[MetricFamily] = field(default_factory=list)
     deaths: int = 0
-    """That it has told of."""
+    """Deaths that the worker has reported."""
 
 
-def share_of(config: RouterConfig, port: int) -> RouterConfig:
-    """Return the configuration of one worker: limits are divided, rounded up, and it hears no nodes
-    itself.
-    """
+def config_of_worker(config: RouterConfig, port: int) -> RouterConfig:
+    """Return the configuration of one worker: limits are divided, and it hears no nodes itself."""
 
     def divided(count: int) -> int:
         return math.ceil(count / config.workers)
@@ -97,7 +102,7 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
 
 
 class WorkerMetrics:
-    """What is measured of the workers themselves."""
+    """The metrics of the workers themselves."""
 
     def __init__(self, registry: CollectorRegistry, listening: Callable[[], int]) -> None:
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(
@@ -117,17 +122,16 @@ class Parent(Shared):
     def __init__(
         self, config: RouterConfig, port: int, folder: Path, reread: Reread | None = None
     ) -> None:
-        """`folder`: of this process, which its workers may enter and nobody else."""
+        """`folder`: only this process and its workers may enter it."""
         super().__init__()
         self._port = port
         self._server = make_server(config, self, reread, unix_socket=folder / SOCKET)
         self.router: Router = self._server.config.app.state.router  # type: ignore[union-attr]
         self._peers: dict[int, _Peer] = {}
-        self._ended: list[Family] = []
-        self._due = False
-        """A broadcast is about to be made."""
-        self._told = self._snapshot(0)
-        self._frame = framed(self._told)
+        self._ended: list[MetricFamily] = []
+        self._broadcast_due = False
+        self._state = self._state_now(0)
+        self._message = encode_message(self._state)
         self.metrics = WorkerMetrics(self.router.metrics.registry, self.listening)
 
     @asynccontextmanager
@@ -143,34 +147,34 @@ class Parent(Shared):
             await asyncio.gather(serving, ticking, return_exceptions=True)
 
     def listening(self) -> int:
-        """Count the workers that take connections."""
+        """Return the number of workers that take connections."""
         return sum(peer.report is not None for peer in self._peers.values())
 
     def serves_at(self, index: int) -> bool:
-        """Say whether this worker takes connections."""
+        """Return whether this worker takes connections."""
         return index in self._peers and self._peers[index].report is not None
 
-    async def hear(self, index: int, pair: socket.socket, end: Callable[[], None]) -> None:
+    async def lead(self, index: int, pair: socket.socket, kill: Callable[[], None]) -> None:
         """Lead a worker that was started until it is gone, and keep what it has counted.
 
-        `pair` is our end of its pair, and `end` kills it if it hangs.
+        `pair` is our end of its socket pair; `kill` is called if it hangs.
         """
         reader, writer = await asyncio.open_connection(sock=pair)
-        peer = self._peers[index] = _Peer(index, end, writer, time.monotonic())
+        peer = self._peers[index] = _Peer(index, kill, writer, time.monotonic())
         self._broadcast()
         try:
             while True:
-                self._heard(peer, await received(reader, Report))
+                self._take_report(peer, await read_message(reader, WorkerReport))
         except LinkBroken as why:
             _log.info("worker %d is gone: %s", index, why.message)
         finally:
             writer.close()
             if self._peers.get(index) is peer:
                 del self._peers[index]
-            self._ended = summed([self._ended, lasting(peer.families)])
+            self._ended = summed([self._ended, lasting(peer.metrics)])
             self._broadcast()
 
-    def _heard(self, peer: _Peer, report: Report) -> None:
+    def _take_report(self, peer: _Peer, report: WorkerReport) -> None:
         began, peer.report, peer.heard_at = peer.report is None, report, time.monotonic()
         if report.death is not None:
             peer.deaths += 1
@@ -179,43 +183,39 @@ class Parent(Shared):
                 self.poison.died(fingerprint, process, peer.heard_at)
             else:
                 self.poison.spared(fingerprint)
-        if report.seen is not None:
-            peer.seen, peer.families = report.seen, report.families
-        if began or (
-            report.death is not None and not self._due
-        ):  # a node that dies has many requests: one snapshot
-            self._due = True
+        if report.status is not None:
+            peer.status, peer.metrics = report.status, report.metrics
+        # A node that dies has many requests: they make one broadcast.
+        if began or (report.death is not None and not self._broadcast_due):
+            self._broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast)
 
-    def _snapshot(self, version: int) -> Snapshot:
-        """Say what workers must know now."""
+    def _state_now(self, version: int) -> ClusterState:
         router, now = self.router, time.monotonic()
         pool, nodes = router.pool, router.pool.nodes
-        return Snapshot(
+        return ClusterState(
             version=version,
             listening=self.listening(),
-            config=share_of(router.config, self._port),
-            names={
+            config=config_of_worker(router.config, self._port),
+            members={
                 source: list(specs.values()) for source, specs in pool.members.by_source.items()
             },
             drained={node.url: node.generation for node in nodes if node.drain_asked},
-            addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
-            news=list(pool.events),
+            p2p_addresses={node.url: node.p2p_address for node in nodes if node.p2p_address},
+            events=list(pool.events),
             warm_pairs=router.warm_ups.pairs(),
             poison=dict(self.poison.suspects(now)),
-            heard={peer.index: peer.deaths for peer in self._peers.values()},
+            deaths={peer.index: peer.deaths for peer in self._peers.values()},
         )
 
     def _broadcast(self) -> int:
-        """Send what is new to all who have not got it; return the version of what they will have
-        then.
-        """
-        version, self._due = self._told.version, False
-        now = self._snapshot(version)
-        if now != self._told:
+        """Send the state to all workers that have an older one; return its version."""
+        version, self._broadcast_due = self._state.version, False
+        now = self._state_now(version)
+        if now != self._state:
             version += 1
-            self._told = msgspec.structs.replace(now, version=version)
-            self._frame = framed(self._told)
+            self._state = msgspec.structs.replace(now, version=version)
+            self._message = encode_message(self._state)
         for peer in self._peers.values():
             transport = peer.writer.transport
             if (
@@ -223,12 +223,12 @@ class Parent(Shared):
                 and not transport.is_closing()
                 and transport.get_write_buffer_size() < BACKLOG_BYTES
             ):
-                peer.writer.write(self._frame)
+                peer.writer.write(self._message)
                 peer.sent = version
         return version
 
     async def settled(self) -> None:
-        """Wait until all workers have what was changed here, as far as they read at all."""
+        """Wait until all workers that read at all have what was changed here."""
         version, until = self._broadcast(), time.monotonic() + _SETTLED_S
         while any(peer.report and peer.report.version < version for peer in self._peers.values()):
             if time.monotonic() > until:
@@ -248,37 +248,33 @@ class Parent(Shared):
                 _log.exception("the look after the workers failed")
 
     def _look(self, now: float, late_s: float) -> None:
-        """Tell the workers what is new, and end those that hang."""
+        """Send what is new, and kill workers that hang."""
         self._broadcast()
         for peer in self._peers.values():
             peer.heard_at += late_s
             if peer.report is not None and now - peer.heard_at > HANGS_S:
-                _log.error(
-                    "worker %d hangs and is killed: it has reported nothing for %g s",
-                    peer.index,
-                    HANGS_S,
-                )
+                _log.error("worker %d hangs and is killed: no report for %g s", peer.index, HANGS_S)
                 self.metrics.hung.inc()
                 peer.heard_at = math.inf
-                peer.end()
+                peer.kill()
 
     def running_elsewhere(self) -> Mapping[str, int]:
-        """Count the legs of all workers, by the addresses of their nodes."""
-        legs: Counter[str] = Counter()
+        """Return the requests of all workers, by the addresses of their nodes."""
+        running: Counter[str] = Counter()
         for peer in self._peers.values():
             if peer.report is not None:
-                legs.update(peer.report.legs)
-        return legs
+                running.update(peer.report.running)
+        return running
 
     def other_workers(self) -> Sequence[WorkerStatus]:
         """Return what the workers saw when they last told."""
-        return [peer.seen for peer in self._peers.values() if peer.seen is not None]
+        return [peer.status for peer in self._peers.values() if peer.status is not None]
 
     def exposition(self, own: CollectorRegistry) -> bytes:
-        """Write the metrics of all processes as those of one, also of workers that have ended."""
-        of_workers = [peer.families for peer in self._peers.values()]
+        """Return the metrics of all processes as those of one, also of workers that ended."""
+        of_workers = [peer.metrics for peer in self._peers.values()]
         return text_of(summed([*of_workers, self._ended, collected(own)]))
 
     def workers(self) -> dict[str, int] | None:
-        """Count the workers."""
+        """Return the number of workers."""
         return {"listening": self.listening(), "wanted": self.router.config.workers}

@@ -1,8 +1,7 @@
 """One worker process of a router that has several: it serves the port as a router alone does.
 
-What it must know of the cluster its parent tells it (router/workers/parent.py), and what operators
-ask of it the parent answers. Limits of keys are divided among the workers; stored responses are in
-a file that all have.
+Its parent tells it what it must know of the cluster, and answers what operators ask of it. Limits
+of keys are divided among the workers; stored responses are in a file that all have.
 """
 
 from __future__ import annotations
@@ -14,28 +13,107 @@ import socket
 import time
 from pathlib import Path
 
+import aiohttp
 import msgspec
+import yarl
+from fastapi import Request
+from starlette.responses import Response
 
+from kvrelay.router.guard import PEER_HEADER, peer_of
 from kvrelay.router.membership.warm_up import NO_PAIRS
 from kvrelay.router.nodes.node import NodeEvent
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.router.shared import Shared
-from kvrelay.router.workers.forwarding import Forwarding
-from kvrelay.router.workers.listening import shared_port
-from kvrelay.router.workers.messages import LinkBroken, Report, Snapshot, framed, received
-from kvrelay.router.workers.metric_sums import collected
+from kvrelay.router.workers.messages import (
+    ClusterState,
+    LinkBroken,
+    WorkerReport,
+    encode_message,
+    read_message,
+)
+from kvrelay.router.workers.metrics import collected
 from kvrelay.router.workers.parent import BACKLOG_BYTES, SOCKET
 from kvrelay.wire.config import Role
+from kvrelay.wire.errors import ConfigError, Unavailable
 
-__all__ = ["Worker", "serve_worker"]
+__all__ = ["Worker", "serve_worker", "shared_port"]
 
 _BEGIN_S = 30.0
 _TICK_S = 0.005
 _REPORT_S = 1.0
 _RESPONSES = "responses.sqlite"
+_ORDER_S = 320.0  # a node may take 305 s to write a profile
+_QUESTION_S = 20.0
+_FORWARDED = ("authorization", "x-api-key", "content-type")
+_RETURNED = ("content-type", "cache-control", "retry-after", "www-authenticate")
 
 _log = logging.getLogger("kvrelay.router")
+
+
+def shared_port(host: str, port: int) -> socket.socket:
+    """Return a socket that shares a port with others that were made here; 0 takes a free one.
+
+    The kernel gives each connection to one of those that listen. Raises ConfigError.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("several workers need SO_REUSEPORT, which this system has not; use one")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        held = socket.socket(family, kind, protocol)
+    except OSError as why:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {why}; give another --host"
+        ) from why
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port in TIME_WAIT
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind(address)
+    except OSError as why:
+        held.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {why.strerror}; choose another with --port"
+        ) from why
+    return held
+
+
+class _ParentClient:
+    """A client of the parent's Unix socket, for what operators and scrapers ask."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._http: aiohttp.ClientSession | None = None
+
+    async def forward(self, request: Request, body: bytes, deadline_s: float = 0.0) -> Response:
+        """Return the parent's answer to a request. Raises Unavailable after the deadline."""
+        if self._http is None:
+            connector = aiohttp.UnixConnector(str(self._path))
+            self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
+        deadline_s = deadline_s or (_QUESTION_S if request.method == "GET" else _ORDER_S)
+        # As it came: what is encoded or has dots in it must not be another path there.
+        path, query = (
+            request.scope[part].decode("latin-1") for part in ("raw_path", "query_string")
+        )
+        url = yarl.URL.build(
+            scheme="http", host="parent", path=path, query_string=query, encoded=True
+        )
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        headers[PEER_HEADER] = peer_of(request)
+        try:
+            asking = self._http.request(request.method, url, data=body, headers=headers)
+            async with asyncio.timeout(deadline_s), asking as answer:
+                kept = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
+                return Response(await answer.read(), answer.status, kept)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as why:
+            raise Unavailable("the router's own processes have lost each other; try again") from why
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
 
 
 class Worker(Shared):
@@ -43,72 +121,61 @@ class Worker(Shared):
 
     leads = False
     router: Router
-    """Set before the first snapshot is applied."""
+    """Set before the first state is applied."""
 
     def __init__(self, index: int, folder: Path, writer: asyncio.StreamWriter) -> None:
         super().__init__(str(folder / _RESPONSES))
         self.poison.tell = lambda fingerprint, process: self.report((fingerprint, process))
-        self.forward = self.forwarding = Forwarding(folder / SOCKET)
+        self._parent = _ParentClient(folder / SOCKET)
+        self.forward = self._parent.forward
         self.index, self._writer = index, writer
-        self._known: Snapshot | None = None
+        self._state: ClusterState | None = None
         self._deaths = 0
 
     def workers(self) -> dict[str, int] | None:
-        """Say which worker this is, and count all."""
-        assert self._known is not None
-        return {
-            "index": self.index,
-            "listening": self._known.listening,
-            "wanted": self.router.config.workers,
-        }
+        """Return this worker's index, and the number of all."""
+        assert self._state is not None
+        wanted = self.router.config.workers
+        return {"index": self.index, "listening": self._state.listening, "wanted": wanted}
 
-    def apply(self, told: Snapshot) -> None:
-        """Take over what the parent says. What this process has not been told it leaves as it is."""
-        router, pool, node_health, now = (
-            self.router,
-            self.router.pool,
-            self.router.node_health,
-            time.monotonic(),
-        )
-        # A process that begins has its configuration, and asks nodes itself what has become of
-        # them.
-        before = self._known or msgspec.structs.replace(told, names={}, warm_pairs=NO_PAIRS)
-        self._known = told
-        for source, specs in told.names.items():
-            if before.names.get(source) != specs:
+    def apply(self, state: ClusterState) -> None:
+        """Take over what the parent says, and leave the rest as this process sees it."""
+        router, pool, now = self.router, self.router.pool, time.monotonic()
+        # A new process has its configuration, and asks the nodes itself what has become of them.
+        before = self._state or msgspec.structs.replace(state, members={}, warm_pairs=NO_PAIRS)
+        self._state = state
+        for source, specs in state.members.items():
+            if before.members.get(source) != specs:
                 pool.set_members(source, specs, now)
-        for url, address in told.addresses.items():
+        for url, address in state.p2p_addresses.items():
             pool.note_p2p_address(url, address)
-        newest = before.news[-1].number if before.news else 0
-        for news in told.news:
-            if news.number > newest:
-                self._hear(news, now)
+        newest = before.events[-1].number if before.events else 0
+        for event in state.events:
+            if event.number > newest:
+                self._apply_event(event, now)
         for node in pool.nodes:
-            meant = told.drained.get(node.url)
+            meant = state.drained.get(node.url)
             if meant is None and node.drain_asked:
                 pool.undrain(node, now)
             elif meant is not None and not node.drain_asked and node.generation in ("", meant):
                 node.generation = meant
                 pool.drain(node, now)
-        self.warm_pairs = told.warm_pairs
-        for pair in set(told.warm_pairs[1]) - set(
-            before.warm_pairs[1]
-        ):  # each failure once; that they have met, their legs will show
+        self.warm_pairs = state.warm_pairs
+        # Each failure once; that a pair works, its requests will show.
+        for pair in set(state.warm_pairs[1]) - set(before.warm_pairs[1]):
             prefill, decode = map(pool.find, pair[:2])
             if prefill is not None and decode is not None:
-                node_health.probed(prefill, decode, failed=True, now=now)
-        if (
-            told.heard.get(self.index, 0) >= self._deaths
-        ):  # else the parent has not heard of the last ones
-            self.poison.take_over(told.poison)
-        if before.config != told.config:
-            router.take_over(told.config)
+                router.node_health.probed(prefill, decode, failed=True, now=now)
+        if state.deaths.get(self.index, 0) >= self._deaths:  # else the newest are not in it
+            self.poison.take_over(state.poison)
+        if before.config != state.config:
+            router.take_over(state.config)
 
-    def _hear(self, news: NodeEvent, now: float) -> None:
-        pool, node = self.router.pool, self.router.pool.find(news.url)
-        match news.what:
+    def _apply_event(self, event: NodeEvent, now: float) -> None:
+        pool, node = self.router.pool, self.router.pool.find(event.url)
+        match event.what:
             case "ended":
-                pool.note_process_ended(news.url, now)
+                pool.note_process_ended(event.url, now)
             case _ if node is None:
                 pass
             case "emptied":
@@ -116,50 +183,49 @@ class Worker(Shared):
             case "drains":
                 pool.note_draining(node, now)
             case "flips":
-                pool.note_role_change(node, Role(news.word), now)
+                pool.note_role_change(node, Role(event.word), now)
             case "loaded" | "unloaded":
-                pool.note_adapter(node, news.word, loaded=news.what == "loaded", now=now)
+                pool.note_adapter(node, event.word, loaded=event.what == "loaded", now=now)
 
     def report(self, death: tuple[bytes, str] | None = None, *, whole: bool = False) -> None:
-        """Tell the parent what is seen here; the `whole` of it, or what is needed at once."""
+        """Report to the parent; `whole`: also the status and the metrics."""
         self._deaths += death is not None
         router = self.router
-        legs = {
-            node.url: len(node.leases)
-            for node in (*router.pool.nodes, *router.pool.leaving)
-            if node.leases
-        }
-        report = Report(0 if self._known is None else self._known.version, legs, death)
+        nodes = (*router.pool.nodes, *router.pool.leaving)
+        running = {node.url: len(node.leases) for node in nodes if node.leases}
+        report = WorkerReport(0 if self._state is None else self._state.version, running, death)
         if whole and self._writer.transport.get_write_buffer_size() < BACKLOG_BYTES:
-            seen, families = router.console.status(), collected(router.metrics.registry)
-            report = msgspec.structs.replace(report, seen=seen, families=families)
-        self._writer.write(framed(report))
+            status, metrics = router.console.status(), collected(router.metrics.registry)
+            report = msgspec.structs.replace(report, status=status, metrics=metrics)
+        self._writer.write(encode_message(report))
 
     async def follow(self, reader: asyncio.StreamReader) -> None:
-        """Apply each snapshot as it comes. Raises LinkBroken."""
+        """Apply each state as it comes. Raises LinkBroken."""
         while True:
-            self.apply(await received(reader, Snapshot))
+            self.apply(await read_message(reader, ClusterState))
             self.report()
 
     async def report_for_ever(self) -> None:
-        """Tell the parent all that is seen here, once in a while."""
+        """Report all that is seen here, once in a while."""
         while True:
             self.report(whole=True)
             await asyncio.sleep(_REPORT_S)
 
+    async def close(self) -> None:
+        """Close the connection to the parent's socket."""
+        await self._parent.close()
+
 
 async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
-    """Serve over this end of a pair what the parent at its other end says, until SIGTERM. Raises
-    KvrelayError.
-    """
+    """Serve until SIGTERM; `end` is connected to the parent. Raises KvrelayError."""
     reader, writer = await asyncio.open_connection(sock=end)
     async with asyncio.timeout(_BEGIN_S):
-        begin = await received(reader, Snapshot)
+        state = await read_message(reader, ClusterState)
     worker = Worker(index, folder, writer)
-    server = make_server(begin.config, worker)
+    server = make_server(state.config, worker)
     worker.router = server.config.app.state.router  # type: ignore[union-attr]
-    worker.apply(begin)
-    with shared_port(begin.config.host, begin.config.port) as listening:
+    worker.apply(state)
+    with shared_port(state.config.host, state.config.port) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         while not (server.started or serving.done()):
             await asyncio.sleep(_TICK_S)
@@ -169,17 +235,13 @@ async def serve_worker(end: socket.socket, index: int, folder: Path) -> None:
         }
         await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():  # without the parent there is nobody who would end this process
-            for failed in (
-                task
-                for task in beside
-                if task.done() and not isinstance(task.exception(), LinkBroken)
-            ):
-                _log.error(
-                    "a worker ends, because of an error of its own", exc_info=failed.exception()
-                )
+            failures = [task.exception() for task in beside if task.done()]
+            for why in failures:
+                if not isinstance(why, LinkBroken):
+                    _log.error("a worker ends, because of an error of its own", exc_info=why)
             _log.error("the parent of this worker is gone")
             os._exit(1)
         for task in beside:
             task.cancel()
-        await asyncio.gather(*beside, worker.forwarding.close(), return_exceptions=True)
+        await asyncio.gather(*beside, worker.close(), return_exceptions=True)
         await serving

@@ -27,9 +27,9 @@ from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.guard import OPERATED
 from kvrelay.router.nodes.pool import DRAINS
 from kvrelay.router.workers import parent as parent_module
-from kvrelay.router.workers.listening import shared_port
-from kvrelay.router.workers.metric_sums import collected
+from kvrelay.router.workers.metrics import collected
 from kvrelay.router.workers.parent import Parent
+from kvrelay.router.workers.worker import shared_port
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.versions import RELEASE
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill

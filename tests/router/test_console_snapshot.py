@@ -30,7 +30,7 @@ from kvrelay.router.recent_requests import (
     quantile,
 )
 from kvrelay.router.state import FailedPair, Health, NodeStatus, WorkerStatus
-from kvrelay.router.workers.messages import Report, framed, received
+from kvrelay.router.workers.messages import WorkerReport, encode_message, read_message
 from kvrelay.wire.config import Role
 
 P, D = "http://p:1", "http://d:1"
@@ -253,10 +253,10 @@ async def test_what_workers_tell_of_it_arrives_as_it_was() -> None:
     recent = RecentRequests()
     note(recent, 4999.0, 999.0)
     recent.add_edge(999.0, Edge(P, D, 0, 1, 100, 0.5, 0.1))
-    told = Report(3, {P: 1}, seen=worker(1, recent))
+    told = WorkerReport(3, {P: 1}, status=worker(1, recent))
     reader = asyncio.StreamReader()
-    reader.feed_data(framed(told))
-    assert await received(reader, Report) == told
+    reader.feed_data(encode_message(told))
+    assert await read_message(reader, WorkerReport) == told
 
 
 def test_the_json_is_the_same_for_whoever_reads_it() -> None:

@@ -1,19 +1,20 @@
 """The metrics of several worker processes as those of one. Pure.
 
 Counters and histograms are summed, also those of workers that have ended: a sum never goes back.
-Gauges are summed where they count what a worker has, and the largest is taken where they say what
-each of them sees of the same thing, or how near each is to a limit of its own.
+Gauges are summed where they count what a worker has; the largest is taken where all workers see
+the same thing, or each has a limit of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvrelay.router.workers.messages import Family
+from kvrelay.router.workers.messages import MetricFamily
 
 __all__ = ["LARGEST", "collected", "lasting", "summed", "text_of"]
 
@@ -31,19 +32,15 @@ LARGEST = frozenset(
         "process_max_fds",
     }
 )
-"""Gauges of what all workers see, and of what each must have enough of by itself. All others are
-summed.
-"""
+"""The gauges of which the largest is taken."""
 _LASTING = ("counter", "histogram", "summary")
 _CREATED = "_created"
 
-_Sample = tuple[str, tuple[tuple[str, str], ...]]
 
-
-def collected(registry: CollectorRegistry) -> list[Family]:
-    """Return what a registry says now."""
+def collected(registry: CollectorRegistry) -> list[MetricFamily]:
+    """Return the metrics of a registry."""
     return [
-        Family(
+        MetricFamily(
             metric.name,
             metric.documentation,
             metric.type,
@@ -53,20 +50,19 @@ def collected(registry: CollectorRegistry) -> list[Family]:
     ]
 
 
-def lasting(families: Iterable[Family]) -> list[Family]:
-    """Return what is left of a worker that has ended."""
+def lasting(families: Iterable[MetricFamily]) -> list[MetricFamily]:
+    """Return the metrics that outlive their worker."""
     return [family for family in families if family.kind in _LASTING]
 
 
-def summed(of_each: Iterable[Iterable[Family]]) -> list[Family]:
-    """Return one of all. Each sample stands where it stood first."""
-    known: dict[str, Family] = {}
-    values: dict[str, dict[_Sample, float]] = {}
-    for families in of_each:
+def summed(processes: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:
+    """Return the metrics of all processes as one list."""
+    known: dict[str, MetricFamily] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for families in processes:
         for family in families:
             known.setdefault(family.name, family)
             sums = values.setdefault(family.name, {})
-            largest = family.name in LARGEST
             for name, labels, value in family.samples:
                 key = (name, tuple(sorted(labels.items())))
                 if key not in sums:
@@ -74,24 +70,22 @@ def summed(of_each: Iterable[Iterable[Family]]) -> list[Family]:
                 elif name.endswith(_CREATED) and family.kind in _LASTING:
                     sums[key] = min(sums[key], value)
                 else:
+                    largest = family.name in LARGEST
                     sums[key] = max(sums[key], value) if largest else sums[key] + value
     return [
-        Family(
-            name,
-            family.about,
-            family.kind,
-            [(of, dict(labels), v) for (of, labels), v in values[name].items()],
+        msgspec.structs.replace(
+            family,
+            samples=[(of, dict(labels), value) for (of, labels), value in values[name].items()],
         )
         for name, family in known.items()
     ]
 
 
-class _Told(Collector):
-    def __init__(self, families: Iterable[Family]) -> None:
+class _Collected(Collector):
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """As they are."""
         for family in self._families:
             metric = Metric(family.name, family.about, family.kind)
             for name, labels, value in family.samples:
@@ -99,6 +93,6 @@ class _Told(Collector):
             yield metric
 
 
-def text_of(families: Iterable[Family]) -> bytes:
-    """Write them in Prometheus's format."""
-    return generate_latest(_Told(families))
+def text_of(families: Iterable[MetricFamily]) -> bytes:
+    """Return metrics in Prometheus's format."""
+    return generate_latest(_Collected(families))

@@ -25,13 +25,13 @@ from kvrelay.router.router import Router
 from kvrelay.router.workers import parent as parent_module
 from kvrelay.router.workers.messages import (
     MAX_BYTES,
+    ClusterState,
     LinkBroken,
-    Report,
-    Snapshot,
-    framed,
-    received,
+    WorkerReport,
+    encode_message,
+    read_message,
 )
-from kvrelay.router.workers.parent import Parent, share_of
+from kvrelay.router.workers.parent import Parent, config_of_worker
 from kvrelay.router.workers.worker import Worker
 from kvrelay.wire.config import Role
 from kvrelay.wire.key_config import KeyConfig
@@ -43,33 +43,35 @@ KEY = KeyConfig(
 )
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KEY,))
 PAIR = ("http://p:1", "http://d:1")
-SNAPSHOT = Snapshot(
+STATE = ClusterState(
     version=3,
     listening=1,
-    config=share_of(CONFIG, 7),
-    names={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
+    config=config_of_worker(CONFIG, 7),
+    members={Source.ADMIN: [NodeSpec("http://p:1", Role.PREFILL)]},
     drained={"http://d:1": "g"},
-    addresses={"http://p:1": "a:1"},
-    news=[NodeEvent(1, "flips", "http://d:1", "prefill")],
+    p2p_addresses={"http://p:1": "a:1"},
+    events=[NodeEvent(1, "flips", "http://d:1", "prefill")],
     warm_pairs=(1, [(*PAIR, "cut", 60.0)]),
     poison={b"f": Suspect(frozenset({"p"}), 5.0)},
-    heard={0: 2},
+    deaths={0: 2},
 )
 
 
-async def read(data: bytes, kind: type[Snapshot | Report], cuts: list[int]) -> Snapshot | Report:
+async def read(
+    data: bytes, kind: type[ClusterState | WorkerReport], cuts: list[int]
+) -> ClusterState | WorkerReport:
     reader = asyncio.StreamReader()
     for cut in cuts:
         reader.feed_data(data[:cut])
         data = data[cut:]
     reader.feed_data(data)
     reader.feed_eof()
-    return await received(reader, kind)
+    return await read_message(reader, kind)
 
 
 @given(st.lists(st.integers(1, 90)))
 def test_a_snapshot_comes_as_it_was_however_it_is_cut(cuts: list[int]) -> None:
-    assert asyncio.run(read(framed(SNAPSHOT), Snapshot, cuts)) == SNAPSHOT
+    assert asyncio.run(read(encode_message(STATE), ClusterState, cuts)) == STATE
 
 
 @pytest.mark.parametrize(
@@ -77,17 +79,17 @@ def test_a_snapshot_comes_as_it_was_however_it_is_cut(cuts: list[int]) -> None:
     [
         (MAX_BYTES + 1).to_bytes(4, "big"),
         b"\0\0\0\2\x93\x93",
-        framed(SNAPSHOT)[:-1],
-        framed(Report(1, {})),
+        encode_message(STATE)[:-1],
+        encode_message(WorkerReport(1, {})),
     ],
 )
 def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
     with pytest.raises(LinkBroken):
-        asyncio.run(read(data, Snapshot, []))
+        asyncio.run(read(data, ClusterState, []))
 
 
 def test_limits_are_divided_and_rounded_up() -> None:
-    share, key = share_of(CONFIG, 7), share_of(CONFIG, 7).keys[0]
+    share, key = config_of_worker(CONFIG, 7), config_of_worker(CONFIG, 7).keys[0]
     assert (share.max_queue, share.port, share.prefill) == (500, 7, ())
     assert (key.max_queue, key.max_running, key.requests_per_minute, key.tokens_per_minute) == (
         3,
@@ -113,11 +115,11 @@ class Cluster:
         index = len(self.workers)
         ours, its = socket.socketpair()
         self.tasks.append(
-            asyncio.create_task(self.parent.hear(index, ours, lambda: self.killed.append(index)))
+            asyncio.create_task(self.parent.lead(index, ours, lambda: self.killed.append(index)))
         )
         reader, writer = await asyncio.open_connection(sock=its)
         worker = Worker(index, self.folder, writer)
-        begin = await received(reader, Snapshot)
+        begin = await read_message(reader, ClusterState)
         worker.router = Router(begin.config, random.Random(1), worker)
         worker.apply(begin)
         worker.report(whole=True)
@@ -168,12 +170,12 @@ async def test_what_nodes_died_of_reaches_all_workers_and_so_does_what_they_did_
 async def test_a_snapshot_from_before_a_death_does_not_take_it_back(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as c:
         worker = c.workers[0]
-        old = c.parent._told
+        old = c.parent._state
         assert old is not None
         worker.poison.died(b"a", "p1", 1e9)
         worker.apply(old)
         assert worker.poison.processes(b"a", 0.0) == {"p1"}
-        worker.apply(msgspec.structs.replace(old, heard={0: 1}))
+        worker.apply(msgspec.structs.replace(old, deaths={0: 1}))
         assert not worker.poison.processes(b"a", 0.0)
 
 
@@ -244,7 +246,7 @@ async def test_what_happens_to_nodes_reaches_all_workers_once(tmp_path: Path) ->
 
 async def test_pairs_that_failed_to_meet_are_avoided_by_all_for_a_while(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as c:
-        worker, told = c.workers[0], c.parent._told
+        worker, told = c.workers[0], c.parent._state
         node_health, now = worker.router.node_health, time.monotonic()
         failed = msgspec.structs.replace(
             told, warm_pairs=(2, [(*PAIR, "cut", 60.0), ("http://x", "http://d:1", "cut", 60.0)])
@@ -286,12 +288,12 @@ async def test_a_parent_that_was_stopped_blames_no_worker(
 
 async def test_a_node_that_dies_with_many_requests_is_told_in_few_snapshots(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as c:
-        worker, before = c.workers[0], c.parent._told.version
+        worker, before = c.workers[0], c.parent._state.version
         for at in range(500):
             worker.poison.died(at.to_bytes(2, "big"), "p1", 1e9)
         await until(lambda: c.parent._peers[0].deaths == 500)
-        await until(lambda: len(c.parent._told.poison) == 500)
-        assert c.parent._told.version - before < 100
+        await until(lambda: len(c.parent._state.poison) == 500)
+        assert c.parent._state.version - before < 100
 
 
 async def test_a_worker_that_has_ended_is_told_nothing(tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ async def test_a_worker_that_has_ended_is_told_nothing(tmp_path: Path) -> None:
         c.parent._peers[0].writer.close()
         c.pool.add(NodeSpec("http://a:1", Role.DECODE), Source.ADMIN, 0.0)
         c.parent._broadcast()
-        assert c.parent._peers[0].sent < c.parent._told.version == c.parent._peers[1].sent
+        assert c.parent._peers[0].sent < c.parent._state.version == c.parent._peers[1].sent
 
 
 async def test_a_worker_that_reports_nothing_is_ended(
@@ -322,7 +324,7 @@ async def test_a_worker_that_reports_nothing_is_ended(
 async def test_legs_of_all_workers_are_counted_and_what_they_see_is_joined(tmp_path: Path) -> None:
     async with cluster(tmp_path) as c:
         for at, worker in enumerate(c.workers):
-            worker._writer.write(framed(Report(0, {"http://d:1": at + 1})))
+            worker._writer.write(encode_message(WorkerReport(0, {"http://d:1": at + 1})))
         await until(lambda: c.parent.running_elsewhere() == {"http://d:1": 3})
         assert [seen.index for seen in c.parent.other_workers()] == [0, 1]
         assert c.workers[0].workers() == {"index": 0, "listening": 2, "wanted": 2}

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.workers.messages import Family
-from kvrelay.router.workers.metric_sums import LARGEST, collected, lasting, summed, text_of
+from kvrelay.router.workers.messages import MetricFamily
+from kvrelay.router.workers.metrics import LARGEST, collected, lasting, summed, text_of
 
 ADDED = frozenset(
     {
@@ -24,7 +24,7 @@ ADDED = frozenset(
 """Gauges of what each worker has."""
 
 
-def worker(requests: int, seconds: list[float], running: int, up: int) -> list[Family]:
+def worker(requests: int, seconds: list[float], running: int, up: int) -> list[MetricFamily]:
     registry = CollectorRegistry()
     counter = Counter("kvrelay_router_requests", "r", ["status"], registry=registry)
     if requests:
@@ -37,7 +37,7 @@ def worker(requests: int, seconds: list[float], running: int, up: int) -> list[F
     return collected(registry)
 
 
-def values(families: list[Family]) -> dict[str, float]:
+def values(families: list[MetricFamily]) -> dict[str, float]:
     text = text_of(families).decode()
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples
@@ -55,7 +55,7 @@ def test_counts_are_summed_and_what_all_see_is_not() -> None:
 
 
 def test_one_process_that_is_near_its_limit_is_seen() -> None:
-    def of(opened: int) -> list[Family]:
+    def of(opened: int) -> list[MetricFamily]:
         registry = CollectorRegistry()
         Gauge("process_open_fds", "n", registry=registry).set(opened)
         Gauge("process_max_fds", "n", registry=registry).set(1024)
