@@ -150,9 +150,9 @@ def _check_router(config: RouterConfig) -> int:
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
-        from kvrelay.router.membership.kubernetes_lists import server_of
+        from kvrelay.router.membership.kubernetes_pods import kubernetes_client
 
-        server_of(config.kubernetes_namespace)
+        kubernetes_client(config.kubernetes_namespace)
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
     if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:

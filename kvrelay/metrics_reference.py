@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.node.metrics import NodeMetrics
-from kvrelay.router.membership.kubernetes_lists import listed_gauge
+from kvrelay.router.membership.kubernetes_pods import listed_gauge
 from kvrelay.router.metrics import Metrics
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.workers.parent import WorkerMetrics

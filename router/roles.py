@@ -1,10 +1,9 @@
-"""Roles follow the load: where one role of a model is short of nodes, a node of the other one takes
-it.
+"""Lets roles follow the load: a role that is short of nodes gets one of the other role.
 
 Work is reckoned in nodes, from what they announce: prompts may take all of a prefill node's time,
 and tokens `1 - A / TPOT` of a decode node's, whose empty step takes A (router/placement.py);
-requests may take all of its seats. Owns that decision, and who is asked: all routers see the same
-and ask the same node, which changes once (node/lifecycle.py).
+requests may take all of its seats. All routers see the same and ask the same node, which changes
+once (node/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = [
     "LOOKS",
     "OTHER",
     "RoleChange",
-    "RoleChanges",
-    "Roles",
+    "RoleChanger",
+    "RolePlanner",
     "ask_role",
     "work_of",
 ]
@@ -42,16 +41,14 @@ __all__ = [
 EVERY_S, HALF_LIFE_S, LOOKS, COOL_DOWN_S, REMEMBERS_S = 5.0, 20.0, 3, 30.0, 3600.0
 LIMIT, MARGIN, RESTS_S = 0.85, 0.1, 300.0
 BEGUN = 202
-"""A node's answer when it begins to change its role."""
+"""A node's status code when it begins to change its role."""
 _ASK_DEADLINE_S = 5.0
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _log = logging.getLogger("kvrelay.router")
 
 
 def work_of(loads: Mapping[Role, Sequence[NodeLoad]], tpot_ms: float = 0.0) -> dict[Role, float]:
-    """Return how many nodes the work of each role takes; without a target for TPOT (0) by the
-    default one.
-    """
+    """Return how many nodes the work of each role takes; 0: the default TPOT is the target."""
     prompts = fsum(
         load.prompt_share for of in loads.values() for load in of
     )  # decode nodes spare prefill nodes some
@@ -78,30 +75,27 @@ class RoleChange(msgspec.Struct, frozen=True):
     outcome: str
 
 
-class Roles:
-    """A decision about the nodes of one model, from look to look. Times are seconds of any one
-    clock.
-    """
+class RolePlanner:
+    """A planner of the roles of one model's nodes. Times are seconds of any one clock."""
 
     def __init__(self, least_prefill: int = 1, least_decode: int = 1) -> None:
         self._least = {Role.PREFILL: least_prefill, Role.DECODE: least_decode}
         self._work, self._looked = dict.fromkeys(OTHER, 0.0), -inf
         self._changed, self._last, self._busy, self._times = -inf, Role.PREFILL, Role.PREFILL, 0
         self.use, self.why = dict(self._work), ""
-        """What its work takes of each role's nodes, of late; and why nothing changes, or what does."""
+        """The share of each role's nodes that work took of late; why nothing changes, or what."""
         self.changes: list[RoleChange] = []
 
     def changed(self, role: Role, now: float) -> None:
-        """Note that a node has taken a role, whoever had it do so."""
+        """Note that a node has taken a role, by anybody's order."""
         self._changed, self._last, self._times = now, role, 0
 
     def look(
         self, up: Mapping[Role, int], work: Mapping[Role, float], now: float, hindered: str = ""
     ) -> Role | None:
-        """Return the role that one of the nodes should take; `hindered` says why none can now."""
-        rests = (
-            now - self._changed < COOL_DOWN_S
-        )  # until then what had piled up says nothing of what is needed now
+        """Return the role that one more node should take; `hindered` says why none can now."""
+        # Until then what had piled up says nothing of what is needed now.
+        rests = now - self._changed < COOL_DOWN_S
         kept, self._looked = 0.0 if rests else 0.5 ** ((now - self._looked) / HALF_LIFE_S), now
         self._work = {
             role: kept * before + (1 - kept) * work[role] for role, before in self._work.items()
@@ -135,9 +129,7 @@ class Roles:
 
 
 async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tuple[int, str]:
-    """Have a node change its role, and return what it answers. From BEGUN on it takes no legs of
-    the old one.
-    """
+    """Ask a node to change its role; return its status code and message."""
     status, message = await legs.tell(
         node, "/admin/role", msgspec.json.encode({"role": role}), _ASK_DEADLINE_S
     )
@@ -147,17 +139,15 @@ async def ask_role(pool: Pool, legs: NodeClient, node: Node, role: Role) -> tupl
 
 
 @dataclass(slots=True)
-class RoleChanges:
-    """A process's looks at the roles of all models. Once `ending` says so no node is asked any
-    more.
-    """
+class RoleChanger:
+    """A background task that asks nodes to change roles, until `ending` returns true."""
 
     config: Callable[[], RouterConfig]
     pool: Pool
     node_client: NodeClient
     metrics: Metrics
     ending: Callable[[], bool]
-    models: dict[str, Roles] = field(default_factory=dict)
+    models: dict[str, RolePlanner] = field(default_factory=dict)
     _known: dict[str, tuple[Role, str]] = field(default_factory=dict)
     _rests: dict[str, float] = field(default_factory=dict)
 
@@ -172,48 +162,49 @@ class RoleChanges:
 
     async def look(self, now: float) -> None:
         """Look once at every model."""
-        config, known = self.config(), self._known
+        config = self.config()
         ours = [node for node in self.pool.nodes if node.kind is NodeKind.KVRELAY and node.model]
+        self._note_changes(ours, now)
+        self.metrics.role_use.clear()
+        asked: list[tuple[RolePlanner, Node, Role]] = []
+        for model, planner in self.models.items():
+            nodes = {role: self.pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
+            loads = {role: [node.state for node in each] for role, each in nodes.items()}
+            up = {role: len(each) for role, each in nodes.items()}
+            hindered = self._hindered(config, [node for node in ours if node.model == model])
+            wanted = planner.look(up, work_of(loads, config.tpot_target_ms), now, hindered)
+            if wanted:
+                willing = [node for node in nodes[OTHER[wanted]] if node.url not in self._rests]
+                if willing:
+                    asked.append((planner, max(willing, key=lambda node: node.url), wanted))
+            for role, use in planner.use.items():
+                self.metrics.role_use.labels(model, role).set(use)
+        for planner, node, role in asked:
+            await self._ask(planner, node, role, now)
+
+    def _note_changes(self, ours: Sequence[Node], now: float) -> None:
+        config, known = self.config(), self._known
         least = config.least_prefill, config.least_decode
         self.models = {
-            of: self.models.get(of) or Roles(*least) for of in {node.model for node in ours}
+            model: self.models.get(model) or RolePlanner(*least)
+            for model in {node.model for node in ours}
         }
         self._known = {node.url: (node.role, node.generation) for node in ours}
         self._rests = {url: until for url, until in self._rests.items() if until > now}
-        for (
-            node
-        ) in ours:  # a process that was started again has its first role: nobody has decided that
+        for node in ours:  # a restarted process has its first role: nobody has decided that
             if known.get(node.url) == (OTHER.get(node.role), node.generation):
                 self.models[node.model].changed(node.role, now)
                 self._rests.pop(node.url, None)
-        self.metrics.role_use.clear()
-        asked: list[tuple[Roles, Node, Role]] = []
-        for model, roles in self.models.items():
-            nodes = {role: self.pool.up(role, model=model, kind=NodeKind.KVRELAY) for role in OTHER}
-            loads = {role: [node.state for node in of] for role, of in nodes.items()}
-            hindered = self._hindered(config, [node for node in ours if node.model == model])
-            up = {role: len(of) for role, of in loads.items()}
-            wanted = roles.look(up, work_of(loads, config.tpot_target_ms), now, hindered)
-            willing = (
-                [node for node in nodes[OTHER[wanted]] if node.url not in self._rests]
-                if wanted
-                else []
-            )
-            if wanted and willing:
-                asked.append((roles, max(willing, key=lambda node: node.url), wanted))
-            for role, use in roles.use.items():
-                self.metrics.role_use.labels(model, role).set(use)
-        for roles, node, role in asked:
-            status, said = await ask_role(self.pool, self.node_client, node, role)
-            if status not in (200, Conflict.status):  # else another router has asked it, too
-                self._rests[node.url] = now + RESTS_S
-            outcome = "begun" if status == BEGUN else f"refused: {status} {said}"
-            roles.changes = [
-                RoleChange(time.time(), role, node.url, roles.why, outcome),
-                *roles.changes[:9],
-            ]
-            self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
-            _log.info("roles: %s; %s: %s", roles.why, node.url, outcome)
+
+    async def _ask(self, planner: RolePlanner, node: Node, role: Role, now: float) -> None:
+        status, message = await ask_role(self.pool, self.node_client, node, role)
+        if status not in (200, Conflict.status):  # else another router has asked it, too
+            self._rests[node.url] = now + RESTS_S
+        outcome = "begun" if status == BEGUN else f"refused: {status} {message}"
+        change = RoleChange(time.time(), role, node.url, planner.why, outcome)
+        planner.changes = [change, *planner.changes[:9]]
+        self.metrics.role_changes.labels(node.model, role, outcome.partition(":")[0]).inc()
+        _log.info("roles: %s; %s: %s", planner.why, node.url, outcome)
 
     def _hindered(self, config: RouterConfig, nodes: Sequence[Node]) -> str:
         if config.strict_roles or self.ending():

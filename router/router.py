@@ -34,9 +34,9 @@ from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.client_connection import Reply, headers_of
 from kvrelay.router.console.state import ConsoleState
 from kvrelay.router.guard import caller_of, read_body
-from kvrelay.router.membership.health_checks import watching
-from kvrelay.router.membership.heartbeats import hearing
-from kvrelay.router.membership.kubernetes_lists import discovering
+from kvrelay.router.membership.health_checks import check_nodes
+from kvrelay.router.membership.heartbeats import hear_heartbeats
+from kvrelay.router.membership.kubernetes_pods import follow_pods
 from kvrelay.router.membership.vllm_pings import hearing_pings
 from kvrelay.router.membership.warm_up import Outcome, WarmUp, WarmUps, warm_up_for_ever
 from kvrelay.router.metrics import Metrics
@@ -67,7 +67,7 @@ from kvrelay.router.request.timeline import Timeline
 from kvrelay.router.request.vllm_requests import VllmLegs
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.request_log import RequestLog, RequestTrace
-from kvrelay.router.roles import RoleChanges
+from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import health_of
 from kvrelay.router.transport.node_client import NodeClient
@@ -134,13 +134,13 @@ class Router:
         events = None
         if self.shared.serves:
             events = KvEvents(self.pool.prefixes, self.metrics.prefix, config.vllm_event_ports)
-        roles = RoleChanges(lambda: self.config, self.pool, legs, self.metrics, lambda: self.ending)
+        roles = RoleChanger(lambda: self.config, self.pool, legs, self.metrics, lambda: self.ending)
         self.console.roles = roles if leads else None
         try:
             async with (
-                watching(self.pool, legs, events, config.health_interval_s),
-                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
-                discovering(
+                check_nodes(self.pool, legs, events, config.health_interval_s),
+                hear_heartbeats(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                follow_pods(
                     self.pool,
                     config.kubernetes_selector,
                     config.kubernetes_namespace,

@@ -4,7 +4,7 @@ of them.
 
 from __future__ import annotations
 
-from kvrelay.router.roles import EVERY_S, OTHER, Roles, work_of
+from kvrelay.router.roles import EVERY_S, OTHER, RolePlanner, work_of
 from kvrelay.simulator.cluster import Clock, Cluster
 from kvrelay.simulator.setting import Flipped, Result, Setting
 
@@ -17,7 +17,7 @@ class Watch:
     def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
         self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
         self._cluster, self._clock, self._result = cluster, clock, result
-        self._roles, self._becoming = Roles(), False
+        self._roles, self._becoming = RolePlanner(), False
         clock.later(EVERY_S * 1e3, self._look)
 
     def _look(self, now: float) -> None:

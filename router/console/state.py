@@ -19,7 +19,7 @@ from kvrelay.router.nodes.models import Models
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.recent_requests import Edge, EndedRequest, RecentRequests
 from kvrelay.router.relay import Run
-from kvrelay.router.roles import RoleChanges
+from kvrelay.router.roles import RoleChanger
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import RoleStatus, WorkerStatus, failed_pairs, model_health, node_statuses
 
@@ -36,7 +36,7 @@ class ConsoleState:
         self._metrics, self._shared = metrics, shared
         self.recent = RecentRequests()
         self._began = time.monotonic()
-        self.roles: RoleChanges | None = None
+        self.roles: RoleChanger | None = None
         """Set in the process that changes the roles of nodes."""
         metrics.on_handover = lambda prefill, decode: self.recent.add_edge(
             time.monotonic(), Edge(prefill, decode, 1)

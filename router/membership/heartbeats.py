@@ -1,8 +1,7 @@
-"""Nodes that announce themselves: a table of who was heard when (pure), and the UDP port on which
-they are heard.
+"""Nodes that announce themselves over UDP.
 
-Whoever is not heard for LOST_AFTER_S is no longer named by this source; whether a node serves is
-seen by its health, as always. Nothing is ever sent to a node here.
+A node that is not heard for LOST_AFTER_S is no longer named by this source; its health decides
+whether it serves, as always. Nothing is ever sent to a node here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.errors import KvrelayError, RequestError
 from kvrelay.wire.heartbeat import LOST_AFTER_S, MAX_SKEW_S, Heartbeat, NodeState, opened
 
-__all__ = ["Announced", "hearing"]
+__all__ = ["AnnouncedNodes", "hear_heartbeats"]
 
 # A cluster has thousands at most; what is beyond is a mistake, and memory must not pay for it.
 MAX_NODES = 10_000
@@ -33,25 +32,20 @@ _log = logging.getLogger("kvrelay.router")
 @dataclass(slots=True)
 class _Heard:
     sent_at: float
-    at: float
-    """Monotonic second."""
-    spec: NodeSpec | None
-    """None while it is not there."""
+    at: float  # monotonic
+    spec: NodeSpec | None  # None while the node is not there
 
 
-class Announced:
-    """A record of who has announced itself. Knows no socket and no clock."""
+class AnnouncedNodes:
+    """A table of the nodes that have announced themselves. Pure."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._heard: dict[str, _Heard] = {}
-        self.changed = False
-        """specs() says something else than when this was last set to False."""
+        self.changed = False  # specs() differs from when this was last set to False
 
-    def take(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
-        """Return what a message says; None if it is older than what is known. Raises KvrelayError
-        to refuse it.
-        """
+    def add(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
+        """Return what a message says; None if it is out of date. Raises KvrelayError."""
         beat = opened(message, self._key, unix_now)
         spec = NodeSpec(beat.url, beat.role, beat.model, beat.generation)
         known = self._heard.get(spec.url)
@@ -67,7 +61,7 @@ class Announced:
         return beat
 
     def expire(self, now: float) -> None:
-        """Forget whoever was not heard for long enough."""
+        """Forget nodes that were not heard for long enough."""
         for heard in self._heard.values():
             if heard.spec is not None and now - heard.at > LOST_AFTER_S:
                 _log.warning(
@@ -86,49 +80,43 @@ class Announced:
             del self._heard[url]
 
     def specs(self) -> list[NodeSpec]:
-        """Return the nodes that are there."""
+        """Return the nodes that are there now."""
         return [heard.spec for heard in self._heard.values() if heard.spec is not None]
 
 
 @contextlib.asynccontextmanager
-async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[None]:
-    """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises
-    RequestError.
-    """
+async def hear_heartbeats(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[None]:
+    """Hear nodes for the length of the block; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
         return
     address = {"localhost": "127.0.0.1"}.get(host, host), port
-    ear = _Ear(pool, Announced(key))
+    protocol = _Protocol(pool, AnnouncedNodes(key))
     try:
         transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: ear, local_addr=address
+            lambda: protocol, local_addr=address
         )
     except OSError as why:
         raise RequestError(
             f"cannot listen for heartbeats on {host}:{port}: {why}; give another port"
         ) from why
     with contextlib.closing(transport):
-        async with running_task(ear.expire_for_ever()):
+        async with running_task(protocol.expire_for_ever()):
             yield
 
 
-class _Ear(asyncio.DatagramProtocol):
-    """A protocol that takes what comes, and keeps nothing of a stranger's datagram.
+class _Protocol(asyncio.DatagramProtocol):
+    # A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and
+    # the kernel drops what it has no room for: a flood takes CPU time, but no memory.
 
-    A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and
-    the kernel drops what it has no room for: a flood takes CPU time, but no memory, and from
-    requests no turn.
-    """
-
-    def __init__(self, pool: Pool, announced: Announced) -> None:
+    def __init__(self, pool: Pool, announced: AnnouncedNodes) -> None:
         self._pool, self._announced = pool, announced
         self._complain_at = 0.0
 
     def datagram_received(self, data: bytes, addr: object) -> None:
         now = time.monotonic()
         try:
-            beat = self._announced.take(data, time.time(), now)
+            beat = self._announced.add(data, time.time(), now)
         except KvrelayError as why:
             if now >= self._complain_at:  # a stranger must not fill the log
                 self._complain_at = now + _COMPLAIN_S

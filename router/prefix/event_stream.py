@@ -1,6 +1,4 @@
-"""The batches of KV events of one node in their order, whatever is lost, doubled or late on the
-way. Pure.
-"""
+"""Puts the batches of KV events of one node in order, whatever is lost, doubled or late. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ MAX_AHEAD = 4_096
 
 
 class EventStream:
-    """Nothing is taken before the first replay was: what a node held before it was listened to
-    comes with that.
+    """A stream of batches, which begins with a replay of what the node held before.
 
     `rebuilds`: a replay that does not reach back far enough brings all that is held instead, as our
     nodes' does.
@@ -22,19 +19,17 @@ class EventStream:
 
     def __init__(self, *, rebuilds: bool = True) -> None:
         self._rebuilds = rebuilds
-        self.next_number = 0
-        """Of the batch that is taken next; all before were."""
-        self.complete = False
-        """Whether what was taken is all that the node holds, up to the newest batch taken."""
+        self.next_number = 0  # of the batch that is taken next
+        self.complete = False  # what was taken is all that the node held
         self._ahead: dict[int, EventBatch] = {}
 
     @property
     def gap(self) -> bool:
-        """Whether a replay is needed now."""
+        """Return whether a replay is needed now."""
         return not self.complete or bool(self._ahead)
 
-    def heard(self, number: int, batch: EventBatch) -> list[EventBatch]:
-        """A batch came, live or in a replay; those that can be taken now, in order."""
+    def add(self, number: int, batch: EventBatch) -> list[EventBatch]:
+        """Add a batch, live or of a replay; return those that can be taken now, in order."""
         if number < self.next_number:
             return []
         if is_snapshot(batch):
@@ -45,12 +40,10 @@ class EventStream:
             self._ahead[number] = batch
         return self._following() if self.complete else []
 
-    def replayed(self) -> tuple[list[EventBatch], bool]:
-        """A replay has ended: the batches that can be taken now, and whether some are lost for ever
-        before them.
+    def end_replay(self) -> tuple[list[EventBatch], bool]:
+        """Return the batches that can be taken now, and whether some before them are lost for ever.
 
-        Then what was known of the node must be forgotten first. There may still be a gap: ask
-        again.
+        If so, what was known of the node must be forgotten first. There may still be a gap.
         """
         self.complete = True
         ready, lost = self._following(), False

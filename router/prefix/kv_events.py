@@ -1,14 +1,13 @@
-"""Listens to the nodes' KV events and tells the prefix index: a ZMQ socket per node, on the
-router's event loop.
+"""Listens to the nodes' KV events for the prefix index: a ZMQ socket per node, on the event loop.
 
-PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing
-at the end is seen from the health report, which says what number comes next. While a node's events
-are not to be had, the index goes by what was sent there. Nothing here delays a request.
+PUB/SUB may lose anything at any time. A missing number is asked for again; the health report says
+which number comes next, and so whether any is missing at the end. While a node's events are not to
+be had, the index goes by what was sent there. Nothing here delays a request.
 
-A vLLM node does not say where its events are, nor which number comes next: the ports are
-configured, a loss at the end is looked for once the node is quiet, and where its replays reach back
-too little, what is told of it is not all that it holds. Batches of both kinds are read in one way,
-and name no process: what is newer with a lower number is another's.
+A vLLM node says neither where its events are nor which number comes next: the ports are configured,
+a loss at the end is looked for once the node is quiet, and where its replays reach back too little,
+it holds more than it tells. Batches name no process: a newer one with a lower number is another
+process's.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ __all__ = ["KvEvents"]
 
 REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
-"""Between two replays that failed."""
+"""The time after a replay that failed."""
 LOOK_AGAIN_S = 5.0
-"""Between two replays that a quiet vLLM node is asked for, as its last batches may be lost."""
+"""The time between two replays of a quiet vLLM node, whose last batches may be lost."""
 _MAX_MESSAGE_BYTES = 64 << 20
 # Of each kind; ZeroMQ's own limit is 1,023, and there is one per node.
 _MAX_SOCKETS = 16_384
@@ -68,21 +67,17 @@ class KvEvents:
         metrics: PrefixMetrics,
         vllm_ports: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """`vllm_ports`: where vLLM nodes tell events and replay them (0: they do not), by URL; the
-        empty one is that of all others.
-        """
+        """`vllm_ports`: the ports of events and replays (0: none) of vLLM nodes by URL, or by ""."""
         self._index = index
         self._metrics = metrics
         self._vllm_ports = vllm_ports
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _Listener] = {}
         for kind in (zmq.Context, zmq.asyncio.Context):
             kind.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
 
-    def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
-        """Take a node's health report: from the first one on its events are listened to, as long as
-        it tells any.
-        """
+    def note_report(self, url: str, generation: str, report: KvEventsReport | None) -> None:
+        """Listen to a node whose health report tells of events."""
         if report is None:
             self.leave(url)
         else:
@@ -90,14 +85,13 @@ class KvEvents:
                 report.next_number
             )
 
-    def heard_vllm(self, url: str, generation: str, engines: int, aliases: Collection[str]) -> None:
-        """Do the same for a vLLM node, with so many engines behind its address, and further names
-        of its model.
-        """
+    def note_vllm_report(
+        self, url: str, generation: str, engines: int, aliases: Collection[str]
+    ) -> None:
+        """Listen to a vLLM node, unless several engines are behind its address."""
         ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
-        if (
-            ports is None or engines > 1
-        ):  # each engine has a cache of its own, and nobody knows who gets a request
+        # Each engine has a cache of its own, and nobody knows which one gets a request.
+        if ports is None or engines > 1:
             self.leave(url)
         else:
             source = self._source(url, generation, *ports, vllm=True)
@@ -106,8 +100,7 @@ class KvEvents:
 
     def _source(
         self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False
-    ) -> _Source:
-        """Return what listens to this process, and to no other that stood there before."""
+    ) -> _Listener:
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         told_at = (
@@ -120,28 +113,26 @@ class KvEvents:
             self.leave(url)
             # Without replays, what it held before is never told.
             contents = BlockContents(whole=bool(replay_port)) if vllm else None
-            source = self._sources[url] = _Source(
+            source = self._sources[url] = _Listener(
                 url, told_at, contents, self._index, self._metrics
             )
         return source
 
     def leave(self, url: str) -> None:
-        """Forget what was known of a node that is gone, or another process now."""
+        """Forget a node that is gone, or another process now."""
         source = self._sources.pop(url, None)
         if source is not None:
             source.close()
             self._index.forget(url)
 
     async def close(self) -> None:
-        """Listen to nobody any more."""
+        """Stop listening."""
         ended = [source.close() for source in self._sources.values()]
         self._sources.clear()
         await asyncio.gather(*[task for task in ended if task is not None], return_exceptions=True)
 
 
-class _Source:
-    """One node's events: its socket, and the replay that is under way."""
-
+class _Listener:
     def __init__(
         self,
         url: str,
@@ -150,20 +141,16 @@ class _Source:
         index: PrefixIndex,
         metrics: PrefixMetrics,
     ) -> None:
-        """`told_at`: its generation, and the ZMQ endpoints of its events and their replays;
-        `contents` if it is vLLM's, whose replays may end with less than all that it holds.
-        """
+        # The generation, and the ZMQ endpoints of events and replays.
         self.told_at = told_at
         self._url = url
         _, self._events, self._replays = told_at
         self._stream = EventStream(rebuilds=contents is None)
         self._contents = contents
-        self._newest = 0.0
-        """When the newest batch that was taken was made, by the node's clock."""
+        self._newest = 0.0  # when the newest batch was made, by the node's clock
         self._index = index
         self._metrics = metrics
-        self._expected = 0
-        """The number of the next batch, as of the last health report."""
+        self._expected = 0  # the number of the next batch, as of the last health report
         self._look_at = 0.0
         self._retry_at = 0.0
         self._failure = ""
@@ -175,7 +162,7 @@ class _Source:
         self._catch_up()
 
     def close(self) -> asyncio.Task[None] | None:
-        """End it; return the task that has yet to end, if there is one."""
+        """Stop listening; return the replay that has yet to end, if there is one."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
@@ -186,8 +173,9 @@ class _Source:
         return self._replay
 
     def should_have(self, next_number: int) -> None:
-        """Note that the node has told all batches before this one; those of the report before must
-        have come by now.
+        """Note that the node has sent all batches before this one.
+
+        Those of the report before must have come by now.
         """
         self._read()
         missing = self._stream.next_number < self._expected
@@ -196,9 +184,7 @@ class _Source:
         self._expected = next_number
 
     def look_again(self) -> None:
-        """Ask whether batches are missing at the end, if none come: the node does not say which
-        number is next.
-        """
+        """Ask for batches that are missing at the end, if none come."""
         self._read()
         quiet, self._expected = self._stream.next_number == self._expected, self._stream.next_number
         asks = self._replays or not self._index.trusts(self._url)
@@ -220,8 +206,7 @@ class _Source:
         return socket
 
     def _read(self) -> None:
-        # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be
-        # remembered.
+        # zmq's descriptor signals once, however much has come: all of it must be read.
         for _ in range(_AT_ONCE):
             if self._socket is None:
                 return
@@ -248,7 +233,7 @@ class _Source:
             self._stream = EventStream(rebuilds=self._contents is None)
             self._index.doubt(self._url)
             self._forget(whole=bool(self._replays))
-        self._apply(self._stream.heard(number, batch))
+        self._apply(self._stream.add(number, batch))
 
     def _apply(self, batches: Sequence[EventBatch]) -> None:
         contents = self._contents
@@ -308,7 +293,7 @@ class _Source:
             async with asyncio.timeout(REPLAY_DEADLINE_S):
                 if self._replays:
                     await self._ask()
-            batches, lost = self._stream.replayed()
+            batches, lost = self._stream.end_replay()
             if lost:
                 self._forget(whole=False)
             self._apply(batches)

@@ -83,7 +83,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         patch.setattr("kvrelay.paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("kvrelay.paged_engine.rank_address.interface_towards", lambda address: "eth0")
         patch.setattr(
-            "kvrelay.router.membership.kubernetes_lists.server_of",
+            "kvrelay.router.membership.kubernetes_pods.kubernetes_client",
             lambda namespace: (None, "kvrelay"),
         )
 

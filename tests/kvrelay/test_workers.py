@@ -399,11 +399,11 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
         try:
             await until(lambda: bool(began) and began[0].serves_at(0))
             first = began[0]._peers[0]
-            end, stopped = first.end, first.end.args[0].pid  # type: ignore[attr-defined]
+            kill, stopped = first.kill, first.kill.args[0].pid  # type: ignore[attr-defined]
             os.kill(stopped, signal.SIGSTOP)
             await until(lambda: began[0].listening() == 0)
             await until(lambda: began[0].serves_at(0))
-            assert began[0]._peers[0].end is not end
+            assert began[0]._peers[0].kill is not kill
             assert not alive(stopped)
             told = collected(began[0].router.metrics.registry)
             families = {each.name: each.samples[0][2] for each in told if each.samples}

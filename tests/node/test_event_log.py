@@ -96,7 +96,7 @@ def test_after_a_replay_the_listener_knows_what_the_node_holds(
         arrivals = [(number, payload)] * rng.choice([0, 1, 1, 2])
         if not late or at > len(told) // 2:
             for came, batch in rng.sample(arrivals, len(arrivals)):
-                held = applied(held, stream.heard(came, read_batch(batch)))
+                held = applied(held, stream.add(came, read_batch(batch)))
         if stream.gap and rng.random() < 0.5:
             held = replayed(cache, stream, held, rng)
         if stream.complete and stream.next_number == cache.log.next_number:
@@ -111,8 +111,8 @@ def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Ra
     again = cache.log.since(stream.next_number, 1.0)
     again += rng.sample(again, len(again) // 2)
     for number, payload in again:
-        held = applied(held, stream.heard(number, read_batch(payload)))
-    batches, lost = stream.replayed()
+        held = applied(held, stream.add(number, read_batch(payload)))
+    batches, lost = stream.end_replay()
     assert not lost
     return applied(held, batches)
 
@@ -120,19 +120,19 @@ def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Ra
 def test_a_reset_cache_is_told_as_cleared_and_then_as_what_it_holds_since() -> None:
     cache, stream = Cache(1 << 20), EventStream()
     cache.serve(1, 4)
-    held = applied(set(), stream.heard(*read(cache.tell())) + stream.replayed()[0])
+    held = applied(set(), stream.add(*read(cache.tell())) + stream.end_replay()[0])
     assert len(held) == 4
     cache.pool.reset()
     cache.serve(2, 3)
     number, batch = read(cache.tell())
     assert isinstance(batch.events[0], AllBlocksCleared)
     assert not any(isinstance(event, AllBlocksCleared) for event in batch.events[1:])
-    assert applied(held, stream.heard(number, batch)) == cache.truth == set(chain(2, 3))
+    assert applied(held, stream.add(number, batch)) == cache.truth == set(chain(2, 3))
     cache.pool.reset()
     assert cache.pool.changed
     number, batch = read(cache.tell())
     assert batch.events == [AllBlocksCleared()]
-    assert applied(held, stream.heard(number, batch)) == set()
+    assert applied(held, stream.add(number, batch)) == set()
     assert cache.log.held == 0
 
 
@@ -246,25 +246,25 @@ def test_what_is_held_is_told_again_without_being_made_again() -> None:
 def test_a_node_that_tells_no_snapshots_is_known_from_its_oldest_batch_on() -> None:
     stream = EventStream(rebuilds=False)
     batches = [EventBatch(float(at), []) for at in range(9)]
-    assert stream.heard(7, batches[7]) == []
-    assert stream.heard(6, batches[6]) == []
-    assert stream.replayed() == ([batches[6], batches[7]], True)
-    assert stream.heard(8, batches[8]) == [batches[8]]
+    assert stream.add(7, batches[7]) == []
+    assert stream.add(6, batches[6]) == []
+    assert stream.end_replay() == ([batches[6], batches[7]], True)
+    assert stream.add(8, batches[8]) == [batches[8]]
     assert not stream.gap
 
 
 def test_a_gap_that_a_replay_leaves_is_still_one() -> None:
     stream = EventStream()
-    stream.heard(5, EventBatch(1.0, []))
-    assert stream.replayed() == ([], False)
+    stream.add(5, EventBatch(1.0, []))
+    assert stream.end_replay() == ([], False)
     assert stream.gap
 
 
 @pytest.mark.parametrize("ahead", [MAX_AHEAD + 10])
 def test_what_waits_is_limited(ahead: int) -> None:
     stream, batch = EventStream(), EventBatch(1.0, [])
-    stream.replayed()
+    stream.end_replay()
     for number in range(1, ahead):
-        assert stream.heard(number, batch) == []
-    assert len(stream.heard(0, batch)) == MAX_AHEAD + 1
+        assert stream.add(number, batch) == []
+    assert len(stream.add(0, batch)) == MAX_AHEAD + 1
     assert stream.next_number == MAX_AHEAD + 1

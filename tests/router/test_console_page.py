@@ -17,7 +17,7 @@ import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
 from kvrelay.router.recent_requests import EndedRequest
-from kvrelay.router.roles import RoleChange, Roles
+from kvrelay.router.roles import RoleChange, RolePlanner
 from kvrelay.wire.config import Role
 from kvrelay.wire.frames import Frame, FrameKind
 
@@ -136,7 +136,7 @@ async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_i
 
 async def test_roles_and_their_last_changes_are_shown() -> None:
     async with opened() as page, cluster(prefill(), decode()) as c:
-        roles = Roles()
+        roles = RolePlanner()
         roles.look({Role.PREFILL: 1, Role.DECODE: 3}, {Role.PREFILL: 0.6, Role.DECODE: 0.3}, 0.0)
         roles.changes = [RoleChange(time.time() - 5, "prefill", "http://d:1", HOSTILE, "begun")]
         c.router.console.roles = SimpleNamespace(models={"tiny": roles})  # type: ignore[assignment]

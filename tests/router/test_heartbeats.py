@@ -20,7 +20,7 @@ from router_doubles import FakeNode, cluster, decode, prefill, until
 
 from kvrelay.machine import check_port
 from kvrelay.node.lifecycle import Heartbeats
-from kvrelay.router.membership.heartbeats import Announced, hearing
+from kvrelay.router.membership.heartbeats import AnnouncedNodes, hear_heartbeats
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from kvrelay.wire.errors import ConfigError, KvrelayError, RequestError, Unauthorized
@@ -65,7 +65,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def urls(announced: Announced) -> list[str]:
+def urls(announced: AnnouncedNodes) -> list[str]:
     return [spec.url for spec in announced.specs()]
 
 
@@ -101,32 +101,32 @@ def test_one_that_is_longer_than_any_heartbeat_is_refused() -> None:
 
 
 def test_a_message_that_is_played_again_changes_nothing() -> None:
-    announced = Announced(KEY)
+    announced = AnnouncedNodes(KEY)
     first, last = sealed(beat(), KEY), sealed(beat(NOW + 1, state=NodeState.LEAVING), KEY)
-    assert announced.take(first, NOW, 0.0)
-    assert announced.take(last, NOW + 1, 1.0)
-    assert announced.take(first, NOW + 2, 2.0) is None
+    assert announced.add(first, NOW, 0.0)
+    assert announced.add(last, NOW + 1, 1.0)
+    assert announced.add(first, NOW + 2, 2.0) is None
     assert urls(announced) == []
     announced.expire(2 + MAX_SKEW_S)
-    assert announced.take(first, NOW + MAX_SKEW_S, MAX_SKEW_S) is None
+    assert announced.add(first, NOW + MAX_SKEW_S, MAX_SKEW_S) is None
 
 
 def test_a_node_that_is_not_heard_is_there_until_three_beats_were_missed() -> None:
-    announced = Announced(KEY)
-    announced.take(sealed(beat(), KEY), NOW, 10.0)
+    announced = AnnouncedNodes(KEY)
+    announced.add(sealed(beat(), KEY), NOW, 10.0)
     announced.expire(10.0 + LOST_AFTER_S)
     assert urls(announced) == ["http://p"]
     announced.changed = False
     announced.expire(10.1 + LOST_AFTER_S)
     assert (urls(announced), announced.changed) == ([], True)
-    announced.take(sealed(beat(NOW + 20), KEY), NOW + 20, 30.0)
+    announced.add(sealed(beat(NOW + 20), KEY), NOW + 20, 30.0)
     assert urls(announced) == ["http://p"]
 
 
 def test_only_what_is_new_is_told() -> None:
-    announced, told = Announced(KEY), []
+    announced, told = AnnouncedNodes(KEY), []
     for at, generation in enumerate(["g1", "g1", "g2", "g2"]):
-        announced.take(sealed(beat(NOW + at, generation=generation), KEY), NOW + at, float(at))
+        announced.add(sealed(beat(NOW + at, generation=generation), KEY), NOW + at, float(at))
         told.append(announced.changed)
         announced.changed = False
     assert told == [True, False, True, False]
@@ -136,7 +136,7 @@ def test_only_what_is_new_is_told() -> None:
 @pytest.mark.parametrize("facts", [beat(url="ftp://p"), beat(role=Role.AGGREGATED)])
 def test_what_cannot_be_a_node_is_refused(facts: Heartbeat) -> None:
     with pytest.raises(KvrelayError):
-        Announced(KEY).take(sealed(facts, KEY), NOW, 0.0)
+        AnnouncedNodes(KEY).add(sealed(facts, KEY), NOW, 0.0)
 
 
 async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard() -> None:
@@ -145,7 +145,7 @@ async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard
     def facts() -> Heartbeat:
         return beat(0.0, state=state)
 
-    async with hearing(pool, "127.0.0.1", port, KEY):
+    async with hear_heartbeats(pool, "127.0.0.1", port, KEY):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             stranger.sendto(
                 sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port)
@@ -172,7 +172,7 @@ async def test_nodes_are_heard_at_ipv6_addresses(host: str) -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     pool = Pool([], [])
-    async with hearing(pool, host, port, KEY):
+    async with hear_heartbeats(pool, host, port, KEY):
         task = asyncio.create_task(
             Heartbeats([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run()
         )
@@ -186,7 +186,7 @@ async def test_a_port_that_is_taken_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(RequestError, match=f"127.0.0.1:{port}.*give another port"):
-            async with hearing(Pool([], []), "127.0.0.1", port, KEY):
+            async with hear_heartbeats(Pool([], []), "127.0.0.1", port, KEY):
                 pass
         with pytest.raises(ConfigError, match=f"port {port}"):
             check_port("127.0.0.1", port, socket.SOCK_DGRAM)

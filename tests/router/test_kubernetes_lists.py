@@ -19,7 +19,7 @@ from kubernetes_double import ApiServer, pod_of
 from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
-from kvrelay.router.membership.kubernetes_lists import Pace, discovering
+from kvrelay.router.membership.kubernetes_pods import Pace, follow_pods
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -56,7 +56,7 @@ async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[
 @asynccontextmanager
 async def following(pace: Pace = QUICK, **config: Any) -> AsyncIterator[Pool]:
     pool = Pool([], [])
-    async with discovering(
+    async with follow_pods(
         pool, "app=kvrelay", config.get("namespace", ""), CollectorRegistry(), pace
     ):
         yield pool
@@ -275,18 +275,18 @@ async def test_in_a_pod_its_service_account_leads_there(
 ) -> None:
     from kubernetes.config import incluster_config
 
-    from kvrelay.router.membership import kubernetes_lists
+    from kvrelay.router.membership import kubernetes_pods
 
     for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
-    monkeypatch.setattr(kubernetes_lists, "_OWN_NAMESPACE", tmp_path / "namespace")
+    monkeypatch.setattr(kubernetes_pods, "_OWN_NAMESPACE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert kubernetes_lists.server_of("")[1] == "mine"
-    assert kubernetes_lists.server_of("")[0].host == "https://[fd00::1]:443"
-    assert kubernetes_lists.server_of("theirs")[1] == "theirs"
+    assert kubernetes_pods.kubernetes_client("")[1] == "mine"
+    assert kubernetes_pods.kubernetes_client("")[0].host == "https://[fd00::1]:443"
+    assert kubernetes_pods.kubernetes_client("theirs")[1] == "theirs"
 
 
 def test_a_namespace_alone_is_refused() -> None:

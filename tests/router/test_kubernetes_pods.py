@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_double import pod_of
 
-from kvrelay.router.membership.kubernetes_pods import ListedPods, Pod, Pods
+from kvrelay.router.membership.kubernetes_pods import Pod, PodList, Pods
 from kvrelay.router.nodes.members import NodeSpec
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import RequestError
@@ -151,10 +151,10 @@ def test_what_go_writes_as_null_is_read() -> None:
     text = b"""{"metadata": {"resourceVersion": "7", "continue": null, "remainingItemCount": 2}, "items": [{"metadata":
         {"name": "p", "labels": null, "annotations": null, "creationTimestamp": null}, "spec": {"containers": null},
         "status": {"podIP": null, "conditions": null, "containerStatuses": [{"name": "c", "state": null}]}}]}"""
-    listed = msgspec.json.decode(text, type=ListedPods)
+    listed = msgspec.json.decode(text, type=PodList)
     assert listed.metadata.resource_version == "7"
     assert told(*(listed.items or ())) == []
-    assert msgspec.json.decode(b'{"metadata": {}, "items": null}', type=ListedPods).items is None
+    assert msgspec.json.decode(b'{"metadata": {}, "items": null}', type=PodList).items is None
 
 
 STATES: list[dict[str, Any]] = [

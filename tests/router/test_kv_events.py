@@ -25,7 +25,7 @@ from kvrelay.node import kv_events
 from kvrelay.node.kv_events import KvEvents as Told
 from kvrelay.router.prefix.contents import keys_of_prompt
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
-from kvrelay.router.prefix.kv_events import KvEvents, _Source
+from kvrelay.router.prefix.kv_events import KvEvents, _Listener
 from kvrelay.router.prefix.metrics import PrefixMetrics
 from kvrelay.wire.engine_messages import CacheChanges
 from kvrelay.wire.errors import ConfigError
@@ -99,7 +99,7 @@ class Listening:
         self.events = KvEvents(self.index, PrefixMetrics(self.registry, self.index))
 
     def heard(self, node: Told, generation: str = "g1") -> None:
-        self.events.heard(URL, generation, node.report())
+        self.events.note_report(URL, generation, node.report())
 
     def has(self, hashes: list[bytes]) -> int:
         prefix = Prefix.of(0, b"x").known(PromptBlocks(1, b"".join(hashes)), len(hashes))
@@ -138,7 +138,7 @@ def test_a_router_follows_what_a_node_holds() -> None:
             assert router.count("kv_event_doubted_nodes") == 0
             router.events.leave(URL)
             assert router.has(before) == 0
-            router.events.heard(URL, "g1", None)  # it tells no events: nothing happens
+            router.events.note_report(URL, "g1", None)  # it tells no events: nothing happens
             node.publish(stored(chain(2, 2)))
 
     run(test)
@@ -146,9 +146,9 @@ def test_a_router_follows_what_a_node_holds() -> None:
 
 def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost on the way, in the middle and at the end; at the end only the health report shows it."""
-    losing, lost, take = True, 0, _Source._take
+    losing, lost, take = True, 0, _Listener._take
 
-    def lossy(self: _Source, frames: list[bytes]) -> None:
+    def lossy(self: _Listener, frames: list[bytes]) -> None:
         nonlocal lost
         if not losing or self._replay is not None:
             take(self, frames)
@@ -160,7 +160,7 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
         async with telling() as node, listening() as router:
             router.heard(node)
             await router.trusted()
-            monkeypatch.setattr(_Source, "_take", lossy)
+            monkeypatch.setattr(_Listener, "_take", lossy)
             node.publish(stored(chain(3)))
             node.publish(stored(chain(3, 1)))
             router.heard(node)  # those may still be on their way
@@ -260,7 +260,7 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
         async with telling() as node, listening() as router:
             with zmq.Context.instance().socket(zmq.ROUTER) as deaf:
                 port = deaf.bind_to_random_port("tcp://127.0.0.1")
-                router.events.heard(URL, "g1", KvEventsReport(port_of(node), port, 1))
+                router.events.note_report(URL, "g1", KvEventsReport(port_of(node), port, 1))
                 await until(
                     lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted"
                 )
@@ -282,7 +282,7 @@ def test_of_a_node_that_tells_no_events_what_was_sent_there_counts() -> None:
             router.heard(node)
             await router.trusted()
             for _ in range(2):  # started again without a port
-                router.events.heard(URL, "g2", None)
+                router.events.note_report(URL, "g2", None)
                 router.index.end(router.index.send(prefix, URL))
                 assert router.index.lookup(prefix)[1][URL] > 900
                 assert not router.index.trusts(URL)
@@ -373,7 +373,7 @@ def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(
         async with telling() as node, listening() as router:
             report = report_of(node)
             for _ in range(3):
-                router.events.heard(
+                router.events.note_report(
                     URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number)
                 )
                 await asyncio.sleep(0.02)
@@ -594,7 +594,7 @@ def test_a_node_of_vllm_is_listened_to() -> None:
                 ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (pub, replays)]
                 router.events._vllm_ports = {"": (ports[0], ports[1])}
                 answering = asyncio.create_task(answer(replays))
-                router.events.heard_vllm(URL, "", 1, [])
+                router.events.note_vllm_report(URL, "", 1, [])
                 await router.trusted()
                 await answering
                 keys = {number: keys_of_prompt([number], 1) for number in batches}
@@ -611,9 +611,9 @@ def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(
 ) -> None:
     monkeypatch.setattr("kvrelay.router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("kvrelay.router.prefix.kv_events.RETRY_S", 0.0)
-    listen, tries = _Source._listen, 0
+    listen, tries = _Listener._listen, 0
 
-    def fails_once(self: _Source) -> zmq.Socket[bytes]:
+    def fails_once(self: _Listener) -> zmq.Socket[bytes]:
         nonlocal tries
         tries += 1
         if tries == 1:
@@ -621,12 +621,14 @@ def test_a_node_of_vllm_without_replays_is_listened_to_once_that_can_be(
         return listen(self)
 
     async def test() -> None:
-        monkeypatch.setattr(_Source, "_listen", fails_once)
+        monkeypatch.setattr(_Listener, "_listen", fails_once)
         async with listening() as router:
             with zmq.asyncio.Context.instance().socket(zmq.PUB) as pub:
                 router.events._vllm_ports = {"": (pub.bind_to_random_port("tcp://127.0.0.1"), 0)}
                 await until(
-                    lambda: router.events.heard_vllm(URL, "", 1, []) or router.index.trusts(URL),
+                    lambda: (
+                        router.events.note_vllm_report(URL, "", 1, []) or router.index.trusts(URL)
+                    ),
                     "trusted",
                 )
                 assert tries == 2

@@ -31,7 +31,7 @@ from kvrelay.router import roles as module
 from kvrelay.router.node_load import NodeLoad
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.roles import EVERY_S, LOOKS, OTHER, RoleChanges, Roles, work_of
+from kvrelay.router.roles import EVERY_S, LOOKS, OTHER, RoleChanger, RolePlanner, work_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import Load
@@ -44,7 +44,11 @@ BUSY = Load(legs=1, prompt_share=1.2)
 
 
 def looked(
-    roles: Roles, up: dict[Role, int], work: dict[Role, float], times: int, begins: float = 0.0
+    roles: RolePlanner,
+    up: dict[Role, int],
+    work: dict[Role, float],
+    times: int,
+    begins: float = 0.0,
 ) -> list[Any]:
     return [roles.look(up, work, begins + EVERY_S * at) for at in range(times)]
 
@@ -115,7 +119,7 @@ def test_the_order_of_nodes_changes_nothing(
 
 
 def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
-    roles = Roles()
+    roles = RolePlanner()
     assert looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS) == [None] * (LOOKS - 1) + [P]
     assert (
         roles.why
@@ -136,13 +140,13 @@ def test_a_role_that_is_short_gets_a_node_after_several_looks() -> None:
 def test_all_stay_what_they_are_for_a_reason(
     up: dict[Role, int], work: dict[Role, float], why: str
 ) -> None:
-    roles = Roles()
+    roles = RolePlanner()
     assert looked(roles, up, work, 9) == [None] * 9
     assert roles.why.startswith(why)
 
 
 def test_what_hinders_is_told_and_the_looks_begin_anew() -> None:
-    roles = Roles()
+    roles = RolePlanner()
     looked(roles, {P: 1, D: 3}, {P: 1.2, D: 0.6}, LOOKS - 1)
     assert roles.look({P: 1, D: 2}, {P: 1.2, D: 0.6}, 20.0, "a node is changing") is None
     assert roles.why.startswith("a node is changing: ")
@@ -150,7 +154,7 @@ def test_what_hinders_is_told_and_the_looks_begin_anew() -> None:
 
 
 def test_a_change_rests() -> None:
-    roles = Roles()
+    roles = RolePlanner()
     roles.changed(P, 0.0)
     assert looked(roles, {P: 3, D: 5}, {P: 0.9, D: 5.5}, 6, 1.0) == [None] * 6
     assert roles.why.startswith("the last change was just now: ")
@@ -162,11 +166,11 @@ def test_the_way_back_costs_twice_the_margin_for_an_hour() -> None:
         {P: 3, D: 5},
         {P: 1.5, D: 4.5},
     )  # 75 % against 90 %: more than the margin, less than twice of it
-    roles = Roles()
+    roles = RolePlanner()
     roles.changed(P, 0.0)
     assert set(looked(roles, *work, 600, 100.0)) == {None}
     assert D in looked(roles, *work, LOOKS, 3_600.0)
-    assert D in looked(Roles(), *work, LOOKS)
+    assert D in looked(RolePlanner(), *work, LOOKS)
 
 
 @settings(max_examples=100, deadline=None)
@@ -181,7 +185,7 @@ def test_whatever_comes_no_role_has_fewer_nodes_than_it_must(
 ) -> None:
     least = {P: least_prefill, D: least_decode}
     up = {P: max(least_prefill, nodes // 2), D: max(least_decode, nodes - nodes // 2)}
-    roles = Roles(least_prefill, least_decode)
+    roles = RolePlanner(least_prefill, least_decode)
     for at, (of_p, of_d) in enumerate(works * 5):
         role = roles.look(up, {P: of_p, D: of_d}, 10.0 * at)
         if role is not None:
@@ -194,7 +198,7 @@ def test_whatever_comes_no_role_has_fewer_nodes_than_it_must(
 def test_under_a_constant_load_nodes_go_one_way_only(
     of_p: int, of_d: int, work_p: float, work_d: float
 ) -> None:
-    roles, up, changes = Roles(), {P: of_p, D: of_d}, []
+    roles, up, changes = RolePlanner(), {P: of_p, D: of_d}, []
     for at in range(400):
         role = roles.look(up, {P: work_p, D: work_d}, EVERY_S * at)
         if role is not None:
@@ -219,7 +223,7 @@ def test_an_hour_of_steady_work_ends_near_the_best_ratio_without_flapping(
     nodes: int, share: float, load: float, noise: float, seed: int
 ) -> None:
     """`share` of the work is prefill's, of `load` of all nodes; each look sees it with noise."""
-    rng, roles = random.Random(seed), Roles()
+    rng, roles = random.Random(seed), RolePlanner()
     need = {P: nodes * load * share, D: nodes * load * (1 - share)}
     prefills = rng.randrange(1, nodes)
     up, flips = {P: prefills, D: nodes - prefills}, []
@@ -265,7 +269,7 @@ class Fixture:
         metrics.role_changes = Counter("c", "", ["model", "role", "outcome"], registry=registry)
         self.registry, settings = registry, RouterConfig(**config)
         legs: Any = self
-        self.changes = RoleChanges(lambda: settings, self.pool, legs, metrics, lambda: self.ending)
+        self.changes = RoleChanger(lambda: settings, self.pool, legs, metrics, lambda: self.ending)
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
         """Answer as a node does that is asked to change its role."""
@@ -274,7 +278,7 @@ class Fixture:
         self.asked.append(node.url)
         return self.status, "it will not"
 
-    async def look(self, times: int = LOOKS) -> Roles:
+    async def look(self, times: int = LOOKS) -> RolePlanner:
         for _ in range(times):
             self.now += EVERY_S
             await self.changes.look(self.now)
@@ -424,7 +428,7 @@ async def test_however_many_routers_look_one_node_changes_once(
         assert {change["node"] for change in seen["changes"]} <= {chosen.url}
 
 
-def changes_of(each: Cluster) -> RoleChanges:
+def changes_of(each: Cluster) -> RoleChanger:
     found = each.router.console.roles
     assert found is not None
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.membership.health_checks import watching
+from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.wire.config import Role
@@ -26,7 +26,7 @@ class Asked:
 
     def forget(self, node: Node) -> None: ...
 
-    def heard(self, url: str, generation: str, report: object) -> None:
+    def note_report(self, url: str, generation: str, report: object) -> None:
         if self.checks <= self.failures:
             raise ValueError("a defect")
 
@@ -37,7 +37,7 @@ async def test_a_check_that_fails_in_any_way_is_a_miss_and_the_next_one_comes(
     pool, asked = Pool(["http://p"], []), Asked(2)
     doubles: Any = asked
     with caplog.at_level(logging.WARNING, "kvrelay.router"):
-        async with watching(pool, doubles, doubles, 0.01):
+        async with check_nodes(pool, doubles, doubles, 0.01):
             await until(lambda: asked.checks > 3 and pool.nodes[0].up)
     assert [line for line in caplog.messages if "a defect" in line]
     assert sum(record.exc_info is not None for record in caplog.records) == 2
