@@ -64,7 +64,6 @@ from kvrelay.router.request.poison import MAX_LOST, CrashRecord, fingerprint_of
 from kvrelay.router.request.retries import RunContext
 from kvrelay.router.request.run import RequestRun
 from kvrelay.router.request.timeline import Timeline
-from kvrelay.router.request.vllm_requests import VllmLegs
 from kvrelay.router.request.vllm_run import VllmRun
 from kvrelay.router.request_log import RequestLog, RequestTrace
 from kvrelay.router.roles import RoleChanger
@@ -90,7 +89,6 @@ class Router:
 
     node_client: NodeClient
     """Between start and stop."""
-    _vllm_legs: VllmLegs
     _means: RunContext | None = None
 
     def __init__(
@@ -127,7 +125,6 @@ class Router:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         config, leads = self.config, self.shared.leads
         self.node_client = legs = NodeClient(config, self.background)
-        self._vllm_legs = VllmLegs(self.node_client)
         self._means = RunContext(
             self.pool, self.node_health, self.placer, legs, self.background, self.metrics, config
         )
@@ -288,7 +285,7 @@ class Router:
         assert means is not None
         kind = self.pool.kind_for(job.model)
         if kind is not NodeKind.KVRELAY:
-            return VllmRun(job, kind, headers, timeline, means, self._vllm_legs, deaths)
+            return VllmRun(job, kind, headers, timeline, means, deaths)
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> RequestRun:
             return RequestRun(part, headers, its, means, deaths, reply)

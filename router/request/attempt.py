@@ -39,7 +39,7 @@ class Attempt:
         self._run, self._lease, self._position, self._source = run, lease, position, source
         computes = decoding and source is None
         self._call = health.begin(lease.node, lease.role, now, computes=computes)
-        self._times = run.timeline.begins(now, decoding=decoding, fetches=source is not None)
+        self._times = run.timeline.begin_attempt(now, decoding=decoding, fetches=source is not None)
         self._patience_s = health.patience_s(lease.tokens)
         self._watched_since = now
         self._silent = False  # it was cut because its node sent nothing
@@ -73,7 +73,7 @@ class Attempt:
             raise
         finally:
             context.silence.discard(self)
-            run.timeline.ends(self._times, time.monotonic(), more=not run.progress.ended)
+            run.timeline.end_attempt(self._times, time.monotonic(), more=not run.progress.ended)
             call.close()
 
     def on_frame(self, frame: Frame) -> Awaitable[None] | None:
@@ -96,7 +96,7 @@ class Attempt:
                 last = progress.ended and not run.job.part
                 (reply.put_last if last else reply.put)(payload)
         if ids and self._times.tokens is None and not frame.choice:
-            timeline.told(self._times, self._position.at[0], now)
+            timeline.note_first_token(self._times, self._position.at[0], now)
         if ids and call.steady:
             call.heard_at = now
         elif call.heard(now, tokens=bool(ids)):
@@ -117,7 +117,7 @@ class Attempt:
     def _on_other_frame(self, frame: Frame, now: float) -> bytes:
         run, source, timing = self._run, self._source, frame.timing
         if timing is not None:
-            run.timeline.inside(timing, self._times)
+            run.timeline.note_report(timing, self._times)
             if source is not None and "exposed" in timing and "prefill" not in timing:
                 links = run.context.node_health.links
                 links.observe(source.url, self._lease.node.url, timing["exposed"])

@@ -114,4 +114,4 @@ class MultiPromptRun:
             )
         else:
             end = joined_body([walk.reply.kept() for walk in self.parts])
-        return self.timeline.stamped(end, time.monotonic()) if self.job.wants_stages else end
+        return self.timeline.with_stages(end, time.monotonic()) if self.job.wants_stages else end

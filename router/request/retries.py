@@ -109,6 +109,8 @@ class RunContext:
     config: RouterConfig
     retries: RetryBudget = field(default_factory=RetryBudget)
     silence: SilenceWatch = field(default_factory=SilenceWatch)
+    fails_on_forced_tools: set[tuple[str, str]] = field(default_factory=set)
+    """URL and process of vLLM prefill nodes that fail on a forced tool call of one token."""
 
     async def release_kv(self, node: Node, request_id: str) -> None:
         """Have a prefill node free KV that no decode node will fetch."""

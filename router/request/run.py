@@ -495,7 +495,11 @@ class RequestRun:
         for other in self.unread:  # the node that answered could read the request
             self.context.node_health.could_not_read(other.node, other.role, now)
         self.unread.clear()
-        return self.timeline.stamped(frame.payload, now) if self.job.wants_stages else frame.payload
+        return (
+            self.timeline.with_stages(frame.payload, now)
+            if self.job.wants_stages
+            else frame.payload
+        )
 
 
 def _no_room() -> Overloaded:

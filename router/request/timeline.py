@@ -1,8 +1,7 @@
-"""When each stage of a request happened, for its log line, the histograms and the answer. Times are
-monotonic seconds.
+"""When each stage of a request happened, for its log line, metrics and answer. Monotonic seconds.
 
-The stages are those of openai_api/stages.py. The nodes tell of what happened inside them, each by
-its own clock; what lies between is seen from here, by one clock.
+Stages are named in openai_api/stages.py. Nodes report those inside them, each by its own clock; the
+router sees what lies between, by one clock.
 """
 
 from __future__ import annotations
@@ -16,79 +15,75 @@ __all__ = ["AttemptTimes", "Timeline"]
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """One leg, as the router sees it: what is left of one that never tells how it was spent."""
+    """The times of one attempt as the router sees them."""
 
     began: float
     decoding: bool
     fetches: bool
-    """A decode leg that is given KV; any other decode leg computes the prompt."""
+    """A decode request that is given KV; any other one computes the prompt."""
     tokens: float | None = None
-    """Its first token came; of a decode leg that fetches, the first behind the prefill node's."""
+    """When the first token came; where KV is fetched, the first after the prefill node's."""
     counted: bool = False
-    """Its node has told how it was spent, or its time was counted as seen."""
+    """The node has reported its stages, or the time was counted as seen from here."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request. A point that was not reached stays None; `first_token` and `last_token` are for
-    any leg.
-    """
+    """The times of one request; None is a point that was not reached."""
 
     arrived: float
     sent: float | None = None
-    """The first leg was sent."""
+    """When the first attempt began."""
     prefilled: float | None = None
-    """The KV was complete, as far as is known here, and the hand-over began."""
+    """When the KV was complete, as far as the router sees, and the hand-over began."""
     stepped: float | None = None
-    """The newest decode leg told of a token that is not the first of the answer."""
+    """When the newest decode request sent a token that is not the answer's first."""
     first_token: float | None = None
     last_token: float | None = None
     local: bool = False
-    """A decode node has computed the prompt, and nothing was there before."""
+    """A decode node computed the prompt, and no other node had."""
     prefill_ms: dict[str, float] = field(default_factory=dict)
-    """What the nodes of all prefill legs say of the stages inside their engines."""
+    """Stages that the nodes of all prefill requests reported."""
     decode_ms: dict[str, float] = field(default_factory=dict)
-    """What the node of the last decode leg says of them."""
+    """Stages that the node of the last decode request reported."""
     spent_s: dict[str, float] = field(default_factory=dict)
-    """Stages as seen from here: of legs that told nothing, and between legs."""
+    """Stages as seen from here: of attempts without a report, and between attempts."""
     idle: float | None = None
-    """Since then no leg is under way, and another one must follow."""
-    _lost: bool = False  # the leg before `idle` told nothing
-    _open: int = 0  # legs under way
-    _computed: float | None = None  # a prefill leg that told nothing was over
+    """Since when no attempt runs, although another one must follow."""
+    _lost: bool = False  # the attempt before `idle` reported nothing
+    _running: int = 0
+    _computed: float | None = None  # when a prefill request without a report had computed
 
-    def tokens(self, now: float) -> None:
-        """Tokens came from a leg."""
+    def note_tokens(self, now: float) -> None:
+        """Note that tokens came."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
 
-    def begins(self, now: float, *, decoding: bool, fetches: bool = False) -> AttemptTimes:
-        """A leg is sent; `ends` must follow."""
+    def begin_attempt(self, now: float, *, decoding: bool, fetches: bool = False) -> AttemptTimes:
+        """Note that a request goes to a node; `end_attempt` must follow."""
         if self.sent is None:
             self.sent = now
         if self.idle is not None and self._lost:
             self._spend("queue", now - self.idle)
             self.prefilled = None if self.prefilled is None else now
         self.idle = None
-        self._open += 1
+        self._running += 1
         if decoding:
             self.stepped = None
         return AttemptTimes(now, decoding, fetches)
 
-    def told(self, leg: AttemptTimes, place: int, now: float) -> None:
-        """A leg whose `tokens` is None is `place` tokens into the answer, whoever was the first to
-        tell of them.
-        """
-        if not leg.decoding:
-            leg.tokens = self.prefilled = now
-        elif place > 1 or not leg.fetches:
-            leg.tokens = self.stepped = now
+    def note_first_token(self, attempt: AttemptTimes, position: int, now: float) -> None:
+        """Note an attempt's first token, the answer's `position`th, whoever sent that first."""
+        if not attempt.decoding:
+            attempt.tokens = self.prefilled = now
+        elif position > 1 or not attempt.fetches:
+            attempt.tokens = self.stepped = now
 
-    def inside(self, timing_ms: dict[str, float], leg: AttemptTimes) -> None:
-        """A node told how its leg was spent."""
-        leg.counted = True
-        if leg.decoding:
+    def note_report(self, timing_ms: dict[str, float], attempt: AttemptTimes) -> None:
+        """Note the stages that a node reported."""
+        attempt.counted = True
+        if attempt.decoding:
             self.decode_ms = timing_ms
         else:
             known = self.prefill_ms
@@ -96,57 +91,54 @@ class Timeline:
                 name: took + timing_ms.get(name, 0.0) for name, took in known.items()
             }
 
-    def seen(self, leg: AttemptTimes, now: float) -> None:
-        """A leg is over; if it has told nothing, its time is counted as it was seen from here."""
-        if leg.counted:
+    def count_unreported(self, attempt: AttemptTimes, now: float) -> None:
+        """Count an attempt's time as seen from here, unless its node reported."""
+        if attempt.counted:
             return
-        leg.counted = True
-        came = now if leg.tokens is None else leg.tokens
-        if not leg.decoding:
-            # Token 1 may have come through the decode leg.
-            computed = (
-                came if self.first_token is None else min(came, max(leg.began, self.first_token))
-            )
-            self._spend("prefill", computed - leg.began)
+        attempt.counted = True
+        came = now if attempt.tokens is None else attempt.tokens
+        if not attempt.decoding:
+            computed = came
+            if self.first_token is not None:  # perhaps through the decode request
+                computed = min(came, max(attempt.began, self.first_token))
+            self._spend("prefill", computed - attempt.began)
             self._computed = computed
             return
-        if not leg.fetches:
-            self._spend("prefill", came - leg.began)
+        if not attempt.fetches:
+            self._spend("prefill", came - attempt.began)
         elif (since := self._computed if self.prefilled is None else self.prefilled) is not None:
-            self._spend("announce", came - max(leg.began, since))
-        if leg.tokens is not None:
+            self._spend("announce", came - max(attempt.began, since))
+        if attempt.tokens is not None:
             self._spend("decode", now - came)
 
-    def ends(self, leg: AttemptTimes, now: float, *, more: bool) -> None:
-        """A leg is over, or was cut. `more`: the answer is not complete."""
-        self._open -= 1
-        if more and not self._open:
-            self.idle, self._lost = now, not leg.counted
-        self.seen(leg, now)
+    def end_attempt(self, attempt: AttemptTimes, now: float, *, more: bool) -> None:
+        """Note the end of an attempt; `more` if the answer is not complete."""
+        self._running -= 1
+        if more and not self._running:
+            self.idle, self._lost = now, not attempt.counted
+        self.count_unreported(attempt, now)
 
     def _spend(self, stage: str, seconds: float) -> None:
         self.spent_s[stage] = self.spent_s.get(stage, 0.0) + max(0.0, seconds)
 
     def stages_s(self, now: float) -> dict[str, float]:
-        """Seconds in each stage that was entered, if the request ended now."""
+        """Return seconds in each stage that was entered, if the request ended now."""
         stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
         waited = stages.pop("queue", 0.0)
         stages["queue"] = (now if self.sent is None else self.sent) - self.arrived
         if self.local:
             stages["queue"] += waited
         elif self.decode_ms:
-            # A decode leg without a ticket has computed the prompt itself, and waited for that.
+            # A decode request without a ticket waited to compute the prompt itself.
             stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
         if self.prefill_ms:
             stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
-            stages["prefill"] = (
-                stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3
-            )
+            prefill_s = self.prefill_ms.get("prefill", 0.0) / 1e3
+            stages["prefill"] = stages.get("prefill", 0.0) + prefill_s
         if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
             # Both ways lead through a node's HTTP process and one connection: they cancel out.
-            stages["announce"] = max(
-                0.0, self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3
-            )
+            announce_s = self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3
+            stages["announce"] = max(0.0, announce_s)
         for name, took in self.spent_s.items():
             stages[name] = stages.get(name, 0.0) + took
         if self.idle is not None:
@@ -154,13 +146,12 @@ class Timeline:
         stages["total"] = now - self.arrived
         return stages
 
-    def stamped(self, end: bytes, now: float) -> bytes:
-        """The end of an answer, with the stages until now."""
+    def with_stages(self, end: bytes, now: float) -> bytes:
+        """Return the end of an answer with the stages until now."""
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
     def inter_token_s(self, tokens: int, answers: int) -> float | None:
-        """Return the mean time between tokens of one of so many answers, which have so many tokens
-        in all.
+        """Return the mean time between an answer's tokens, where `answers` have `tokens` in all.
 
         None if each has fewer than two.
         """

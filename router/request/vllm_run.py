@@ -1,25 +1,17 @@
-"""The walk of one request through two vLLM nodes: prefill leg, hand-over, decode leg; and what to
-do when one breaks.
+"""One request on two vLLM nodes: prefill request, hand-over, decode request, and failures.
 
-Nothing of the prefill node's answer but the hand-over is used: the decode node tells of every
-token, the first too.
+Only the hand-over of the prefill node's answer is used: the decode node sends every token. A failed
+request is tried on other nodes until the client has bytes; then it ends with an error, because a
+vLLM node does not tell the state that another node would have to go on from.
 
-A broken leg is tried on other nodes until the client has bytes. KV that a decode node may have read
-is not offered to another one: vLLM frees a prompt's blocks after the first read and guards them
-with no fence, so a second reader could get another request's KV. The prompt is prefilled again,
-mostly out of the prefill node's prefix cache. After the first byte an answer ends with an error: a
-vLLM node does not tell the state that another one would have to go on from.
-
-KV that nobody fetches (the client left between the legs, or no decode node is left) stays with its
-prefill node until that lets go of it: after 30 s, in older versions 480. There is no call to
-release it. To have a decode node fetch it for one token would do, and costs a transfer and a seat
-while the cluster is in trouble, so it is not done. A decode leg that is aborted while it waits
-releases it itself.
+KV that a decode node may have read is offered to no other: vLLM frees a prompt's blocks after the
+first read without a fence, so a second reader could get another request's KV. The prompt is
+prefilled again, mostly out of the prefix cache. KV that nobody fetches stays until the prefill node
+lets go of it (after 30 s, in older versions 480): there is no call to release it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -35,6 +27,7 @@ from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.router.request.poison import CrashRecord
 from kvrelay.router.request.retries import Attempts, RunContext
+from kvrelay.router.request.run import run_within_deadline
 from kvrelay.router.request.timeline import AttemptTimes, Timeline
 from kvrelay.router.request.vllm_bodies import (
     Handover,
@@ -47,11 +40,15 @@ from kvrelay.router.request.vllm_bodies import (
     prefill_body,
     undivided_because,
 )
-from kvrelay.router.request.vllm_measured import prefilled, streamed
-from kvrelay.router.request.vllm_requests import VllmLegs
-from kvrelay.router.transport.node_client import AttemptFailed
+from kvrelay.router.request.vllm_requests import (
+    learn_prefill_cost,
+    learn_step_cost,
+    stream_events,
+    whole_answer,
+)
+from kvrelay.router.transport.node_errors import AttemptFailed
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import DeadlineExceeded, NodeFailed
+from kvrelay.wire.errors import NodeFailed
 
 __all__ = ["VllmRun"]
 
@@ -59,9 +56,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 class VllmRun:
-    """One request on its way. `run` once. What the Relay reads is as of the walk over our own
-    nodes.
-    """
+    """One request on its way through two vLLM nodes."""
 
     def __init__(
         self,
@@ -69,113 +64,99 @@ class VllmRun:
         kind: NodeKind,
         headers: Mapping[str, str],
         timeline: Timeline,
-        means: RunContext,
-        legs: VllmLegs,
-        deaths: CrashRecord,
+        context: RunContext,
+        crashes: CrashRecord,
     ) -> None:
-        """`kind`: of all nodes that the request may go to. Raises RequestError."""
+        """`kind` is that of all nodes that the request may go to. Raises RequestError."""
         check_fields(job)
         self.job = job
         self.reply = Reply()
         self.timeline = timeline
         self.placed: PlacementLeases | None = None
-        """None: it is placed leg by leg."""
+        """None: each of the two requests is placed when it begins."""
         self.placement = "-"
         self.parts = ()
         self.prompt_tokens: int | None = None
         self.output_tokens = 0
-        """As the node counts them; of a stream its events, which are about one per token."""
+        """As the node counts them; in a stream its events, about one for each token."""
         self._kind = kind
         self._prefix = prefix_of(job).for_contents()
         self._headers = headers
-        self._means, self._legs, self._deaths = means, legs, deaths
-        self._pool, self._index = means.pool, means.pool.prefixes
-        self._tries = {role: Attempts(means, role) for role in (Role.PREFILL, Role.DECODE)}
-        self._last = dict.fromkeys(self._tries, "-")
-        self._source: Node | None = None
-        """The prefill node whose KV the decode leg fetches."""
+        self._context, self._crashes = context, crashes
+        self._pool, self._index = context.pool, context.pool.prefixes
+        self._attempts = {role: Attempts(context, role) for role in (Role.PREFILL, Role.DECODE)}
+        self._last = dict.fromkeys(self._attempts, "-")
+        self._source: Node | None = None  # whose KV the decode request fetches
         self._round = 0
-        self._handed = False
+        self._handover_counted = False
 
     def wanted(self) -> PlacementQuery:
-        """Say what is known of it."""
-        return self._means.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
+        """Return what is known of the request for placement."""
+        return self._context.placer.wanted(self.job, self._prefix, self.prompt_tokens or 0)
 
     @property
     def answers(self) -> int:
-        """How many come beside each other, for each prompt."""
+        """Number of choices that are generated at the same time."""
         return self.job.choices
 
     @property
     def nodes(self) -> tuple[str, str]:
-        """Where its last legs ran."""
+        """URLs of the last prefill and decode node."""
         return self._last[Role.PREFILL], self._last[Role.DECODE]
 
     async def run(self) -> None:
-        """Answer the request into `reply`. Raises KvrelayError when it cannot."""
-        deadline_s = self._means.config.request_deadline_s
-        try:
-            async with asyncio.timeout(deadline_s - (time.monotonic() - self.timeline.arrived)):
-                self._deaths.check()
-                self._means.retries.add_request(time.monotonic())
-                while not await self._hand_over():
-                    self._round += 1
-        except TimeoutError as why:
-            raise DeadlineExceeded(
-                f"the request did not finish within {deadline_s:g} s; ask for fewer tokens, or "
-                f"raise request_deadline_s"
-            ) from why
+        """Answer the request into `reply`, once. Raises KvrelayError."""
+        answer = self._answer()
+        await run_within_deadline(self._context, self._crashes, self.timeline.arrived, answer)
 
-    async def _hand_over(self) -> bool:
-        """Run one prefill leg and the decode legs that its KV is good for; return whether they have
-        answered.
-        """
+    async def _answer(self) -> None:
+        while not await self._prefill_and_decode():
+            self._round += 1
+
+    async def _prefill_and_decode(self) -> bool:
+        # Runs one prefill request, and decode requests while its KV is good; returns whether one
+        # has answered.
         by_id = self._kind is NodeKind.VLLM_P2P_NCCL
         with ExitStack() as held:
-            # Where the prefill node pushes the KV it must be told where to, before it begins.
+            # A prefill node that pushes its KV must know the decode node before it begins.
             decode = held.enter_context(self._lease(Role.DECODE)) if by_id else None
-            # Nodes that find KV by the request's id can do nothing undivided: the decode node would
-            # wait for the KV.
+            # Decode nodes that find KV by the request's id would wait for it in vain.
             alone = None if by_id else undivided_because(self.job)
-            headers, params = self._named(None, None), None
+            headers, params = self._request_headers(None, None), None
             self._source = None
             if alone is None:
                 headers, params, alone = await self._prefill(decode)
             if alone is not None:
-                self._means.metrics.undivided.labels(alone).inc()
+                self._context.metrics.undivided.labels(alone).inc()
             while True:
                 if decode is None:
-                    decode = held.enter_context(
-                        self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0)
-                    )
+                    tokens = self.job.prompt_tokens if alone else 0
+                    decode = held.enter_context(self._lease(Role.DECODE, tokens))
                 try:
                     await self._decode(decode, decode_body(self.job, params), headers)
                     return True
                 except AttemptFailed as why:
-                    await self._blame(decode, Role.DECODE, why)
+                    await self._note_failure(decode, Role.DECODE, why)
                     if by_id or why.reached or not why.lost:
                         return False
-                    # Nobody listens there, so the node has not heard of the KV, which is good for
-                    # another one.
+                    # Nobody listens there, so the KV is still good for another node.
                     held.pop_all().close()
                     decode = None
 
     async def _prefill(
         self, decode: Lease | None
     ) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
-        """Return the headers of the decode leg, the hand-over, and why there is none if one was to
-        be.
-
-        `decode`: the node that the KV is pushed to, for those that push; it is told nothing.
-        """
+        # Returns the decode request's headers, the hand-over, and why there is none. `decode` is
+        # the node that KV is pushed to, where nodes push.
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node, process = lease.node, (lease.node.url, lease.generation)
-                headers = self._named(lease, decode)
-                if forces_tools(self.job) and process in self._legs.without_forced_tools:
+                headers = self._request_headers(lease, decode)
+                forced = forces_tools(self.job)
+                if forced and process in self._context.fails_on_forced_tools:
                     return headers, None, "forced_tools"
                 try:
-                    handover = await self._prefilled(lease, headers, by_id=decode is not None)
+                    handover = await self._attempt_prefill(lease, headers, by_id=decode is not None)
                 except AttemptFailed as why:
                     failure = why
                 else:
@@ -186,47 +167,46 @@ class VllmRun:
                         "prefill node %s hands no KV over; start it with a NixlConnector", node.url
                     )
                     return headers, None, "no_kv"
-            if failure.status == 500 and forces_tools(self.job) and decode is None:
+            if failure.status == 500 and forced and decode is None:
                 _log.warning(
                     "prefill node %s fails on forced tool calls, so decode nodes do those alone",
                     node.url,
                 )
-                self._legs.without_forced_tools.add(process)
+                self._context.fails_on_forced_tools.add(process)
                 return headers, None, "forced_tools"
-            await self._blame(lease, Role.PREFILL, failure)
+            await self._note_failure(lease, Role.PREFILL, failure)
 
-    async def _prefilled(
+    async def _attempt_prefill(
         self, lease: Lease, headers: Mapping[str, str], *, by_id: bool
     ) -> Handover:
-        """Run one prefill leg, and learn from it. Raises AttemptFailed, Refused."""
-        node, expected_ms = lease.node, lease.node.state.wait_ms  # its own prompt is in it
-        contents = self._unknown_to(node)
+        node, expected_ms = lease.node, lease.node.state.wait_ms  # this prompt is in it
+        contents = self._contents_to_learn(node)
         body = prefill_body(self.job, named_by_id=by_id, with_ids=contents is not None)
         self.timeline.prefilled = None
-        leg = self.timeline.begins(time.monotonic(), decoding=False)
+        times = self.timeline.begin_attempt(time.monotonic(), decoding=False)
+        client, path = self._context.node_client, self.job.path
         try:
-            handover = handover_of(await self._legs.whole(lease, self.job.path, body, headers))
-            self.timeline.told(leg, 1, time.monotonic())
+            handover = handover_of(await whole_answer(client, lease, path, body, headers))
+            self.timeline.note_first_token(times, 1, time.monotonic())
         finally:
-            self.timeline.ends(leg, time.monotonic(), more=True)
+            self.timeline.end_attempt(times, time.monotonic(), more=True)
         self.prompt_tokens = handover.prompt_tokens or None
         if handover.cached_tokens is not None:
-            self._means.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
-        prefilled(node, expected_ms, time.monotonic() - leg.began)
+            self._context.metrics.prefix.cached(lease.cached_tokens, handover.cached_tokens)
+        learn_prefill_cost(node, expected_ms, time.monotonic() - times.began)
         if contents is not None:
-            self._learn(node, contents, handover.token_ids)
+            self._learn_blocks(node, contents, handover.token_ids)
         return handover
 
-    def _unknown_to(self, node: Node) -> BlockContents | None:
-        """Return the node's blocks if they are called by their content, and those of this prompt
-        are not known yet.
-        """
+    def _contents_to_learn(self, node: Node) -> BlockContents | None:
+        # Where blocks are named by their content, and those of this prompt are unknown.
         contents = self._index.contents.get(node.url)
         known = contents is None or not contents.tells_prompts or self._index.knows(self._prefix)
         return None if known else contents
 
-    def _learn(self, node: Node, contents: BlockContents, token_ids: list[int] | None) -> None:
-        """Learn the names of the prompt's blocks from its tokens, which the node was asked for."""
+    def _learn_blocks(
+        self, node: Node, contents: BlockContents, token_ids: list[int] | None
+    ) -> None:
         job = self.job
         if token_ids is None:
             _log.warning(
@@ -244,101 +224,76 @@ class VllmRun:
             self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
-        """Pass the answer on. Raises Refused; AttemptFailed while the client has nothing of it, else
-        NodeFailed.
-        """
+        # Raises Refused; AttemptFailed while the client has nothing, else NodeFailed.
         job = self.job
-        if self._source is not None and not self._handed:
-            self._handed = True
-            self._means.metrics.handed_over(job.model, *self.nodes)
-        leg = self.timeline.begins(
-            time.monotonic(), decoding=True, fetches=self._source is not None
-        )
+        if self._source is not None and not self._handover_counted:
+            self._handover_counted = True
+            self._context.metrics.handed_over(job.model, *self.nodes)
+        fetches = self._source is not None
+        times = self.timeline.begin_attempt(time.monotonic(), decoding=True, fetches=fetches)
         complete = False
         try:
-            await (self._streamed if job.stream else self._whole)(lease, leg, body, headers)
+            await (self._decode_stream if job.stream else self._decode_whole)(
+                lease, times, body, headers
+            )
             complete = True
         finally:
-            self.timeline.ends(leg, time.monotonic(), more=not complete)
+            self.timeline.end_attempt(times, time.monotonic(), more=not complete)
         if max(job.choices, job.best_of) == 1:
-            self._means.placer.answered(
+            self._context.placer.answered(
                 job.model, self.output_tokens, self._prefix, self.prompt_tokens or 0
             )
 
-    async def _whole(
-        self, lease: Lease, leg: AttemptTimes, body: bytes, headers: Mapping[str, str]
+    async def _decode_whole(
+        self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
-        leg.tokens = (
-            leg.began
-        )  # nobody sees when its first token is there: most of an answer are its steps
-        ending = plain_answer(await self._legs.whole(lease, self.job.path, body, headers))
-        if self.timeline.prefilled is not None:
-            # By then the first token was computed; without a prefill leg nobody knows when that
-            # was.
-            self.timeline.tokens(self.timeline.prefilled)
-            self.timeline.tokens(time.monotonic())
-        self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
-        self.reply.put(self._timed(ending.body, leg))
+        times.tokens = times.began  # the first token is not seen; most of an answer are its steps
+        client, path = self._context.node_client, self.job.path
+        answer = plain_answer(await whole_answer(client, lease, path, body, headers))
+        if self.timeline.prefilled is not None:  # when the first token was computed
+            self.timeline.note_tokens(self.timeline.prefilled)
+            self.timeline.note_tokens(time.monotonic())
+        self.prompt_tokens, self.output_tokens = answer.prompt_tokens, answer.output_tokens
+        self.reply.put(self.with_stages(answer.body, times))
 
-    async def _streamed(
-        self, lease: Lease, leg: AttemptTimes, body: bytes, headers: Mapping[str, str]
+    async def _decode_stream(
+        self, lease: Lease, times: AttemptTimes, body: bytes, headers: Mapping[str, str]
     ) -> None:
-        newest, held_up = 0.0, False
-
-        async def put(events: bytes) -> None:
-            nonlocal newest, held_up
-            if not self.output_tokens:
-                lease.answered()
-            self.timeline.tokens(now := time.monotonic())
-            leg.tokens = leg.tokens or now
-            if count := events.count(b"data: {"):
-                self.output_tokens, newest = self.output_tokens + count, now
-            self.reply.put(self._timed(events, leg))
-            if (room := self.reply.room()) is not None:
-                held_up = True
-                await room
-
+        sink = _EventSink(self, lease, times)
+        client, path = self._context.node_client, self.job.path
         try:
-            await self._legs.events(lease, self.job.path, body, headers, put)
+            await stream_events(client, lease, path, body, headers, sink.on_events)
         except AttemptFailed as why:
             if not self.output_tokens:
                 raise
             self._pool.blame(lease.node, f"a request failed on it: {why.detail}", time.monotonic())
             raise NodeFailed(
                 "the decode node broke in the middle of the answer, which a vLLM node's answer "
-                "cannot be continued "
-                f"after; send the request again ({why.message})"
+                f"cannot be continued after; send the request again ({why.message})"
             ) from why
-        one = max(self.job.choices, self.job.best_of) == 1
-        if (
-            one and not held_up and leg.tokens is not None
-        ):  # else it is the client's doing when events come
-            no_tokens = (self.job.path == CHAT_PATH) + self.job.include_usage
-            streamed(lease.node, self.output_tokens - no_tokens - 1, newest - leg.tokens)
+        if max(self.job.choices, self.job.best_of) == 1:
+            sink.learn_step_cost()
 
-    def _timed(self, end: bytes, leg: AttemptTimes) -> bytes:
-        """Return the bytes, with the stages at the end of the answer if the client asked for them."""
+    def with_stages(self, end: bytes, times: AttemptTimes) -> bytes:
+        """Return the bytes, with the stages if they end an answer whose client asked for them."""
         if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
             return end
         now = time.monotonic()
-        self.timeline.seen(leg, now)
-        return self.timeline.stamped(end, now)
+        self.timeline.count_unreported(times, now)
+        return self.timeline.with_stages(end, now)
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
-        lease = self._means.placer.hold_alone(
-            role, self.wanted(), self._tries[role].nodes(), self._kind, tokens
-        )
+        tried = self._attempts[role].nodes()
+        lease = self._context.placer.hold_alone(role, self.wanted(), tried, self._kind, tokens)
         self._last[role] = lease.node.url
         try:
             yield lease
         finally:
             self._pool.give_back(lease)
 
-    def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
-        """Return the headers of both legs. An id is used for one hand-over: what another has left
-        must not be met.
-        """
+    def _request_headers(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
+        # An id is used for one hand-over, so that nothing left by another is found.
         unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
         if prefill is not None and decode is not None:
             # Not the client's own id: a colon in it would be read as an address.
@@ -347,19 +302,44 @@ class VllmRun:
             )
         return {**self._headers, "x-request-id": unique}
 
-    async def _blame(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
-        """Note that the request failed on this node, before any token, and on no other.
-
-        Raises what the client is told when there is nowhere to go."""
-        node, tries, now = lease.node, self._tries[role], time.monotonic()
+    async def _note_failure(self, lease: Lease, role: Role, why: AttemptFailed) -> None:
+        # Raises what the client is told when there is nowhere to go.
+        node, attempts, now = lease.node, self._attempts[role], time.monotonic()
         _log.warning(
             "id=%s: the %s request failed on %s: %s", self.job.id, role, node.url, why.detail
         )
         self._pool.blame(node, f"a request failed on it: {why.detail}", now)
         if why.lost and why.reached:
-            self._deaths.lost(lease, now)
-            await self._deaths.may_go_on()
-        tries.failed(node, why)
-        if not self._pool.up(role, tries.nodes(), self.job.model, self._kind):
-            raise tries.failure(why) from why
-        tries.require_another(why)
+            self._crashes.lost(lease, now)
+            await self._crashes.may_go_on()
+        attempts.failed(node, why)
+        if not self._pool.up(role, attempts.nodes(), self.job.model, self._kind):
+            raise attempts.failure(why) from why
+        attempts.require_another(why)
+
+
+class _EventSink:
+    def __init__(self, run: VllmRun, lease: Lease, times: AttemptTimes) -> None:
+        self._run, self._lease, self._times = run, lease, times
+        self._newest = 0.0  # when the last token came
+        self._held_up = False  # the client decides when events come
+
+    async def on_events(self, events: bytes) -> None:
+        run = self._run
+        if not run.output_tokens:
+            self._lease.answered()
+        run.timeline.note_tokens(now := time.monotonic())
+        self._times.tokens = self._times.tokens or now
+        if count := events.count(b"data: {"):
+            run.output_tokens, self._newest = run.output_tokens + count, now
+        run.reply.put(run.with_stages(events, self._times))
+        if (room := run.reply.room()) is not None:
+            self._held_up = True
+            await room
+
+    def learn_step_cost(self) -> None:
+        job, first = self._run.job, self._times.tokens
+        if not self._held_up and first is not None:
+            no_tokens = (job.path == CHAT_PATH) + job.include_usage
+            steps = self._run.output_tokens - no_tokens - 1
+            learn_step_cost(self._lease.node, steps, self._newest - first)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvrelay.router.background import BackgroundTasks
 from kvrelay.router.nodes.node import Lease, Node
-from kvrelay.router.request.vllm_requests import VllmLegs
+from kvrelay.router.request.vllm_requests import whole_answer
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvrelayError
@@ -60,7 +60,7 @@ async def test_no_redirect_is_followed(status: int) -> None:
             with suppress(KvrelayError):
                 await legs.run(Lease(node, 1), "/leg", b"{}", {}, lambda _: None)
             with suppress(KvrelayError):
-                await VllmLegs(legs).whole(Lease(node, 1), "/whole", b"{}", {})
+                await whole_answer(legs, Lease(node, 1), "/whole", b"{}", {})
         finally:
             await legs.close()
             await background.finish(1.0)

@@ -29,15 +29,15 @@ def rounded(stages_s: dict[str, float]) -> dict[str, float]:
 
 def test_all_stages_of_a_hand_over() -> None:
     timeline = Timeline(10.0)
-    first = timeline.begins(10.001, decoding=False)
-    second = timeline.begins(10.002, decoding=True, fetches=True)
-    timeline.told(first, 1, 10.034)
-    timeline.inside(PREFILL, first)
-    timeline.ends(first, 10.035, more=True)
+    first = timeline.begin_attempt(10.001, decoding=False)
+    second = timeline.begin_attempt(10.002, decoding=True, fetches=True)
+    timeline.note_first_token(first, 1, 10.034)
+    timeline.note_report(PREFILL, first)
+    timeline.end_attempt(first, 10.035, more=True)
     for place, now in ((1, 10.0395), (2, 10.0405)):
-        timeline.told(second, place, now)
-    timeline.inside(DECODE, second)
-    timeline.ends(second, 10.249, more=False)
+        timeline.note_first_token(second, place, now)
+    timeline.note_report(DECODE, second)
+    timeline.end_attempt(second, 10.249, more=False)
     assert rounded(timeline.stages_s(10.25)) == {
         "queue": 3.0,
         "prefill": 30.0,
@@ -61,7 +61,7 @@ def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_no
 def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
     timeline = Timeline(10.0, sent=10.0, prefill_ms=PREFILL)
     told = {"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}
-    timeline.inside(told, timeline.begins(10.1, decoding=True))
+    timeline.note_report(told, timeline.begin_attempt(10.1, decoding=True))
     stages = timeline.stages_s(10.2)
     assert (stages["prefill"], stages["decode_queue"]) == (
         pytest.approx(0.07),
@@ -75,15 +75,15 @@ def test_a_request_that_was_never_sent_has_waited() -> None:
 
 def test_a_prefill_leg_that_was_cut_is_prefill() -> None:
     timeline = Timeline(10.0)
-    timeline.ends(timeline.begins(10.1, decoding=False), 10.5, more=True)
+    timeline.end_attempt(timeline.begin_attempt(10.1, decoding=False), 10.5, more=True)
     assert rounded(timeline.stages_s(10.5)) == {"queue": 100.0, "prefill": 400.0, "total": 500.0}
 
 
 def test_a_decode_leg_that_was_cut_is_decode_from_its_first_token_on() -> None:
     timeline = Timeline(10.0, local=True)
-    leg = timeline.begins(10.0, decoding=True)
-    timeline.told(leg, 1, 11.0)
-    timeline.ends(leg, 610.0, more=True)
+    leg = timeline.begin_attempt(10.0, decoding=True)
+    timeline.note_first_token(leg, 1, 11.0)
+    timeline.end_attempt(leg, 610.0, more=True)
     assert rounded(timeline.stages_s(610.0)) == {
         "queue": 0.0,
         "prefill": 1000.0,
@@ -95,15 +95,15 @@ def test_a_decode_leg_that_was_cut_is_decode_from_its_first_token_on() -> None:
 @pytest.mark.parametrize("stepped", [None, 13.0])
 def test_a_decode_leg_that_was_cut_is_hand_over_until_it_steps(stepped: float | None) -> None:
     timeline = Timeline(10.0)
-    first = timeline.begins(10.0, decoding=False)
-    second = timeline.begins(10.5, decoding=True, fetches=True)
-    timeline.told(first, 1, 12.0)
-    timeline.inside(PREFILL, first)
-    timeline.ends(first, 12.0, more=True)
-    timeline.told(second, 1, 12.5)  # the prefill node's
+    first = timeline.begin_attempt(10.0, decoding=False)
+    second = timeline.begin_attempt(10.5, decoding=True, fetches=True)
+    timeline.note_first_token(first, 1, 12.0)
+    timeline.note_report(PREFILL, first)
+    timeline.end_attempt(first, 12.0, more=True)
+    timeline.note_first_token(second, 1, 12.5)  # the prefill node's
     if stepped is not None:
-        timeline.told(second, 2, stepped)
-    timeline.ends(second, 20.0, more=True)
+        timeline.note_first_token(second, 2, stepped)
+    timeline.end_attempt(second, 20.0, more=True)
     stages = rounded(timeline.stages_s(20.0))
     spent = {"announce": 1000.0, "decode": 7000.0} if stepped else {"announce": 8000.0}
     assert {name: stages.get(name) for name in ("announce", "decode") if name in stages} == spent
@@ -112,17 +112,19 @@ def test_a_decode_leg_that_was_cut_is_hand_over_until_it_steps(stepped: float | 
 
 def test_what_a_broken_decode_leg_took_and_the_wait_behind_it_are_not_lost() -> None:
     timeline = Timeline(10.0)
-    first = timeline.begins(10.0, decoding=False)
-    timeline.told(first, 1, 10.03)
-    timeline.inside({"prefill": 30.0}, first)
-    timeline.ends(first, 10.03, more=True)
-    broken = timeline.begins(10.03, decoding=True, fetches=True)
-    timeline.told(broken, 2, 10.13)
-    timeline.ends(broken, 11.13, more=True)
-    again = timeline.begins(13.13, decoding=True)  # no node was up
-    timeline.told(again, 50, 13.63)
-    timeline.inside({"queue": 0.0, "prefill": 500.0, "first_step": 4.0, "decode": 600.0}, again)
-    timeline.ends(again, 14.23, more=False)
+    first = timeline.begin_attempt(10.0, decoding=False)
+    timeline.note_first_token(first, 1, 10.03)
+    timeline.note_report({"prefill": 30.0}, first)
+    timeline.end_attempt(first, 10.03, more=True)
+    broken = timeline.begin_attempt(10.03, decoding=True, fetches=True)
+    timeline.note_first_token(broken, 2, 10.13)
+    timeline.end_attempt(broken, 11.13, more=True)
+    again = timeline.begin_attempt(13.13, decoding=True)  # no node was up
+    timeline.note_first_token(again, 50, 13.63)
+    timeline.note_report(
+        {"queue": 0.0, "prefill": 500.0, "first_step": 4.0, "decode": 600.0}, again
+    )
+    timeline.end_attempt(again, 14.23, more=False)
     stages = rounded(timeline.stages_s(14.23))
     assert stages == {
         "queue": 2000.0,
@@ -137,10 +139,10 @@ def test_what_a_broken_decode_leg_took_and_the_wait_behind_it_are_not_lost() -> 
 
 def test_who_waits_for_a_decode_node_until_the_end_has_waited() -> None:
     timeline = Timeline(10.0)
-    first = timeline.begins(10.0, decoding=False)
-    timeline.told(first, 1, 10.03)
-    timeline.inside({"prefill": 30.0}, first)
-    timeline.ends(first, 10.03, more=True)
+    first = timeline.begin_attempt(10.0, decoding=False)
+    timeline.note_first_token(first, 1, 10.03)
+    timeline.note_report({"prefill": 30.0}, first)
+    timeline.end_attempt(first, 10.03, more=True)
     assert rounded(timeline.stages_s(40.03)) == {
         "queue": 30_000.0,
         "prefill": 30.0,

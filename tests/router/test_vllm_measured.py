@@ -9,7 +9,7 @@ from aiohttp import web
 
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Node
-from kvrelay.router.request.vllm_measured import prefilled, streamed
+from kvrelay.router.request.vllm_requests import learn_prefill_cost, learn_step_cost
 from kvrelay.wire.config import Role
 from tests.router.router_doubles import cluster
 from tests.router.vllm_doubles import DONE, Call, Store, VllmNode, ok, pair
@@ -19,7 +19,7 @@ def test_prompts_teach_what_a_token_takes_also_behind_a_queue() -> None:
     node = Node("http://p", Role.PREFILL)
     for _ in range(300):
         expected_ms = node.state.costs.step + 4_000 * node.state.costs.prompt_token
-        prefilled(node, expected_ms, (20 + 4_000 * 0.05) / 1e3)
+        learn_prefill_cost(node, expected_ms, (20 + 4_000 * 0.05) / 1e3)
     assert node.state.costs.prompt_token == pytest.approx(0.05, rel=0.1)
 
 
@@ -27,7 +27,7 @@ def test_a_stream_teaches_what_a_step_takes() -> None:
     node = Node("http://d", Role.DECODE)
     before = node.state.costs
     for _ in range(200):
-        streamed(node, 8, 0.27)
+        learn_step_cost(node, 8, 0.27)
     assert node.state.costs.prompt_token == before.prompt_token
     assert node.state.costs.step == pytest.approx(9 * 30 / 8, rel=0.01)
 
@@ -56,7 +56,7 @@ async def test_a_stream_that_its_client_held_up_teaches_nothing(
 def test_one_outlier_moves_little() -> None:
     node = Node("http://p", Role.PREFILL)
     before = node.state.costs.prompt_token
-    prefilled(node, 100.0, 1_000.0)
+    learn_prefill_cost(node, 100.0, 1_000.0)
     assert node.state.costs.prompt_token < 1.2 * before
 
 
