@@ -26,6 +26,7 @@ from kvrelay.router.guard import caller_of, peer_of
 from kvrelay.router.nodes.node import Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.router import Router
+from kvrelay.router.serve import checked_body
 from kvrelay.router.transport.node_client import NodeClient
 from kvrelay.router.transport.node_errors import parse_message
 from kvrelay.wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
@@ -85,7 +86,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
     async def adapters(request: Request) -> Response:
         caller_of(request).check_admin()
-        path, body = request.url.path, await router.body(request)
+        path, body = request.url.path, await checked_body(router, request)
         try:
             asked = msgspec.json.decode(body, type=_Adapter)
         except MALFORMED as why:

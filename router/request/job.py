@@ -1,7 +1,7 @@
-"""A client's request as the router needs it, and the bodies of its two legs. Pure.
+"""A client's request as the router needs it, and the bodies of its two requests to nodes. Pure.
 
-Looks at the few fields that decide the walk and keeps all others as the client's own bytes; the
-nodes check everything.
+Reads the few fields that decide placement and retries, and keeps all others as the client's bytes;
+the nodes check everything.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ __all__ = [
     "COMPLETIONS_PATH",
     "SESSION_HEADER",
     "Job",
+    "ParsedBody",
     "Slo",
     "decode_body",
-    "parse_job",
+    "job_of",
+    "parse_body",
     "parts_of",
     "prefill_body",
     "prefix_of",
-    "with_salt_of",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 SESSION_HEADER = "x-session-id"
 
-_MOST_COPIED_BYTES = 32 << 20
-"""Each prompt of a request goes to its nodes with all other fields."""
-_BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
+_MAX_COPIED_BYTES = 32 << 20  # each prompt goes to its nodes with all other fields
+_BYTES_PER_TOKEN = 4  # English text; matters for placement only
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
 _MAX_MODEL_CHARS = 256
 _MAX_SESSION_CHARS = 256
-# A client that could set these could point a node at an address.
+# With these a client could point a node at an address.
 _HANDOVER_FIELD = "kv_transfer_params"
 _HANDOVER_FIELDS = ("remote_", "do_remote_")
 
-# What beside the prompt itself decides its tokens, or the name of their KV.
+# Fields that decide the prompt's tokens, or the names of their KV blocks, beside the prompt.
 _CONTEXT_FIELDS = (
     "model",
     "cache_salt",
@@ -70,9 +70,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Asked(msgspec.Struct):
-    """The fields that the router itself reads."""
-
+class _Fields(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     max_tokens: int | None = None
@@ -96,16 +94,39 @@ class _Asked(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request wants of its tokens' times, in seconds; None is no target."""
+    """A request's targets in seconds; None is no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
+class ParsedBody(msgspec.Struct, frozen=True):
+    """A checked body, before it is known as whose and for which nodes it runs."""
+
+    path: str
+    fields: dict[str, msgspec.Raw]
+    known: _Fields
+    max_tokens: int
+    """The limit for this path; 0 if the client gave none."""
+
+    @property
+    def model(self) -> str:
+        """Model that the client names."""
+        return self.known.model or ""
+
+    @property
+    def priority(self) -> int | None:
+        """Priority that the client gives."""
+        return self.known.priority
+
+    @property
+    def request_id(self) -> str:
+        """The request's id that the body gives; empty if none."""
+        return self.known.request_id or ""
+
+
 class Job(msgspec.Struct, frozen=True):
-    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is `counted`,
-    or an estimate.
-    """
+    """A completion request on its way through the router."""
 
     id: str
     path: str
@@ -114,11 +135,13 @@ class Job(msgspec.Struct, frozen=True):
     seed: int
     created: int
     max_tokens: int
+    """0: the client did not say."""
     min_tokens: int | None
     prompt_tokens: int
+    """An estimate unless `counted`."""
     counted: bool
     wants_stages: bool
-    """The client asks for the break-down at the end of its answer."""
+    """The client asks for the stages' times at the end of its answer."""
     include_usage: bool
     seed_given: bool
     choices: int
@@ -130,31 +153,25 @@ class Job(msgspec.Struct, frozen=True):
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
-    """One prompt of several: its answer is joined with theirs (router/request/multi_prompt.py)."""
+    """One prompt of several (router/request/multi_prompt.py)."""
     first_index: int = 0
     priority: int = 0
-    asked_priority: int | None = None
-    """What the client gave."""
     cache_salt: str = ""
-    """What keeps its KV apart from that of other requests; empty if nothing does."""
+    """Keeps the KV apart from that of requests with another salt."""
     session: str = ""
-    """What the requests of one conversation, or else of one user, have in common."""
+    """Common to the requests of one conversation, or of one user."""
     targets: Slo = Slo()
-    asked_id: str = ""
-    """The id that its body gives it."""
     mark: str = ""
-    """Of an id that its client chose: another router may have a request with the same one on the
-    same node.
-    """
+    """Makes an id unique that the client chose, in case another router has the same one."""
 
     @property
     def node_id(self) -> str:
-        """The request's id on the nodes, which tell requests apart by it."""
+        """The request's id on the nodes."""
         return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
     def prompt_field(self) -> str:
-        """The field that holds the prompt."""
+        """Name of the field that holds the prompt."""
         return _prompt_field(self.path)
 
     @property
@@ -162,18 +179,9 @@ class Job(msgspec.Struct, frozen=True):
         """The `id` of the answer, as the nodes form it."""
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
-    def having(self, field: str, value: str | int) -> Job:
-        """Return the job with another value of a field, for the nodes too."""
-        if getattr(self, field) == value:
-            return self
-        fields = {**self.fields, field: msgspec.Raw(msgspec.json.encode(value))}
-        return msgspec.structs.replace(self, fields=fields, **{field: value})
-
 
 def parts_of(job: Job) -> list[Job]:
-    """Return a job for each prompt; the job itself if it has one. Raises RequestError if they ask
-    for too much.
-    """
+    """Return a job for each prompt. Raises RequestError if they have too many choices or bytes."""
     raw = bytes(job.fields.get("prompt", b"")).strip()
     if job.path != COMPLETIONS_PATH or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
         return [job]
@@ -182,12 +190,11 @@ def parts_of(job: Job) -> list[Job]:
         return [job]
     check_choices(len(prompts), max(job.choices, job.best_of))
     others = sum(len(bytes(value)) for name, value in job.fields.items() if name != "prompt")
-    if len(prompts) * others > _MOST_COPIED_BYTES:
+    if len(prompts) * others > _MAX_COPIED_BYTES:
         raise RequestError(
             f"{len(prompts)} prompts with {others} bytes of other fields are "
-            f"{len(prompts) * others} bytes for the "
-            f"nodes; the limit is {_MOST_COPIED_BYTES}: send fewer prompts at once, or shorter "
-            f"fields",
+            f"{len(prompts) * others} bytes for the nodes; the limit is {_MAX_COPIED_BYTES}: send "
+            f"fewer prompts at once, or shorter fields",
             param="prompt",
         )
     parts = []
@@ -198,7 +205,7 @@ def parts_of(job: Job) -> list[Job]:
             fields={**job.fields, "prompt": prompt},
             prompt_tokens=tokens,
             counted=counted,
-            # Without a seed of the client's, equal prompts have different answers.
+            # Equal prompts have different answers unless the client gave a seed.
             seed=job.seed if job.seed_given else (job.seed + at) & _MAX_INT,
             wants_stages=False,
             part=True,
@@ -208,20 +215,8 @@ def parts_of(job: Job) -> list[Job]:
     return parts
 
 
-def parse_job(
-    body: bytes,
-    path: str,
-    job_id: str,
-    created: int,
-    drawn_seed: int,
-    session: str = "",
-    targets: Slo = Slo(),  # noqa: B008 - a value
-) -> Job:
-    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its
-    headers name.
-
-    Raises RequestError.
-    """
+def parse_body(body: bytes, path: str) -> ParsedBody:
+    """Read and check a client's body. Raises RequestError."""
     fields = _decode(body, dict[str, msgspec.Raw])
     for name in fields:
         if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
@@ -230,73 +225,99 @@ def parse_job(
             raise RequestError(
                 f"{name} is set by the router and refused from clients; leave it out", param=name
             )
-    asked = _decode(body, _Asked)
-    if not asked.model:
+    known = _decode(body, _Fields)
+    if not known.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
-    if len(asked.model) > _MAX_MODEL_CHARS:
+    if len(known.model) > _MAX_MODEL_CHARS:
         raise RequestError(
-            f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET "
+            f"model has {len(known.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET "
             f"/v1/models lists names",
             param="model",
         )
-    limit_field, limit = "max_tokens", asked.max_tokens
-    if path == CHAT_PATH and asked.max_completion_tokens is not None:
-        limit_field, limit = "max_completion_tokens", asked.max_completion_tokens
-    prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
-    default = None if path == CHAT_PATH or asked.fit_max_tokens else _DEFAULT_COMPLETION_TOKENS
-    _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
-    if asked.cache_salt == "":
+    limit_field, limit = "max_tokens", known.max_tokens
+    if path == CHAT_PATH and known.max_completion_tokens is not None:
+        limit_field, limit = "max_completion_tokens", known.max_completion_tokens
+    default = None if path == CHAT_PATH or known.fit_max_tokens else _DEFAULT_COMPLETION_TOKENS
+    checked = 1 if _prompt_only(path, known, limit) else default if limit is None else limit
+    _check_limits(known, limit_field, checked)
+    if known.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
-    # Before admission reckons with them: what no node would take must not move its key's clock.
-    check_choices(1, max(asked.n or 1, asked.best_of or 1))
+    # Before admission counts its tokens against its key.
+    check_choices(1, max(known.n or 1, known.best_of or 1))
+    return ParsedBody(path, fields, known, limit or 0)
+
+
+def job_of(
+    parsed: ParsedBody,
+    job_id: str,
+    created: int,
+    drawn_seed: int,
+    *,
+    session: str = "",
+    targets: Slo = Slo(),  # noqa: B008 - a value
+    model: str = "",
+    priority: int | None = None,
+    key_hash: str = "",
+    mark: str = "",
+) -> Job:
+    """Return the request to run: `model` and `priority` replace the client's, for nodes too.
+
+    `drawn_seed` is taken if the client gave none, `session` is what its headers name, and with
+    `key_hash` the KV is kept for requests of that API key alone.
+    """
+    known, path = parsed.known, parsed.path
+    model = model or parsed.model
+    priority = known.priority if priority is None else priority
+    salt = _salt(known.cache_salt or "", key_hash) if key_hash else known.cache_salt or ""
+    fields = parsed.fields
+    given = {"model": parsed.model, "priority": known.priority or 0}
+    given["cache_salt"] = known.cache_salt or ""
+    wanted = {"model": model, "priority": priority or 0, "cache_salt": salt}
+    if wanted != given:
+        changed = {name: value for name, value in wanted.items() if value != given[name]}
+        encoded = {name: msgspec.Raw(msgspec.json.encode(each)) for name, each in changed.items()}
+        fields = fields | encoded
     prompt_tokens, counted = _length(bytes(fields.get(_prompt_field(path), b"")))
+    options = known.stream_options
+    session = session or known.session_id or known.prompt_cache_key or known.user or ""
     return Job(
         id=job_id,
         path=path,
-        model=asked.model,
-        stream=bool(asked.stream),
-        seed=drawn_seed if asked.seed is None else asked.seed,
+        model=model,
+        stream=bool(known.stream),
+        seed=drawn_seed if known.seed is None else known.seed,
         created=created,
-        max_tokens=limit or 0,
-        min_tokens=asked.min_tokens,
+        max_tokens=parsed.max_tokens,
+        min_tokens=known.min_tokens,
         prompt_tokens=prompt_tokens,
         counted=counted,
-        wants_stages=bool(asked.include_metrics),
-        include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
-        seed_given=asked.seed is not None,
-        choices=max(1, asked.n or 1),
-        best_of=asked.best_of or 1,
-        prompt_only=prompt_only,
+        wants_stages=bool(known.include_metrics),
+        include_usage=options is not None and bool(options.include_usage),
+        seed_given=known.seed is not None,
+        choices=max(1, known.n or 1),
+        best_of=known.best_of or 1,
+        prompt_only=_prompt_only(path, known, known.max_tokens),
         repeats_prompt=bool(
-            asked.echo or asked.continue_final_message or asked.add_generation_prompt is False
+            known.echo or known.continue_final_message or known.add_generation_prompt is False
         ),
         fields=fields,
-        priority=asked.priority or 0,
-        asked_priority=asked.priority,
-        cache_salt=asked.cache_salt or "",
-        session=(session or asked.session_id or asked.prompt_cache_key or asked.user or "")[
-            :_MAX_SESSION_CHARS
-        ],
+        priority=priority or 0,
+        cache_salt=salt,
+        session=session[:_MAX_SESSION_CHARS],
         targets=targets,
-        asked_id=asked.request_id or "",
+        mark=mark,
     )
 
 
-def with_salt_of(job: Job, key_hash: str) -> Job:
-    """Keep the job's KV for requests of this API key alone, and of these only for those with the
-    same salt.
-
-    The hash of the key is the secret of the salt, so no client can ask for the salt of another key,
-    a salt does not lead back to a key, and all routers and workers make the same one.
-    """
-    salt = hmac.digest(
-        bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + job.cache_salt.encode(), "sha256"
-    ).hex()
-    return job.having("cache_salt", salt)
+def _salt(own: str, key_hash: str) -> str:
+    # The key's hash is the secret, so no client can name the salt of another key, a salt does not
+    # lead back to its key, and all routers make the same one.
+    message = b"kvrelay cache salt 1\0" + own.encode()
+    return hmac.digest(bytes.fromhex(key_hash), message, "sha256").hex()
 
 
 def prefix_of(job: Job) -> Prefix:
-    """Return by what the prefix index knows the prompt of this job."""
+    """Return what the prefix index knows the job's prompt by."""
     fields = job.fields
     context = hash(
         (job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields])
@@ -307,9 +328,7 @@ def prefix_of(job: Job) -> Prefix:
 
 
 def prefill_body(job: Job, version: int = 1) -> bytes:
-    """Return the body of the prefill leg: one token, and the client's own limits beside it.
-    `version` of the leg.
-    """
+    """Return the body of the prefill request, for one token; `version` is LEGS' of its node."""
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
@@ -331,9 +350,7 @@ def prefill_body(job: Job, version: int = 1) -> bytes:
 
 
 def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
-    """Return the body of a decode leg of this version. The prompt stays at home where its token ids
-    go along.
-    """
+    """Return the body of a decode request, without the prompt if its token ids are in `params`."""
     fields: dict[str, Any] = dict(job.fields)
     if params.answer().prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
@@ -346,10 +363,12 @@ def _prompt_field(path: str) -> str:
     return "messages" if path == CHAT_PATH else "prompt"
 
 
+def _prompt_only(path: str, known: _Fields, limit: int | None) -> bool:
+    return limit == 0 and path != CHAT_PATH and bool(known.echo)
+
+
 def _length(prompt: bytes) -> tuple[int, bool]:
-    """Count the tokens of a prompt in JSON; False: they are estimated, as those of anything but
-    token ids.
-    """
+    # Tokens of a prompt in JSON, and whether they are counted: all but token ids is estimated.
     raw = prompt.strip()
     if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
         return raw.count(b",") + 1, True
@@ -371,20 +390,20 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
 
 
-def _check_limits(asked: _Asked, limit_field: str, limit: int | None) -> None:
-    """Check what the prefill leg would hide from the nodes, because it changes these fields."""
+def _check_limits(known: _Fields, limit_field: str, limit: int | None) -> None:
+    # Nodes do not see these as the client gave them, because the prefill request changes them.
     if limit is not None and not 1 <= limit <= _MAX_INT:
         raise RequestError(
             f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field
         )
-    if asked.min_tokens is not None and asked.min_tokens < 0:
+    if known.min_tokens is not None and known.min_tokens < 0:
         raise RequestError(
-            f"min_tokens must not be negative, got {asked.min_tokens}", param="min_tokens"
+            f"min_tokens must not be negative, got {known.min_tokens}", param="min_tokens"
         )
-    if limit is not None and asked.min_tokens is not None and asked.min_tokens > limit:
+    if limit is not None and known.min_tokens is not None and known.min_tokens > limit:
         raise RequestError(
-            f"min_tokens must be at most {limit_field} ({limit}), got {asked.min_tokens}",
+            f"min_tokens must be at most {limit_field} ({limit}), got {known.min_tokens}",
             param="min_tokens",
         )
-    if asked.seed is not None and not -_MAX_INT - 1 <= asked.seed <= _MAX_INT:
-        raise RequestError(f"seed must fit in 64 bits, got {asked.seed}", param="seed")
+    if known.seed is not None and not -_MAX_INT - 1 <= known.seed <= _MAX_INT:
+        raise RequestError(f"seed must fit in 64 bits, got {known.seed}", param="seed")

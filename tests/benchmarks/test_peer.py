@@ -34,7 +34,7 @@ from benchmarks.peer.model import write_model
 from benchmarks.peer.servers import Stage
 from benchmarks.peer.table import lines_of, tables
 from benchmarks.peer.works import WORKS, Load, Request, Targets, closed, work_named
-from kvrelay.router.router import targets_of
+from kvrelay.router.serve import slo_of_headers
 from kvrelay.wire.errors import ConfigError
 from scripts.reference.command_line import commands, general_flags
 
@@ -189,7 +189,7 @@ def test_vllm_is_served_and_asked_by_the_command_of_its_environment() -> None:
 
 def test_targets_are_told_as_our_router_reads_them() -> None:
     told = dict(word.split("=") for word in Targets(200.0, 15.0).headers)
-    assert targets_of(told.get) == (0.2, 0.015)
+    assert slo_of_headers(told.get) == (0.2, 0.015)
 
 
 # --- what the client saw

@@ -18,6 +18,7 @@ from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import Lease, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.reload import Reread
+from kvrelay.router.request.job import Job, job_of, parse_body
 from kvrelay.router.router import Router
 from kvrelay.router.server import make_server
 from kvrelay.wire.config import Role
@@ -161,6 +162,11 @@ async def decode_ok(call: Call) -> None:
     await call.tokens(12, "b", 2)
     await call.tokens(13, "c", 3)
     await call.end()
+
+
+def parse_job(body: bytes, path: str, **known: Any) -> Job:
+    """A request as the router parses it."""
+    return job_of(parse_body(body, path), "id-1", 99, 1234, **known)
 
 
 def refuse(

@@ -6,13 +6,13 @@ import pytest
 
 from kvrelay.openai_api.tracing import trace_headers
 from kvrelay.router.request_log import shown_error
-from kvrelay.router.router import targets_of
+from kvrelay.router.serve import slo_of_headers
 from kvrelay.wire.errors import NotFound, RequestError
 
 
 def test_targets_are_milliseconds_in_headers() -> None:
-    assert targets_of({"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "2.5"}.get) == (0.5, 0.0025)
-    assert targets_of({}.get) == (None, None)
+    assert slo_of_headers({"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "2.5"}.get) == (0.5, 0.0025)
+    assert slo_of_headers({}.get) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_targets_are_milliseconds_in_headers() -> None:
 )
 def test_a_target_that_is_no_time_is_refused_by_name(value: str) -> None:
     with pytest.raises(RequestError) as caught:
-        targets_of({"x-slo-tpot-ms": value}.get)
+        slo_of_headers({"x-slo-tpot-ms": value}.get)
     assert caught.value.param == "x-slo-tpot-ms"
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_doubles import MODEL, Cluster, cluster, decode, prefill, router_over, until
+from router_doubles import MODEL, Cluster, cluster, decode, parse_job, prefill, router_over, until
 
 from kvrelay.router.admission.keys import hash_of
 from kvrelay.router.request import vllm_bodies as vllm
@@ -19,11 +19,9 @@ from kvrelay.router.request.job import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     Job,
-    parse_job,
     parts_of,
     prefill_body,
     prefix_of,
-    with_salt_of,
 )
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError, RequestError
@@ -35,9 +33,9 @@ KEYS = (KeyConfig("ann", ANN), KeyConfig("bob", BOB))
 PROMPT = "The ship had been at sea for forty days. " * 12
 
 
-def job(salt: Any = None, prompt: Any = PROMPT) -> Job:
+def job(salt: Any = None, prompt: Any = PROMPT, key: str = "") -> Job:
     body = {"model": MODEL, "prompt": prompt} | ({} if salt is None else {"cache_salt": salt})
-    return parse_job(msgspec.json.encode(body), COMPLETIONS_PATH, "id", 0, 0)
+    return parse_job(msgspec.json.encode(body), COMPLETIONS_PATH, key_hash=key)
 
 
 def told(body: bytes) -> Any:
@@ -48,14 +46,10 @@ def told(body: bytes) -> Any:
 
 
 def test_it_is_of_the_key_and_of_the_clients_own_and_always_the_same() -> None:
-    salts = [
-        with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")
-    ]
+    salts = [job(own, key=key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
     assert len(set(salts)) == 6
     assert all(len(salt) == 64 for salt in salts)
-    assert salts == [
-        with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")
-    ]
+    assert salts == [job(own, key=key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
     # Written down: another release must make the same one, or it would find nothing in the caches
     # of this one.
     assert salts[0] == "6346a68ced61fd46bb874206b19c06073e0c89d925e20573cc842181d5779f90"
@@ -64,13 +58,13 @@ def test_it_is_of_the_key_and_of_the_clients_own_and_always_the_same() -> None:
 
 @given(st.text(min_size=1, max_size=80) | st.sampled_from([ANN, BOB]))
 def test_no_salt_of_ones_own_makes_that_of_another_key(own: str) -> None:
-    victim = with_salt_of(job(), BOB).cache_salt
+    victim = job(key=BOB).cache_salt
     for tried in (own, victim, BOB + own):
-        assert with_salt_of(job(tried), ANN).cache_salt != victim
+        assert job(tried, key=ANN).cache_salt != victim
 
 
 def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
-    salted = with_salt_of(job("mine", ["one", "two"]), ANN)
+    salted = job("mine", ["one", "two"], key=ANN)
     parts = parts_of(salted)
     assert len(parts) == 2
     for part in parts:
@@ -80,9 +74,9 @@ def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
 
 
 def test_a_router_knows_the_prompts_of_keys_apart() -> None:
-    first, other = (prefix_of(with_salt_of(job(), key)).chunks for key in (ANN, BOB))
+    first, other = (prefix_of(job(key=key)).chunks for key in (ANN, BOB))
     assert first[0] != other[0]
-    assert first[0] == prefix_of(with_salt_of(job(), ANN)).chunks[0]
+    assert first[0] == prefix_of(job(key=ANN)).chunks[0]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,9 @@ async def test_every_route_sends_the_salt_of_the_key_on_both_legs(path: str, bod
             assert len(calls) >= 2
             found[key] = {call.body.get("cache_salt") for call in calls}
         assert found == {
-            "ann": {with_salt_of(job(), ANN).cache_salt},
-            "bob": {with_salt_of(job(), BOB).cache_salt},
-            "all": {with_salt_of(job(), hash_of("all")).cache_salt},
+            "ann": {job(key=ANN).cache_salt},
+            "bob": {job(key=BOB).cache_salt},
+            "all": {job(key=hash_of("all")).cache_salt},
         }
         settings = dataclasses.replace(c.router.config, port=1)
         async with router_over(settings) as other:  # another one makes the same

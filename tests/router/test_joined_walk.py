@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_doubles import DONE, MODEL, Call, broken, cluster, decode, prefill, until
+from router_doubles import DONE, MODEL, Call, broken, cluster, decode, parse_job, prefill, until
 
-from kvrelay.router.request.job import COMPLETIONS_PATH, parse_job, parts_of
+from kvrelay.router.request.job import COMPLETIONS_PATH, parts_of
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, Load
@@ -16,19 +16,19 @@ PROMPTS = ["first", "second", "third"]
 
 def parts(**fields: Any) -> Any:
     body = msgspec.json.encode({"model": "m", "prompt": PROMPTS, **fields})
-    return parts_of(parse_job(body, COMPLETIONS_PATH, "id", 99, 7))
+    return parts_of(parse_job(body, COMPLETIONS_PATH))
 
 
 def test_each_prompt_is_a_job_with_indices_of_its_own() -> None:
     made = parts(n=2)
     assert [msgspec.json.decode(job.fields["prompt"]) for job in made] == PROMPTS
     assert [(job.part, job.first_index) for job in made] == [(True, 0), (True, 2), (True, 4)]
-    assert {(job.id, job.created, job.response_id) for job in made} == {("id", 99, "cmpl-id")}
+    assert {(job.id, job.created, job.response_id) for job in made} == {("id-1", 99, "cmpl-id-1")}
 
 
 def test_a_given_seed_is_every_prompts_and_a_drawn_one_is_not() -> None:
     assert [job.seed for job in parts(seed=3)] == [3, 3, 3]
-    assert [job.seed for job in parts()] == [7, 8, 9]
+    assert [job.seed for job in parts()] == [1234, 1235, 1236]
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]], [], None])

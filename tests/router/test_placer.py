@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_doubles import KV, NO_PROMPTS
+from router_doubles import KV, NO_PROMPTS, parse_job
 
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.members import Source
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import LINK_MS, Placement, Refuse, Wait
-from kvrelay.router.request.job import CHAT_PATH, Job, Slo, parse_job, prefix_of
+from kvrelay.router.request.job import CHAT_PATH, Job, Slo, prefix_of
 from kvrelay.router.request.placer import ChosenNodes, Placer
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KvNotLoaded, NoNode, Overloaded
@@ -66,7 +66,7 @@ class Rig:
 
 def job(targets: Slo = Slo(), **fields: Any) -> Job:  # noqa: B008 - a value
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 4_000}], **fields}
-    return parse_job(json.dumps(body).encode(), CHAT_PATH, "id", 1, 7, targets=targets)
+    return parse_job(json.dumps(body).encode(), CHAT_PATH, targets=targets)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 4_096])

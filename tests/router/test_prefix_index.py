@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router_doubles import parse_job
 
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import HealthReport
@@ -16,7 +17,7 @@ from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.held_blocks import HeldBlocks
 from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
-from kvrelay.router.request.job import CHAT_PATH, parse_job, prefix_of
+from kvrelay.router.request.job import CHAT_PATH, prefix_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.hashes import extend
 from kvrelay.wire.outputs import PromptBlocks
@@ -340,7 +341,7 @@ def test_numbers_of_nodes_that_told_nothing_are_used_again() -> None:
 
 def chat(messages: list[dict[str, str]], **more: object) -> Prefix:
     body = msgspec.json.encode({"model": "m", "messages": messages, **more})
-    return prefix_of(parse_job(body, CHAT_PATH, "id", 0, 0))
+    return prefix_of(parse_job(body, CHAT_PATH))
 
 
 def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:

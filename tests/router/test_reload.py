@@ -226,7 +226,7 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
             file.write(attempts=2)
             assert await reloaded(c) == (200, {"changed": ["attempts"]})
             assert c.router.pool.find(d.url) is None
-            assert c.router._means.config.attempts == 2  # type: ignore[union-attr]
+            assert c.router.run_context.config.attempts == 2
 
 
 def test_all_keys_are_never_taken_away() -> None:

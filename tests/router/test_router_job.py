@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from router_doubles import parse_job
 
 from kvrelay.openai_api.body import MAX_CHOICES
 from kvrelay.router.request.job import (
@@ -11,7 +12,6 @@ from kvrelay.router.request.job import (
     COMPLETIONS_PATH,
     Job,
     decode_body,
-    parse_job,
     prefill_body,
 )
 from kvrelay.wire.errors import RequestError
@@ -22,7 +22,7 @@ def parse(path: str = CHAT_PATH, **fields: Any) -> Job:
     prompt: dict[str, Any] = (
         {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT_PATH else {"prompt": "hi"}
     )
-    return parse_job(msgspec.json.encode({"model": "m", **prompt, **fields}), path, "id1", 99, 1234)
+    return parse_job(msgspec.json.encode({"model": "m", **prompt, **fields}), path)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,7 @@ def test_token_ids_are_counted_and_texts_are_estimated(prompt: object, tokens: i
         msgspec.json.encode,
         lambda body: msgspec.json.format(msgspec.json.encode(body), indent=1),
     ):
-        assert parse_job(
-            raw({"model": "m", "prompt": prompt}), COMPLETIONS_PATH, "id", 0, 0
-        ).prompt_tokens in (
+        assert parse_job(raw({"model": "m", "prompt": prompt}), COMPLETIONS_PATH).prompt_tokens in (
             tokens,
             tokens + 1,
         )
@@ -159,27 +157,27 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) ->
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        parse_job(body, CHAT_PATH, "id", 0, 0)
+        parse_job(body, CHAT_PATH)
 
 
 @pytest.mark.parametrize("number", [str(2**63), "9" * 30])
 def test_numbers_beyond_64_bits_are_refused_where_the_router_reads_them(number: str) -> None:
     for name in ("seed", "max_tokens"):
         with pytest.raises(RequestError) as refused:
-            parse_job(f'{{"model":"m","{name}":{number}}}'.encode(), CHAT_PATH, "id", 0, 0)
+            parse_job(f'{{"model":"m","{name}":{number}}}'.encode(), CHAT_PATH)
         assert refused.value.param == name
 
 
 def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
     body = b'{"model":"m","messages":[],"big":123456789012345678901234567890,"text":"\\u00e9"}'
-    out = prefill_body(parse_job(body, CHAT_PATH, "id", 0, 0))
+    out = prefill_body(parse_job(body, CHAT_PATH))
     assert b'"big":123456789012345678901234567890' in out
     assert b'"text":"\\u00e9"' in out
 
 
 def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
     body = msgspec.json.encode({"model": "m", "messages": [], "user": "ann"})
-    assert parse_job(body, CHAT_PATH, "id", 0, 0, "s1").session == "s1"
+    assert parse_job(body, CHAT_PATH, session="s1").session == "s1"
     assert parse(user="ann", prompt_cache_key="talk 7").session == "talk 7"
     assert parse(prompt_cache_key="talk 7", session_id="s2").session == "s2"
     assert (parse(user="ann").session, parse().session) == ("ann", "")

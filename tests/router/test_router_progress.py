@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_doubles import parse_job
 
-from kvrelay.router.request.job import CHAT_PATH, parse_job
+from kvrelay.router.request.job import CHAT_PATH
 from kvrelay.router.request.progress import AnswerProgress, Diverged, FramePosition
 from kvrelay.wire.frames import Frame, FrameKind
 from kvrelay.wire.outputs import Finish, TokenLogprobs
@@ -34,7 +35,7 @@ HANDOVER = KvTransferParams(
 
 def progress(**fields: Any) -> AnswerProgress:
     body = {"model": "m", "messages": [], "stream": True, "max_tokens": 8, **fields}
-    return AnswerProgress(parse_job(msgspec.json.encode(body), CHAT_PATH, "id", 99, 5))
+    return AnswerProgress(parse_job(msgspec.json.encode(body), CHAT_PATH))
 
 
 def tokens(*ids: int, sent: int, payload: bytes = b"x", **more: Any) -> Frame:
@@ -120,7 +121,12 @@ def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it
     take(state, tokens(11, sent=3))
     assert not state.start_over()
     assert state.decode_params() == KvTransferParams(
-        do_remote_prefill=True, client_max_tokens=8, created=99, seed=5, generated=[11], sent_text=3
+        do_remote_prefill=True,
+        client_max_tokens=8,
+        created=99,
+        seed=1234,
+        generated=[11],
+        sent_text=3,
     )
     assert not state.settled
 

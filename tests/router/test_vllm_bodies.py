@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_doubles import parse_job
 
 from kvrelay.router.nodes.node import HealthReport, NodeKind
-from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH, Job
 from kvrelay.router.request.vllm_bodies import (
     decode_body,
     error_in,
@@ -37,7 +38,7 @@ MODELS = (
 
 
 def job(path: str = CHAT_PATH, **fields: Any) -> Job:
-    return parse_job(json.dumps({"model": "m", **fields}).encode(), path, "id-1", 1, 5)
+    return parse_job(json.dumps({"model": "m", **fields}).encode(), path)
 
 
 def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_one_token() -> None:
@@ -198,7 +199,7 @@ def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
 
 def test_the_clients_own_bytes_stay_as_they_are() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"\\u00e9 1.50"}],"temperature":1.50}'
-    asked = parse_job(body, CHAT_PATH, "id-1", 1, 5)
+    asked = parse_job(body, CHAT_PATH)
     for made in (prefill_body(asked), decode_body(asked, msgspec.Raw(b"{}"))):
         assert b'"\\u00e9 1.50"' in made
         assert b'"temperature":1.50' in made

@@ -242,7 +242,7 @@ async def test_a_request_goes_to_where_the_blocks_of_its_text_are(
     version: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvrelay.router.request.vllm_run.prefilled", lambda *_: None
+        "kvrelay.router.request.vllm_run.learn_prefill_cost", lambda *_: None
     )  # a pause of this machine is no speed of a node
     async with rig(version, blocks=400, prefill_policy=policy) as r:
         one = await r.ask(DOCUMENT + "What is sentence 7?")
