@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrelay.node.transfer_pair import Pair, Part, Took, open_pair
+from kvrelay.profiling.transfer_pair import Pair, Part, Took, open_pair
 from kvrelay.wire.errors import TransferError
 
 CONNECTORS = ("direct", "nixl", "nccl")

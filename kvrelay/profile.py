@@ -38,8 +38,8 @@ from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.versions import RELEASE
 
 if TYPE_CHECKING:
-    from kvrelay.node.profiling import Measured
-    from kvrelay.node.transfer_times import BlocksMoved
+    from kvrelay.profiling.engine import Measured
+    from kvrelay.profiling.transfer_times import BlocksMoved
 
 __all__ = ["Asked", "asked_of", "parse_points", "run"]
 
@@ -108,8 +108,8 @@ def run(config: NodeConfig, asked: Asked, console: Console) -> int:
     """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises
     ConfigError.
     """
-    from kvrelay.node.profiling import measured_engine
-    from kvrelay.node.transfer_times import BlocksMoved
+    from kvrelay.profiling.engine import measured_engine
+    from kvrelay.profiling.transfer_times import BlocksMoved
 
     blocks = BlocksMoved(config.engine)
     seconds = asked.seconds or _SECONDS[blocks.devices[0].partition(":")[0]]
@@ -238,7 +238,7 @@ def _check_writable(path: Path) -> None:
 def _transfers(
     blocks: BlocksMoved, config: NodeConfig, seconds: float, console: Console
 ) -> dict[str, list[TransferPoint]]:
-    from kvrelay.node.transfer_times import transfer_times
+    from kvrelay.profiling.transfer_times import transfer_times
 
     source, reader = blocks.devices
     console.print(f"transfers from {source} to {reader} ...", style="dim")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.transfer import Row, Work
-from kvrelay.node.transfer_end import End
-from kvrelay.node.transfer_pair import Took
+from kvrelay.profiling.transfer_end import End
+from kvrelay.profiling.transfer_pair import Took
 from kvrelay.wire.errors import TransferError
 
 MIB, BLOCK_BYTES = 1 << 20, 65536

@@ -1,9 +1,7 @@
-"""One end of a measured hand-over, in a process of its own: a pool, a connector over it, and the
-clock of a transfer.
+"""One end of a measured hand-over: a pool, a connector over it, and the clock of a transfer.
 
-Owns the pool's pattern and what is read off the connector's events; refuses to know rows and
-tables. Speaks JSON lines on stdin and stdout with `kvrelay.node.transfer_pair`, and ends when its stdin
-ends. Bytes and seconds.
+Serves calls of transfer_pair.py as JSON lines on stdin and stdout, until stdin ends. Bytes and
+seconds.
 """
 
 from __future__ import annotations
@@ -48,14 +46,12 @@ ELEMENT_STEP, BLOCK_STEP = 0x1E3779B97F4A7C15, 0x00000100000001B3
 
 
 class End:
-    """The source or the reader. Methods are called by the parent, by name; what they return is
-    JSON.
+    """The source or the reader. The parent calls methods by name; results are JSON.
+
+    Raises ConfigError if there is no room for a pool of `unit_bytes`.
     """
 
     def __init__(self, name: str, device: str, want_bytes: int, unit_bytes: int) -> None:
-        """Takes a pool of `want_bytes`, or what there is room for, in steps of `unit_bytes`. Raises
-        ConfigError.
-        """
         self._name = name
         self._device = torch.device(device)
         if self._device.type == "cuda":
@@ -77,14 +73,13 @@ class End:
         self._connector: TransferEngine | None = None
 
     def about(self) -> dict[str, Any]:
-        """What the table's head says of this end."""
+        """Return the device and the pool, for a table's head."""
         gpu = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if gpu else f"CPU, {os.cpu_count()} cores"
         return {"device": str(self._device), "name": name, "pool_bytes": self._pool.numel()}
 
     def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> int:
-        """A connector over blocks of that size, of which a share is checked; the source's are
-        filled. Returns how many.
+        """Open a connector over blocks of this size, and fill the source's; return how many.
 
         Raises ConfigError if this machine cannot have it.
         """
@@ -114,7 +109,7 @@ class End:
         return len(self._rows)
 
     def close(self) -> None:
-        """End the connector; the pool stays."""
+        """Close the connector; the pool stays."""
         if self._connector is not None:
             self._connector.close()
             self._connector = None
@@ -127,9 +122,7 @@ class End:
     # The source.
 
     def offer(self, parts: Sequence[tuple[str, list[int]]], growing: bool) -> list[Any]:
-        """Lease blocks, of each (name, blocks); the tickets. `growing`: none of them can be read
-        yet.
-        """
+        """Lease the blocks of each (name, blocks); return the tickets. `growing`: none is readable yet."""
         assert self._connector is not None
         ready = 0 if growing else None
         tickets = [
@@ -139,9 +132,7 @@ class End:
         return [msgspec.to_builtins(ticket) for ticket in tickets]
 
     def announce(self, name: str, ready: Sequence[int], first_s: float, spacing_s: float) -> float:
-        """The blocks of a growing offer, so many in all each time; the last ones end it. When, by
-        the host's clock.
-        """
+        """Announce the blocks of a growing offer, the last ones as its end; return when that was."""
         assert self._connector is not None
         time.sleep(first_s)
         for blocks in ready[:-1]:
@@ -152,9 +143,7 @@ class End:
         return told_at
 
     def released(self, count: int) -> None:
-        """Wait until so many leases have ended. Raises TransferError if one has run out, or none
-        ends.
-        """
+        """Wait until so many leases have ended. Raises TransferError if one has run out."""
         for event in self._events(count, RELEASE_S):
             if not isinstance(event, Released) or event.expired:
                 raise TransferError(f"the source lost a lease during the transfer: {event}")
@@ -164,8 +153,7 @@ class End:
     def take(
         self, parts: Sequence[tuple[str, Any, list[int]]], lead_s: float, within_s: float
     ) -> dict[str, float | list[float]]:
-        """Fetch all of (name, ticket, blocks here), that were watched `lead_s` before. Raises
-        TransferError.
+        """Fetch all of (name, ticket, local blocks) after a watch of `lead_s`. Raises TransferError.
 
         `asked_at` and `in_hand_at` are of CLOCK_MONOTONIC, which all processes of a host share.
         """
@@ -198,12 +186,12 @@ class End:
         }
 
     def poison(self, blocks: list[int]) -> None:
-        """What a transfer is to overwrite."""
+        """Overwrite what a transfer is to write."""
         self._rows.index_fill_(0, torch.tensor(blocks, device=self._device), -1)
         self._settle()
 
     def verify(self, remote: list[int], local: list[int]) -> int:
-        """Compare every byte with the source's pattern. Returns how many. Raises TransferError."""
+        """Compare every byte with the source's pattern; return how many. Raises TransferError."""
         wrong = [
             (self._rows[mine] != self._base + theirs * BLOCK_STEP).any()
             for theirs, mine in zip(remote, local, strict=True)
@@ -212,8 +200,7 @@ class End:
         if bad:
             raise TransferError(
                 f"{len(bad)} of {len(local)} blocks have other bytes than the source's; the first "
-                f"is block"
-                f" {local[bad[0]]} here, {remote[bad[0]]} there"
+                f"is block {local[bad[0]]} here, {remote[bad[0]]} there"
             )
         return len(local) * self._rows.shape[1] * 8
 
@@ -221,7 +208,6 @@ class End:
         return max(1, self._rows.shape[1] * 8 // TOKEN_BYTES)
 
     def _events(self, count: int, within_s: float) -> list[Event]:
-        """The next so many. Raises TransferError for a failed fetch, or when they do not come."""
         assert self._connector is not None
         got: list[Event] = []
         until = time.monotonic() + within_s
@@ -250,7 +236,6 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _answered(ask: Any, *arguments: Any) -> tuple[Any, str]:
-    """What a call gives, and the sentence of its error or nothing."""
     try:
         return ask(*arguments), ""
     except KvrelayError as error:

@@ -1,8 +1,7 @@
-"""How long KV of a model takes from one process of this host to another, by connector and size.
+"""Times of KV transfers between two processes of this host, by connector and size.
 
-Between two GPUs if there are two, else within one; of several ranks' KV the share of one, because
-they read side by side. Measured is what a request waits for its KV (exposed), its ticket known 10
-ms before. Milliseconds.
+Between two GPUs if there are two, else within one; with several ranks the share of one, since they
+read side by side. Measured is what a request waits for its KV (exposed) after a ticket of 10 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvrelay.node.transfer_pair import Pair, Part, open_pair
 from kvrelay.paged_engine.before_loading import (
     block_bytes,
     checked_model,
@@ -23,6 +21,7 @@ from kvrelay.paged_engine.before_loading import (
     kv_dtype_of,
 )
 from kvrelay.paged_engine.sharding import shard_config
+from kvrelay.profiling.transfer_pair import Pair, Part, open_pair
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import TransferError
 
@@ -38,10 +37,12 @@ _MOST_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 
 
 class BlocksMoved:
-    """KV of which model is moved, in blocks of which size, between which devices."""
+    """The blocks to move: of which model, of which size, between which devices.
+
+    Raises ConfigError for a model that cannot be served as configured.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError for a model that cannot be served as configured."""
         device = choose_device(config.device)
         model = checked_model(config, device.type)
         dtype = kv_dtype_of(config, model, device.type)
@@ -64,11 +65,10 @@ def transfer_times(
     seconds: float,
     told: Callable[[str], None],
 ) -> dict[str, dict[int, float]]:
-    """By connector and number of blocks, medians in ms; of one connector, or of all that work here
-    with `auto`.
+    """Return median milliseconds by connector and number of blocks; `auto` tries all connectors.
 
-    After so many seconds no further connector is begun, and of the one that runs the shortest and
-    the longest size alone. `told` hears why one cannot be had.
+    After `seconds` no further connector is begun, and the one that runs does its shortest and longest
+    size alone. `told` gets why one cannot be measured.
     """
     times: dict[str, dict[int, float]] = {}
     ends_at = time.monotonic() + seconds

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.node import transfer_times as measured
-from kvrelay.node.transfer_pair import Part, Took
+from kvrelay.profiling import transfer_times as measured
+from kvrelay.profiling.transfer_pair import Part, Took
 from kvrelay.wire.errors import TransferError
 
 OF = cast(

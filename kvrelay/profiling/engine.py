@@ -1,6 +1,4 @@
-"""An engine opened to be measured: in this process, without HTTP and peers, set up as its node
-would have it.
-"""
+"""An engine opened to be measured, in this process and set up as its node would have it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ __all__ = ["Measured", "hardware_of", "measured_engine"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An engine that is ready, and what it says of itself. Sizes are tokens."""
+    """A ready engine and its facts. Sizes are in tokens."""
 
     timed: TimedSteps
     model: str
@@ -59,7 +57,7 @@ def measured_engine(config: EngineConfig) -> Iterator[Measured]:
 
 
 def hardware_of(device: torch.device) -> str:
-    """A device as its maker calls it; a CPU with the threads that compute on it."""
+    """Return a device's name, for a CPU with the threads that compute on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"

@@ -1,8 +1,7 @@
-"""A source and a reader of KV, each a process of its own, and one hand-over between them: for
-whoever measures.
+"""A source and a reader of KV, each in a process of its own, and hand-overs between them.
 
-Owns the ends' processes: each call has a deadline, after which the end is killed, and both are
-ended on every way out. Refuses to know rows and tables. Seconds.
+Each call to a process has a deadline, after which it is killed, and both are ended on every way
+out. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FETCH_S, FLOOR_BYTES_S = 12.0, 100e6
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One transfer: remote block i into local block i."""
+    """A transfer of remote block i into local block i."""
 
     remote: list[int]
     local: list[int]
@@ -44,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds of one hand-over, of one or several transfers."""
+    """Measured seconds of one hand-over, of one or several transfers."""
 
     exposed_s: float
     """By the reader's Fetched event: from the fetch, or from the last announcement. Of several the
@@ -61,9 +60,7 @@ class Took:
 
 
 class Pair:
-    """A source and a reader. Calls raise TransferError with the sentence of the end where it went
-    wrong.
-    """
+    """A source and a reader. Calls raise TransferError with the sentence of the end that failed."""
 
     def __init__(self, source: _EndProcess, reader: _EndProcess) -> None:
         self._source = source
@@ -75,22 +72,18 @@ class Pair:
         self._block_bytes = 0
 
     def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> None:
-        """Both ends' connector, in place of the one before; `checksums`: the share of blocks that
-        are compared.
-        """
+        """Open a connector on both ends; `checksums` is the share of blocks that are compared."""
         self._both("close", within_s=CALL_S)
         self.num_blocks = self._both("open", kind, block_bytes, checksums, within_s=OPEN_S)
         self._block_bytes = block_bytes
 
     def hand_over(self, parts: Sequence[Part], lead_s: float) -> Took:
-        """All parts at once, of tickets that were watched for `lead_s`."""
+        """Hand all parts over at once, with tickets that were watched for `lead_s`."""
         names = self._offered(parts, growing=False, lead_s=lead_s, more_s=0.0)
         return self._taken(names, None)
 
     def hand_over_growing(self, part: Part, chunks: int, spacing_s: float, lead_s: float) -> Took:
-        """One part that is announced in equal chunks, the first `spacing_s` after the fetch was
-        asked for.
-        """
+        """Hand one part over that grows in equal chunks, the first `spacing_s` after the fetch."""
         (name,) = self._offered([part], growing=True, lead_s=lead_s, more_s=chunks * spacing_s)
         ready = [len(part.local) * (chunk + 1) // chunks for chunk in range(chunks)]
         within_s = CALL_S + chunks * spacing_s
@@ -100,13 +93,13 @@ class Pair:
         return self._taken([name], float(told_at))
 
     def poison(self, parts: Sequence[Part]) -> None:
-        """Overwrite what these parts would write."""
+        """Overwrite the local blocks of these parts."""
         self._reader.ask(
             "poison", [block for part in parts for block in part.local], within_s=CALL_S
         )
 
     def verify(self, parts: Sequence[Part]) -> int:
-        """Compare all bytes of these parts with the source's. Returns how many."""
+        """Compare all bytes of these parts with the source's; return how many."""
         remote = [block for part in parts for block in part.remote]
         local = [block for part in parts for block in part.local]
         return int(self._reader.ask("verify", remote, local, within_s=CALL_S))
@@ -114,7 +107,6 @@ class Pair:
     def _offered(
         self, parts: Sequence[Part], *, growing: bool, lead_s: float, more_s: float
     ) -> list[str]:
-        """Have the source offer and the reader begin to take."""
         names = [f"transfer-{self._names + number}" for number in range(len(parts))]
         self._names += len(parts)
         offers = [[name, part.remote] for name, part in zip(names, parts, strict=True)]
@@ -140,7 +132,6 @@ class Pair:
         )
 
     def _both(self, method: str, *arguments: Any, within_s: float) -> list[Any]:
-        """Both at the same time: what takes seconds is to start."""
         ends = (self._source, self._reader)
         for end in ends:
             end.tell(method, *arguments, within_s=within_s)
@@ -148,12 +139,9 @@ class Pair:
 
 
 class _EndProcess:
-    """The parent's end of one process."""
-
     def __init__(
         self, name: str, device: str, pool_bytes: int, unit_bytes: int, until: float
     ) -> None:
-        """`until`: nothing is waited for beyond, by the monotonic clock."""
         self._name = name
         self._until = until
         self._asked = ""
@@ -162,7 +150,7 @@ class _EndProcess:
             [
                 sys.executable,
                 "-m",
-                "kvrelay.node.transfer_end",
+                "kvrelay.profiling.transfer_end",
                 name,
                 device,
                 str(pool_bytes),
@@ -179,12 +167,10 @@ class _EndProcess:
         )
 
     def ask(self, method: str, *arguments: Any, within_s: float) -> Any:
-        """Call a method there."""
         self.tell(method, *arguments, within_s=within_s)
         return self.hear(within_s)
 
     def tell(self, method: str, *arguments: Any, within_s: float) -> None:
-        """Send a call, whose answer is to be heard."""
         self._asked = method
         assert self.process.stdin is not None
         with (
@@ -195,7 +181,6 @@ class _EndProcess:
             self.process.stdin.flush()
 
     def hear(self, within_s: float) -> Any:
-        """The answer to the last call."""
         assert self.process.stdout is not None
         asked_at = time.monotonic()
         with self._watched(within_s):
@@ -215,7 +200,6 @@ class _EndProcess:
         return answer
 
     def end(self, until: float) -> None:
-        """Let it end by itself, until then; then kill it."""
         assert self.process.stdout is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until - time.monotonic()))
@@ -228,7 +212,6 @@ class _EndProcess:
         self.process.stdout.close()
 
     def hang_up(self) -> None:
-        """It ends when it has done what it was told."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -239,7 +222,6 @@ class _EndProcess:
 
     @contextlib.contextmanager
     def _watched(self, within_s: float) -> Iterator[None]:
-        """Kill it if this takes longer: both a pipe that is full and one that is empty end by that."""
         limit_s = max(0.0, min(within_s, self._until - time.monotonic()))
         watchdog = threading.Timer(limit_s, self._kill)
         watchdog.daemon = True
@@ -254,8 +236,9 @@ class _EndProcess:
 def open_pair(
     devices: Sequence[str], pool_bytes: int, unit_bytes: int, until: float
 ) -> Iterator[Pair]:
-    """Start a source and a reader, each with a pool of `pool_bytes` if there is room, in steps of
-    `unit_bytes`.
+    """Start a source and a reader, each with a pool of `pool_bytes` if there is room.
+
+    Pools are multiples of `unit_bytes`; nothing is waited for beyond the monotonic time `until`.
     """
     ends: list[_EndProcess] = []
     try:
