@@ -1,4 +1,4 @@
-"""Who sends a request: the API keys by their hashes, and what each may do. Pure.
+"""API keys by their hashes, and what each may do. Pure.
 
 Keys are random (256 bits from `kvrelay key`), so a plain SHA-256 is what is kept of them: a slow
 hash protects words that people think up, and would cost every request. A key that is given is
@@ -24,12 +24,10 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Caller(KeyConfig):
-    """A sender of requests, by its key. What belongs to the key does so by its hash, whatever its
-    name.
-    """
+    """A sender of requests, known by the hash of its key."""
 
     most_important: int = -_MAX_PRIORITY
-    """The lowest priority that its requests may ask for."""
+    """The lowest priority that requests may ask for."""
 
     @classmethod
     def of(cls, key: KeyConfig) -> Caller:
@@ -37,7 +35,7 @@ class Caller(KeyConfig):
         return cls(**asdict(key), most_important=key.priority)
 
     def may(self, model: str) -> bool:
-        """Say whether it may ask for a model, adapter or alias."""
+        """Return whether the key may ask for a model, adapter or alias."""
         return not self.models or model in self.models
 
     def check_model(self, model: str) -> None:
@@ -59,9 +57,7 @@ class Caller(KeyConfig):
             )
 
     def check_priority(self, asked: int | None) -> int:
-        """Return the priority of a request that asked for one, or for none. Raises RequestError,
-        Forbidden.
-        """
+        """Return a request's priority, the key's by default. Raises RequestError, Forbidden."""
         if asked is None:
             return self.priority
         if not -_MAX_PRIORITY <= asked <= _MAX_PRIORITY:
@@ -78,22 +74,22 @@ class Caller(KeyConfig):
 
 
 ANYONE = Caller("anyone", "0" * 64, admin=True)
-"""Where no key is wanted. No key has this hash."""
+"""The caller where no key is configured; no key has this hash."""
 
 
 class Keyring:
-    """All keys: those of the configuration, and the one that was given in clear, if any."""
+    """A set of all keys: those of the configuration, and the one given in clear, if any."""
 
     def __init__(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
         self.take_over(api_key, keys)
 
     def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
-        """Know these keys from now on."""
+        """Use these keys from now on."""
         in_clear = [Caller("api-key", hash_of(api_key), admin=True)] if api_key else []
         self.callers = [*map(Caller.of, keys), *in_clear] or [ANYONE]
 
     def caller(self, given: str) -> Caller:
-        """Return who sent this key. Raises Unauthorized if nobody has it."""
+        """Return the owner of a key. Raises Unauthorized if nobody has it."""
         if self.callers == [ANYONE]:
             return ANYONE
         digest = hash_of(given)
@@ -109,7 +105,7 @@ class Keyring:
 
 
 def hash_of(key: str) -> str:
-    """Return the hash of a key, as a KeyConfig has it."""
+    """Return the hash of a key as KeyConfig has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 

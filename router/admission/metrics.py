@@ -1,5 +1,4 @@
-"""What is measured of admission: waiting, refusals by reason, and each key's requests and tokens,
-by its name.
+"""The metrics of admission: waiting, refusals, and requests and tokens by the names of keys.
 
 Names come from the configuration and reasons from the code, so no client can make a new series.
 """
@@ -75,7 +74,7 @@ class AdmissionMetrics:
             self.tokens.add(0, key, "output")
 
     def admitted(self, key: str, waited_s: float | None = None) -> None:
-        """Count a request that begins: at once, or after so long in the queue."""
+        """Count a request that begins, at once or after a wait."""
         self._requests.add(1, key, "begun")
         if waited_s is None:
             self._admitted.add(1, "at_once")

@@ -1,5 +1,4 @@
-"""Limits of a key: requests and tokens per minute, and requests at once. Pure: times are given, in
-seconds.
+"""Limits of a key: requests and tokens per minute, and requests at once. Pure; times are seconds.
 
 Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep.
 Tokens are taken by estimate when a request comes and put right when it is over, so a bucket may owe
@@ -22,14 +21,12 @@ _ROUNDING = 1e-6  # of a level that was waited for
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not begin. `reason` is one of few words, for metrics."""
+    """A refusal to begin a request. `reason` is one of few words, for metrics."""
 
     reason: str
     message: str
     retry_after_s: float | None
-    """How long it would wait from now on if it came again; None: it will never be taken as it is. 0
-    is not known.
-    """
+    """The expected wait if the request came again; 0: unknown; None: it will never be taken."""
 
 
 @dataclass(slots=True)
@@ -47,7 +44,6 @@ class _Bucket:
         self.at = max(self.at, now)
 
     def until(self, amount: float) -> float:
-        """Seconds until it holds so much."""
         return max(0.0, amount - self.level) / self.per_s
 
 
@@ -55,18 +51,17 @@ class _Bucket:
 class _State:
     running: int = 0
     buckets: dict[str, _Bucket] = field(default_factory=dict)
-    """Of requests and of tokens, as far as they are limited."""
+    """For requests and for tokens, as far as they are limited."""
 
 
 class KeyLimits:
-    """The limits of all keys. Each `take` that is not refused is followed by one `give_back`."""
+    """A record of all keys' use. `give_back` must follow each `take` that is not refused."""
 
     def __init__(self) -> None:
         self._states: defaultdict[str, _State] = defaultdict(_State)
-        """By the names of keys."""
 
     def take(self, caller: Caller, tokens: int, now: float) -> Refusal | None:
-        """Let one request begin that is thought to cost so many tokens; or say why not."""
+        """Take a request of about so many tokens, or return why not."""
         state = self._states[caller.name]
         _refill(state, caller, now)
         if caller.max_running and state.running >= caller.max_running:
@@ -100,9 +95,7 @@ class KeyLimits:
         return None
 
     def give_back(self, key: str, tokens: int, used: int | None, now: float) -> None:
-        """End one that was thought to cost `tokens` after so many; None: it never began, and counts
-        for nothing.
-        """
+        """End a request that has used so many tokens of its estimate; None: it never began."""
         state = self._states[key]
         state.running -= 1
         left = {"requests": 1 if used is None else 0, "tokens": tokens - (used or 0)}
@@ -111,7 +104,7 @@ class KeyLimits:
             bucket.level = min(float(bucket.size), bucket.level + left[what])
 
     def headers(self, key: str) -> dict[str, str]:
-        """Return OpenAI's x-ratelimit headers, as of the last `take`."""
+        """Return OpenAI's x-ratelimit headers as of the last `take`."""
         headers: dict[str, str] = {}
         for what, bucket in self._states[key].buckets.items():
             headers[f"x-ratelimit-limit-{what}"] = str(bucket.size)
@@ -135,7 +128,7 @@ def _refill(state: _State, caller: Caller, now: float) -> None:
 
 
 def shown_s(seconds: float) -> str:
-    """Return a time as OpenAI's headers have it: 20ms, 8s, 6m0s, 1h0m0s."""
+    """Return a time as OpenAI's headers show it: 20ms, 8s, 6m0s, 1h0m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

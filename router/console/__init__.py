@@ -1,6 +1,4 @@
-"""The page at /console and what it shows: a live picture of the cluster, and requests that have
-ended.
+"""The page at /console: a live snapshot of the cluster, and requests that have ended.
 
-Owns no state that anything else is decided by. Of requests it keeps no text: neither prompts nor
-answers nor bodies.
+No prompt, answer or body is kept.
 """

@@ -1,5 +1,1 @@
-"""Ways in which the router learns who belongs to the cluster: heartbeats, and the pods of
-Kubernetes.
-
-Refuses to own: what a member is like and whether it may take a leg (router/nodes/).
-"""
+"""Ways to learn about nodes: heartbeats, Kubernetes pods, vLLM's pings, health checks, warm-ups."""

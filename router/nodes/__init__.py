@@ -1,6 +1,5 @@
-"""What the router knows of its nodes: their reports, what is placed on them, and whether they may
-take a leg.
+"""Nodes as the router knows them: reports, load, requests that run there, and health.
 
-Refuses to own: which of those that may is chosen (router/placement.py), who belongs to the cluster
-at all (router/membership/), and how a leg reaches a node (router/transport/).
+Which node is chosen is router/placement.py's decision, who belongs to the cluster is found out in
+router/membership/, and how a request reaches a node is router/transport/'s.
 """

@@ -1,8 +1,7 @@
-"""The names that requests may ask for: models, adapters, and aliases of both. Nodes of one model
-are a group.
+"""The names that requests may ask for: models, adapters, and aliases of both.
 
-An alias is resolved at the door, so the nodes see the name that they serve and the answer's `model`
-is the one that has answered (as vLLM does with several --served-model-name).
+An alias is resolved at once, so the nodes see the name that they serve and the answer's `model` is
+the one that has answered (as vLLM does with several --served-model-name).
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ __all__ = ["Models"]
 
 
 class Models:
-    """A list of what the nodes of a pool serve, and of aliases for it. `created` is the Unix second
-    that cards tell.
-    """
+    """A list of what the nodes of a pool serve, and of aliases; `created` is a Unix second."""
 
     def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
         self._pool = pool
@@ -29,9 +26,7 @@ class Models:
         self._created = created
 
     def named(self, name: str) -> str:
-        """Return the model or adapter that a request means. Raises NotFound, naming what is served,
-        or NoNode.
-        """
+        """Return the model or adapter that a name means. Raises NotFound, NoNode."""
         meant = self.aliases.get(name, name)
         if self._pool.base_of(meant):
             return meant
@@ -52,13 +47,11 @@ class Models:
         )
 
     def names(self) -> list[str]:
-        """Return all of them: models, adapters, then aliases of what is served."""
+        """Return all names: models, adapters, then aliases of what is served."""
         return [card.id for card in self.cards()]
 
     def cards(self) -> list[ModelCard]:
-        """Return OpenAI's model objects: models; adapters, with their model as `parent`; aliases,
-        with a `root`.
-        """
+        """Return OpenAI's model objects: an adapter has a `parent`, an alias a `root`."""
         known = self._pool.models()
         cards = {
             name: ModelCard.of(name, self._created, longest)
@@ -73,11 +66,11 @@ class Models:
         return list(cards.values())
 
     def ready(self) -> dict[str, bool]:
-        """Say of each model whether a request for it could walk through both of its legs now."""
+        """Return for each model whether nodes of both roles are up."""
         return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
 
     def alone(self) -> bool:
-        """Say whether there is a decode node that would answer requests without any prefill node."""
+        """Return whether some decode node would answer requests without a prefill node."""
         return any(
             node.kv is not None and node.kv.computes_prompts
             for node in self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)

@@ -1,12 +1,11 @@
 """How much of a prompt each node has in its prefix cache, before anybody has tokenized it. Pure.
 
-Of a node that tells KV events it is what the events say: the text leads to the keys of blocks
-(router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to
-the nodes that hold them (router/prefix/held_blocks.py). vLLM's nodes call the same block otherwise
-each, so theirs are called by their content (router/prefix/contents.py), and texts lead to these
-apart from those of our nodes. Requests that are under way count too: what they compute is there for
-whoever comes next. Of a node whose events are not to be had, or not in order, or begin too late, it
-is what this router has sent there.
+For a node that tells KV events, the text leads to the keys of blocks (router/prefix/text_tree.py),
+as nodes have named them, and these to the nodes that hold them. vLLM's nodes each name the same
+block otherwise, so theirs are named by their content (router/prefix/block_contents.py), apart from
+those of our nodes. Running requests count, too: what they compute is there for the next. For a node
+whose events are not to be had, not in order, or begin too late, the index goes by what this router
+has sent there.
 
 Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read
 back.
@@ -16,21 +15,24 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
-from kvrelay.router.prefix.contents import BlockContents
-from kvrelay.router.prefix.held_blocks import HeldBlocks
+from kvrelay.router.prefix.block_contents import BlockContents
 from kvrelay.router.prefix.text_tree import CHUNK_BYTES, Edge, TextTree
 from kvrelay.wire.means import RunningMean
 from kvrelay.wire.outputs import PromptBlocks
 
-__all__ = ["Prefix", "PrefixIndex", "Sent"]
+__all__ = ["HeldBlocks", "Prefix", "PrefixIndex", "Sent"]
 
 MAX_TEXT_BYTES = 512 << 10
-"""Of a prompt that are looked at: 128,000 tokens, in 2 ms. What is behind counts as new."""
-# What is forgotten of nodes that are gone is cleared when there are so many of them.
+"""The text of a prompt that is looked at: 128,000 tokens, in 2 ms. The rest counts as new."""
+MAX_BLOCKS = 4_000_000
+"""Known blocks: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of 8 MiB."""
+_SWEEP = 1_000  # blocks that are swept at once
+# What is known of nodes that are gone is cleared when there are so many of them.
 _GONE_TOGETHER = 64
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
 _TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
@@ -38,15 +40,89 @@ _PROMPTS_MEAN = 32
 
 
 Sent = tuple[Edge, int]
-"""A leg under way: where its text ends, and its node's mark."""
+"""A running request: the edge where its text ends, and its node's mark."""
+
+
+class HeldBlocks:
+    """A table of which nodes hold which blocks, by key (64 bits of a hash, wire/kv_events.py).
+
+    By block, so that a prompt is looked up for all nodes at once. Nodes are bits of one integer, a
+    *mark* each. A node that has restarted gets another mark, so forgetting all it had costs nothing
+    now; its old bit is cleared bit by bit later, while other events are taken in.
+    """
+
+    def __init__(self, limit: int = MAX_BLOCKS) -> None:
+        self._limit = limit
+        self._holders: dict[int, int] = {}
+        self._sweeps: Iterator[None] = iter(())
+        self.sweeping = 0  # the marks that are being cleared
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def stored(self, mark: int, keys: Iterable[int]) -> None:
+        """Note that a node holds these blocks. A full table forgets its oldest eighth."""
+        holders = self._holders
+        for key in keys:
+            holders[key] = holders.get(key, 0) | mark
+        while len(holders) > self._limit:
+            for key in list(islice(holders, self._limit // 8)):
+                del holders[key]
+        self.sweep()
+
+    def removed(self, mark: int, keys: Iterable[int]) -> None:
+        """Note that a node does not hold these any more."""
+        for key in keys:
+            self._clear(key, mark)
+        self.sweep()
+
+    def steps(self, keys: Sequence[int], marks: int) -> list[tuple[int, int]]:
+        """Return how many of these blocks, from the first on, nodes hold; the most come last."""
+        found: list[tuple[int, int]] = []
+        if not (keys and marks):
+            return found
+        holders = self._holders
+        for at, key in enumerate(keys):
+            left = holders.get(key, 0) & marks
+            if left != marks:
+                if at:
+                    found.append((at, marks))
+                marks = left
+                if not left:
+                    break
+        else:
+            found.append((len(keys), marks))
+        return found
+
+    def forget(self, marks: int) -> None:
+        """Begin to clear marks that no node has any more."""
+        assert not self.sweeping, "one sweep at a time"
+        self.sweeping, self._sweeps = marks, self._swept(list(self._holders), marks)
+
+    def sweep(self) -> None:
+        """Clear a piece of what `forget` has begun."""
+        next(self._sweeps, None)
+
+    def _swept(self, keys: list[int], marks: int) -> Iterator[None]:
+        for at, key in enumerate(keys):
+            if at and not at % _SWEEP:
+                yield
+            self._clear(key, marks)
+        self.sweeping = 0
+
+    def _clear(self, key: int, marks: int) -> None:
+        before = self._holders.get(key, 0)
+        if before == before & marks:
+            self._holders.pop(key, None)
+        elif before & marks:
+            self._holders[key] = before & ~marks
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """A prompt as the index knows it. In the first of `chunks` is also what decides its tokens
-    beside the text.
+    """A prompt as the index knows it; the first of `chunks` also has what else decides its tokens.
 
-    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_size`
-    each. `by_content`: keys are those of router/prefix/contents.py, not nodes' own names.
+    Once a node has tokenized it: the number of `tokens`, and the `keys` of its full blocks.
+    `by_content`: keys are those of router/prefix/block_contents.py, not nodes' own names.
     """
 
     chunks: array[int]
@@ -56,19 +132,20 @@ class Prefix(msgspec.Struct, frozen=True):
     block_size: int = 0
     by_content: bool = False
     counted: bool = False
-    """The text is a list of token ids: it says nothing of how long other texts are in tokens."""
+    """The text is a list of token ids, and says nothing of how many tokens other texts have."""
 
     @classmethod
     def of(cls, context: int, text: bytes, ids: int = 0) -> Prefix:
-        """Make one. `context`: a hash of the fields beside the text that decide its tokens. `ids`:
-        its token ids.
+        """Return the prefix of a text; `context` is a hash of other fields that decide its tokens.
+
+        `ids`: the number of token ids, if the prompt came as such.
         """
         chunks = array("q", map(hash, _CHUNKS(text[:MAX_TEXT_BYTES]) or [b""]))
         chunks[0] = hash((context, chunks[0]))
         return cls(chunks, len(text), tokens=ids, counted=ids > 0)
 
     def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
-        """Return the same prompt, of which a node has said what its blocks are called."""
+        """Return the same prompt with the names that a node has given its blocks."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
         return self.called(halves[::2], tokens, blocks.block_size)
@@ -78,40 +155,29 @@ class Prefix(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_size=block_size)
 
     def for_contents(self) -> Prefix:
-        """Return the same prompt, for nodes whose blocks are called by their content."""
+        """Return the same prompt for nodes whose blocks are named by their content."""
         chunks = self.chunks[:]
         chunks[0] = hash(("content", chunks[0]))
         return msgspec.structs.replace(self, chunks=chunks, by_content=True)
 
 
 class PrefixIndex:
-    """A record of all nodes, by URL; those it has not heard of have nothing."""
+    """An index of what nodes have cached, by URL; unknown nodes have nothing."""
 
     def __init__(self) -> None:
         self.texts = TextTree()
         self.blocks = HeldBlocks()
         self.contents: dict[str, BlockContents] = {}
-        """Of the nodes whose blocks are called by it, by URL."""
+        """By URL, of nodes whose blocks are named by their content."""
         self._marks: dict[str, int] = {}
-        self._trusted = 0
-        """The marks of nodes whose events are believed."""
-        self._unsure = 0
-        """Of nodes that may hold more than was told of them."""
-        self._gone = 0
-        """Of nodes that are no more; they are cleared together."""
-        self._block_size = {False: 0, True: 0}
-        """As last seen, by whether blocks are called by their content."""
+        # Marks of nodes: whose events are believed, that may hold more than was told, and that are
+        # gone (they are cleared together).
+        self._trusted = self._unsure = self._gone = 0
+        self._block_size = {False: 0, True: 0}  # the last seen, by `by_content`
         self._tokens_per_byte = RunningMean(_TOKENS_PER_BYTE, _PROMPTS_MEAN)
 
-    # --- requests
-    # ------------------------------------------------------------------------------------------------
-
     def lookup(self, prefix: Prefix) -> tuple[int, dict[str, int]]:
-        """Return how many tokens a prompt has, and how many of these each node has that has some,
-        by URL.
-
-        The first is an estimate until the prompt is tokenized.
-        """
+        """Return a prompt's tokens, an estimate until it is tokenized, and those cached by URL."""
         path = self.texts.path(prefix.chunks)
         keys, block_size, tokens = prefix.keys, prefix.block_size, prefix.tokens
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte.value
@@ -141,18 +207,16 @@ class PrefixIndex:
         return tokens, cached
 
     def send(self, prefix: Prefix, url: str) -> Sent:
-        """Note that a leg with this prompt runs on a node from now on. What is returned is for
-        `end`.
-        """
+        """Note that a request with this prompt begins on a node; the result is for `end`."""
         mark = self._mark(url)
         return self.texts.send(prefix.chunks, mark), mark
 
     def end(self, sent: Sent) -> None:
-        """Note its end."""
+        """Note the end of a request."""
         self.texts.end(*sent)
 
     def learn(self, prefix: Prefix) -> None:
-        """Take over what a node has said of a prompt (Prefix.known)."""
+        """Learn the names of a prompt's blocks (Prefix.known)."""
         if prefix.keys is None or not (prefix.tokens and prefix.block_size and prefix.text_bytes):
             return
         self._block_size[prefix.by_content] = prefix.block_size
@@ -160,16 +224,13 @@ class PrefixIndex:
         self.texts.learn(prefix.chunks, prefix.keys[: looked_at // prefix.block_size])
 
     def counted(self, prefix: Prefix, tokens: int) -> None:
-        """Learn from a node's count of a prompt how long texts are in tokens."""
+        """Learn how many tokens texts have from a node's count of a prompt."""
         if tokens and prefix.text_bytes and not prefix.counted:
             self._tokens_per_byte.add(tokens / prefix.text_bytes)
 
     def knows(self, prefix: Prefix) -> bool:
-        """Say whether the blocks of all of its text were learned."""
+        """Return whether the blocks of the whole text were learned."""
         return self.texts.known_keys(self.texts.path(prefix.chunks))[1] == len(prefix.chunks)
-
-    # --- KV events
-    # -----------------------------------------------------------------------------------------------
 
     def stored(self, url: str, keys: Iterable[int]) -> None:
         """Note that a node holds these blocks."""
@@ -180,25 +241,23 @@ class PrefixIndex:
         self.blocks.removed(self._mark(url), keys)
 
     def trust(self, url: str, *, whole: bool = True) -> None:
-        """Believe all that was told of this node, and from now on.
-
-        Not `whole`: there is more than was told, so what was sent there counts, too."""
+        """Believe a node's events; not `whole`: what was sent there counts, too."""
         mark = self._mark(url)
         self._trusted |= mark
         self._unsure = self._unsure & ~mark if whole else self._unsure | mark
 
     def doubt(self, url: str) -> None:
-        """Go by what was sent there until it is trusted again: what was told of it may be old."""
+        """Go by what was sent to a node until it is trusted again."""
         mark = self._mark(url)
         self._trusted &= ~mark
         self._unsure |= mark
 
     def trusts(self, url: str) -> bool:
-        """Say whether this node's events are believed."""
+        """Return whether a node's events are believed."""
         return bool(self._trusted & self._marks.get(url, 0))
 
     def forget(self, url: str) -> None:
-        """Forget a node: it has nothing (it was restarted), or is gone."""
+        """Forget a node that was restarted or is gone."""
         mark = self._marks.pop(url, 0)
         self._trusted &= ~mark
         self._unsure &= ~mark
@@ -210,9 +269,7 @@ class PrefixIndex:
             self._gone = 0
 
     def _mark(self, url: str) -> int:
-        """Return the node's mark: the lowest bit of which nothing is left, or integers grew for
-        ever.
-        """
+        # The lowest bit that is free, or integers would grow for ever.
         mark = self._marks.get(url)
         if mark is None:
             used = self._trusted | self._unsure | self._gone | self.blocks.sweeping

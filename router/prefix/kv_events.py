@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from kvrelay.router.prefix.contents import BlockContents
+from kvrelay.router.prefix.block_contents import BlockContents
 from kvrelay.router.prefix.event_stream import EventStream
 from kvrelay.router.prefix.index import PrefixIndex
 from kvrelay.router.prefix.metrics import PrefixMetrics
@@ -272,7 +272,7 @@ class _Listener:
         trusted = self._index.trusts(self._url)
         self._index.forget(self._url)
         if self._contents is not None:
-            self._contents.cleared(whole=whole)
+            self._contents.clear(whole=whole)
         if trusted:
             self._trust()
 

@@ -1,6 +1,4 @@
-"""What the router measures of its prefix index and of the KV events that feed it. Is told, as
-router/metrics.py is.
-"""
+"""The metrics of the prefix index and of the KV events that feed it."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class PrefixMetrics:
-    """A wrong index is seen by `cached_tokens`: what was estimated at a choice, and what the node
-    then reported.
-    """
+    """A part of the router's metrics; `cached_tokens` shows whether the index is right."""
 
     def __init__(self, registry: CollectorRegistry, index: PrefixIndex) -> None:
         self.batches = Counter(
@@ -72,7 +68,7 @@ class PrefixMetrics:
             Gauge(f"kvrelay_router_prefix_{name}", about, registry=registry).set_function(size)
 
     def cached(self, estimate: int, report: int) -> None:
-        """A prefill node has said how much of a prompt its prefix cache held."""
+        """Note how much of a prompt was expected in a prefix cache, and how much was there."""
         self.cached_tokens.add(estimate, "estimate")
         self.cached_tokens.add(report, "report")
         self.cached_tokens_error.observe(abs(estimate - report))

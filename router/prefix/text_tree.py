@@ -1,14 +1,13 @@
-"""A radix tree over the texts of prompts: where each was sent, and which blocks of KV lie behind
-which text. Pure.
+"""A radix tree over the texts of prompts: which nodes got each, and which blocks it has. Pure.
 
-A text is a sequence of one chunk or more, each a number (router/prefix/index.py makes them). An
-edge holds a run of chunks that no text has left yet, so a prompt that shares its beginning with
-others costs one edge and 8 bytes per chunk of its own. Of each edge the tree knows the *marks* (a
-bit per node) of those that were sent a text through it and, once a node has said how it calls the
-blocks of such a text, the keys of the blocks that end in the edge. Where a block ends is known
-where two texts part, and in between it is taken to be proportional.
+A text is a sequence of chunks, each a number (router/prefix/index.py makes them). An edge holds a
+run of chunks that no text has left yet, so a prompt that shares its beginning with others costs one
+edge and 8 bytes per chunk of its own. An edge has the *marks* (a bit per node) of the nodes that
+were sent a text through it and, once a node has named the blocks of such a text, the keys of the
+blocks that end in it. Where a block ends is known where two texts part; in between it is taken to
+be proportional.
 
-Bounded: the texts that were asked for longest ago go first.
+Bounded: the least recently used texts go first.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from collections import OrderedDict
 __all__ = ["CHUNK_BYTES", "Edge", "Path", "Step", "TextTree"]
 
 CHUNK_BYTES = 64
-"""Of text in one chunk, about a block of 16 tokens: less finds no more blocks, and costs time per
-prompt.
-"""
+"""The text of one chunk, about a block of 16 tokens: less finds no more blocks, and costs time."""
 # An edge with its dict entries and arrays, without chunks and keys; measured with tracemalloc.
 EDGE_BYTES = 700
 _NUMBER_BYTES = 8
@@ -30,17 +27,13 @@ _NUMBER_BYTES = 8
 LIMIT_BYTES = 64 << 20
 
 Step = tuple[int, int]
-"""A depth, and the marks of the nodes that are that deep."""
+"""A depth in chunks, and the marks of the nodes that are that deep."""
 Path = list[tuple["Edge", int]]
-"""The edges that a text goes through, each with how many of its chunks it shares: all, but for the
-last one.
-"""
+"""The edges of a text, each with the number of its chunks that are shared: all but in the last."""
 
 
 class Edge:
-    """A run of chunks. `sent` are marks; `under_way` counts legs under way, by mark, and `going`
-    has these marks.
-    """
+    """A run of chunks. `sent` and `going` are marks; `under_way` counts running requests by mark."""
 
     __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
@@ -56,12 +49,12 @@ class Edge:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes, about."""
+        """Return the memory that the edge takes, about."""
         return EDGE_BYTES + _NUMBER_BYTES * (len(self.chunks) + len(self.keys))
 
 
 class TextTree:
-    """A tree over all texts. Depths are in chunks."""
+    """A tree over all texts."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -72,9 +65,6 @@ class TextTree:
 
     def __len__(self) -> int:
         return len(self._edges)
-
-    # --- asking
-    # --------------------------------------------------------------------------------------------------
 
     def path(self, chunks: array[int]) -> Path:
         """Return where a text leads."""
@@ -94,9 +84,7 @@ class TextTree:
 
     @staticmethod
     def known_keys(path: Path) -> tuple[array[int], int]:
-        """Return the keys of the blocks along a path, as far as they were learned, and how deep
-        that is.
-        """
+        """Return the keys of the blocks along a path, and the depth up to which they are known."""
         keys: array[int] = array("Q")
         depth = 0
         for edge, shared in path:
@@ -108,9 +96,7 @@ class TextTree:
 
     @staticmethod
     def steps(path: Path) -> tuple[list[Step], list[Step]]:
-        """Return how deep which nodes were sent this text: ever, and by legs under way. The deepest
-        come last.
-        """
+        """Return how deep nodes were sent this text: ever, and by running requests; deepest last."""
         sent: list[Step] = []
         going: list[Step] = []
         depth = 0
@@ -122,13 +108,8 @@ class TextTree:
                 going.append((depth, edge.going))
         return sent, going
 
-    # --- telling
-    # -------------------------------------------------------------------------------------------------
-
     def send(self, chunks: array[int], mark: int) -> Edge:
-        """Note that a leg with this text begins on a node. Returns the last edge of the text, for
-        `end`.
-        """
+        """Note that a request with this text begins on a node; return the last edge, for `end`."""
         edges = self._insert(chunks)
         for edge in edges:
             edge.sent |= mark
@@ -139,7 +120,7 @@ class TextTree:
 
     @staticmethod
     def end(last: Edge, mark: int) -> None:
-        """Note its end. An edge that was cut in two since then is still the end of the same text."""
+        """Note the end of a request. An edge that was split since then still ends the text."""
         edge: Edge | None = last
         while edge is not None:
             count = edge.under_way.get(mark, 0)
@@ -151,7 +132,7 @@ class TextTree:
             edge = edge.parent
 
     def learn(self, chunks: array[int], keys: array[int]) -> None:
-        """Take over what the blocks of this text are called."""
+        """Learn the keys of this text's blocks."""
         depth = before = 0
         for edge, shared in self.path(chunks):
             depth += shared
@@ -177,11 +158,8 @@ class TextTree:
                     mark: count for mark, count in edge.under_way.items() if not mark & marks
                 }
 
-    # --- inside
-    # --------------------------------------------------------------------------------------------------
-
     def _insert(self, chunks: array[int]) -> list[Edge]:
-        """Return all edges of a text, made where they are missing, and now the most recently used."""
+        """Return all edges of a text, made where missing, and now the most recently used."""
         edges, depth = [], 0
         for edge, shared in self.path(chunks):
             edges.append(edge if shared == len(edge.chunks) else self._split(edge, shared))
@@ -197,7 +175,7 @@ class TextTree:
         return edges
 
     def _split(self, edge: Edge, at: int) -> Edge:
-        """Cut an edge in two, and return the upper one, which is new."""
+        """Split an edge, and return the upper part, which is new."""
         parent = edge.parent
         assert parent is not None
         upper = Edge(parent, edge.chunks[:at])
@@ -213,9 +191,7 @@ class TextTree:
         return upper
 
     def _compare(self, edge: Edge, keys: array[int], end: int) -> None:
-        """Compare what another text says of an edge: its last blocks may belong below it, where the
-        two have parted.
-        """
+        """Compare an edge's keys with another text's: the last may belong below, where both part."""
         same = _common(edge.keys, keys)
         if same == len(edge.keys):
             return

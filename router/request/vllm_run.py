@@ -22,7 +22,7 @@ import msgspec
 
 from kvrelay.router.client_connection import Reply
 from kvrelay.router.nodes.node import Lease, Node, NodeKind
-from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
+from kvrelay.router.prefix.block_contents import BlockContents, keys_of_prompt
 from kvrelay.router.request.job import CHAT_PATH, Job, prefix_of
 from kvrelay.router.request.placer import PlacementLeases, PlacementQuery
 from kvrelay.router.request.poison import CrashRecord

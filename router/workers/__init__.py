@@ -1,5 +1,1 @@
-"""Several router processes on one port: a parent owns membership, limits and metrics; and what is
-said between them.
-
-Refuses to own: anything about a request; a worker is the same router as a single process.
-"""
+"""Several router processes on one port: a parent, which looks after nodes, and its workers."""

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.node import kv_events
 from kvrelay.node.kv_events import KvEvents as Told
-from kvrelay.router.prefix.contents import keys_of_prompt
+from kvrelay.router.prefix.block_contents import keys_of_prompt
 from kvrelay.router.prefix.index import Prefix, PrefixIndex
 from kvrelay.router.prefix.kv_events import KvEvents, _Listener
 from kvrelay.router.prefix.metrics import PrefixMetrics

@@ -14,8 +14,7 @@ from router_doubles import parse_job
 from kvrelay.router.node_load import Share
 from kvrelay.router.nodes.node import HealthReport
 from kvrelay.router.nodes.pool import Pool
-from kvrelay.router.prefix.held_blocks import HeldBlocks
-from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
+from kvrelay.router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, HeldBlocks, Prefix, PrefixIndex
 from kvrelay.router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
 from kvrelay.router.request.job import CHAT_PATH, prefix_of
 from kvrelay.wire.config import Role

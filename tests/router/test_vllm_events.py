@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.prefix.contents import BlockContents, keys_of_prompt
+from kvrelay.router.prefix.block_contents import BlockContents, keys_of_prompt
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events import AllBlocksCleared, BlockStored, read_batch
 from kvrelay.wire.router_config import RouterConfig
@@ -77,7 +77,7 @@ def test_keys_are_held_as_the_node_holds_blocks(steps: list[Any], version: str) 
             cache.run([*tokens, 9], adapter, salt if version == "0.25.1" else "", reads=reads)
         for event in read_batch(packed(cache.events, version, 1.0)).events:
             if isinstance(event, AllBlocksCleared):
-                contents.cleared(whole=True)
+                contents.clear(whole=True)
                 held.clear()
             elif isinstance(event, BlockStored):
                 held.update(contents.stored(event))
@@ -110,7 +110,7 @@ def test_the_same_text_has_the_same_keys_on_all_nodes_and_another_context_has_no
 
 
 def test_what_cannot_be_told_apart_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.router.prefix.contents.LIMIT", 2)
+    monkeypatch.setattr("kvrelay.router.prefix.block_contents.LIMIT", 2)
     contents = BlockContents(whole=True)
     for event in (
         BlockStored([1], 99, list(range(BLOCK)), BLOCK),  # nobody has told of its parent
@@ -119,10 +119,10 @@ def test_what_cannot_be_told_apart_is_not_held(monkeypatch: pytest.MonkeyPatch) 
         BlockStored([1], None, [], 0),
         BlockStored([1], None, list(range(BLOCK)), BLOCK, lora_id=3),  # an older version's adapter
     ):
-        contents.cleared(whole=True)
+        contents.clear(whole=True)
         assert contents.stored(event) == []
         assert not contents.whole
-    contents.cleared(whole=True)
+    contents.clear(whole=True)
     assert len(contents.stored(BlockStored([1, 2, 3], None, list(range(3 * BLOCK)), BLOCK))) == 2
     assert not contents.whole
 

@@ -1,13 +1,13 @@
-"""What the blocks of vLLM nodes are called here: by their content. Pure.
+"""Names the blocks of vLLM nodes by their content. Pure.
 
 Each vLLM node hashes with a seed of its own, so the same block has another name on every node, and
-no prompt leads to either. But its events say which tokens a block has and which one is before it. A
-key made of these is the same for all nodes, and can be made of any prompt whose tokens are known.
+no prompt leads to either. But its events say which tokens a block has and which block is before it.
+A key made of these is the same for all nodes, and can be made of any prompt whose tokens are known.
 Keys are 64 bits of a hash by a secret of this process: the tokens cannot be read back.
 
-What else decides KV counts, too, as far as events tell it: the adapter's name, the salt, what
-images a block has. Older versions tell neither (adapters by numbers of their own): their blocks
-with adapters are left out, and those with a salt are taken for blocks without.
+What else decides KV counts, too, as far as events tell it: the adapter's name, the salt, a block's
+images. Older versions tell neither (adapters by numbers of their own): their blocks with adapters
+are left out, and those with a salt are taken for blocks without.
 """
 
 from __future__ import annotations
@@ -31,25 +31,22 @@ _TOKEN_BYTES = 8
 def keys_of_prompt(
     tokens: Sequence[int], block_size: int, adapter: str = "", salt: str = ""
 ) -> array[int]:
-    """Return the keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
-    return array(
-        "Q", _chain(_first(adapter), _blocks(tokens, block_size), [[salt]] if salt else [])
-    )
+    """Return the keys of the full blocks of a prompt; without an adapter, for the model itself."""
+    extras = [[salt]] if salt else []
+    return array("Q", _chain(_first(adapter), _blocks(tokens, block_size), extras))
 
 
 class BlockContents:
-    """A table of the blocks of one node, by the node's names for them."""
+    """A table of one node's blocks, by the node's names for them."""
 
     def __init__(self, *, whole: bool) -> None:
-        """Begin with nothing. `whole`: all that the node holds is told from now on."""
+        """`whole`: the node tells of all that it holds from now on."""
         self.tells_prompts = True
-        """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads
-        to these keys.
-        """
+        """The node's answers tell the tokens of prompts; else no prompt leads to these keys."""
         self.block_size = 0
-        """Of its blocks; 0 until some are told of."""
+        """0 until some blocks are told of."""
         self.aliases: Collection[str] = ()
-        """Further names of its model, which are no adapters."""
+        """Further names of the node's model, which are no adapters."""
         self._whole = whole
         self._keys: dict[int, int] = {}
         # A block that two requests have computed at the same time is there twice, and is told so.
@@ -60,15 +57,11 @@ class BlockContents:
 
     @property
     def whole(self) -> bool:
-        """Say whether what is not told of is not there. Else the node has blocks that nobody can
-        find here.
-        """
+        """Return whether a block that is not known here is not on the node."""
         return self._whole and self.tells_prompts
 
     def stored(self, event: BlockStored) -> list[int]:
-        """Return the keys of the blocks that it tells of; none of a chain whose beginning is not
-        known.
-        """
+        """Return the keys of new blocks; none of a chain whose beginning is not known."""
         keys: list[int] = []
         for name, key in zip(map(key_of, event.block_hashes), self._keys_in(event), strict=False):
             if name in self._keys:
@@ -82,7 +75,7 @@ class BlockContents:
         return keys
 
     def removed(self, event: BlockRemoved) -> list[int]:
-        """Return the keys of those that are there no more."""
+        """Return the keys of blocks that are not there any more."""
         gone: list[int] = []
         for name in map(key_of, event.block_hashes):
             copies = self._copies.pop(name, 1) - 1
@@ -92,19 +85,15 @@ class BlockContents:
                 gone.append(key)
         return gone
 
-    def cleared(self, *, whole: bool) -> None:
-        """Note that it holds nothing; or that nothing is known of it, if not `whole`."""
+    def clear(self, *, whole: bool) -> None:
+        """Forget all blocks; not `whole`: the node may hold some."""
         self._keys.clear()
         self._copies.clear()
         self._whole = whole
 
     def _keys_in(self, event: BlockStored) -> Iterable[int]:
-        """Return each block's key."""
-        adapter, before, blocks = (
-            event.lora_name or "",
-            None,
-            _blocks(event.token_ids, event.block_size),
-        )
+        adapter, before = event.lora_name or "", None
+        blocks = _blocks(event.token_ids, event.block_size)
         if blocks and len(event.token_ids) == len(event.block_hashes) * event.block_size:
             if event.parent_block_hash is not None:
                 before = self._keys.get(key_of(event.parent_block_hash))
@@ -114,25 +103,21 @@ class BlockContents:
             self._whole = False
             return ()
         self.block_size = event.block_size
-        told = event.extra_keys if isinstance(event.extra_keys, list) else []
         extras = [
             [each for each in extra if each != adapter] if isinstance(extra, list) else []
-            for extra in told
+            for extra in (event.extra_keys if isinstance(event.extra_keys, list) else [])
         ]
         return _chain(before, blocks, extras)
 
 
 def _blocks(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the full ones; none if these cannot be tokens."""
+    """Return the full blocks; none if these cannot be tokens."""
     try:
         packed, size = array("q", tokens).tobytes(), block_size * _TOKEN_BYTES
     except OverflowError:
         return []
-    return (
-        [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]
-        if size > 0
-        else []
-    )
+    ends = range(size, len(packed) + 1, size) if size > 0 else ()
+    return [packed[end - size : end] for end in ends]
 
 
 def _first(adapter: str) -> int:
@@ -140,9 +125,7 @@ def _first(adapter: str) -> int:
 
 
 def _chain(before: int, blocks: Sequence[bytes], extras: Sequence[Sequence[Any]]) -> Iterator[int]:
-    """Return the keys of blocks that follow each other. `extras`: what else counts for each of the
-    first ones.
-    """
+    """Yield the keys of blocks that follow each other; `extras`: what else counts for the first."""
     for at, block in enumerate(blocks):
         extra = extras[at] if at < len(extras) else ()
         before = hash((before, block, msgspec.msgpack.encode(extra) if extra else b"")) & _MASK
