@@ -7,6 +7,7 @@ families when scraped. For rare events its own are the better choice.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-__all__ = ["FastGauge", "FastHistogram", "FastCounter", "Zeros"]
+__all__ = ["FastCounter", "FastGauge", "FastHistogram", "Zeros"]
 
 Zeros = Callable[[], Iterable[tuple[str, ...]]]
 """Label values to show as zero before anything was counted, so that the first rate is right.
@@ -25,12 +26,8 @@ Asked for at every scrape; once shown they stay.
 """
 
 
-def _none() -> Iterable[tuple[str, ...]]:
-    return ()
-
-
-def _one() -> Iterable[tuple[str, ...]]:
-    return ((),)
+def _zeros_of(labels: Sequence[str]) -> Zeros:
+    return lambda: () if labels else ((),)
 
 
 class FastCounter(Collector):
@@ -45,13 +42,13 @@ class FastCounter(Collector):
         zeros: Zeros | None = None,
     ) -> None:
         self._name, self._about, self._labels = name, about, labels
-        self._zeros = zeros or (_none if labels else _one)
-        self._counts: dict[tuple[str, ...], float] = {}
+        self._zeros = zeros or _zeros_of(labels)
+        self._counts: dict[tuple[str, ...], float] = defaultdict(float)
         registry.register(self)
 
     def add(self, count: float, *values: str) -> None:
         """Add `count` to the counter of these label values."""
-        self._counts[values] = self._counts.get(values, 0.0) + count
+        self._counts[values] += count
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
@@ -79,32 +76,26 @@ class FastHistogram(Collector):
         self._name, self._about, self._bounds = name, about, bounds
         self._fixed = dict(fixed or {})
         self._labels = labels
-        self._zeros = zeros or (_none if labels else _one)
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
+        self._zeros = zeros or _zeros_of(labels)
+        self._counts: dict[tuple[str, ...], list[int]] = defaultdict(
+            lambda: [0] * (len(bounds) + 1)
+        )
+        self._sums: dict[tuple[str, ...], float] = defaultdict(float)
         registry.register(self)
 
     def observe(self, size: float, *values: str) -> None:
         """Count one value."""
-        counts = self._counts.get(values)
-        if counts is None:
-            counts = self._begin(values)
-        counts[bisect_left(self._bounds, size)] += 1
+        self._counts[values][bisect_left(self._bounds, size)] += 1
         self._sums[values] += size
-
-    def _begin(self, values: tuple[str, ...]) -> list[int]:
-        self._sums[values] = 0.0
-        counts = self._counts[values] = [0] * (len(self._bounds) + 1)
-        return counts
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
             self._name, self._about, labels=[*self._fixed, *self._labels]
         )
-        names = [str(floatToGoString(bound)) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        bounds = (*self._bounds, float("inf"))
+        names = [str(floatToGoString(bound)) for bound in bounds]  # type: ignore[no-untyped-call]
         for values in self._zeros():
-            if values not in self._counts:
-                self._begin(values)
+            self._counts[values]
         for values, counts in self._counts.items():
             buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
             family.add_metric([*self._fixed.values(), *values], buckets, self._sums[values])

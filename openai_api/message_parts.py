@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -16,6 +16,7 @@ __all__ = [
     "Content",
     "Part",
     "Reasoning",
+    "StateParser",
     "any_of",
     "beginning_at_end",
     "joined",
@@ -115,6 +116,30 @@ def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
         if text[-length:] in beginnings:
             return length
     return 0
+
+
+class StateParser:
+    """A parser of text that comes in pieces, cut anywhere.
+
+    A state is a method: it consumes what it can of `_buffer`, and returns whether the next state
+    may run.
+    """
+
+    def __init__(self, state: Callable[[], bool]) -> None:
+        self._state = state
+        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker
+        self._parts: list[Part] = []
+
+    def push(self, text: str) -> list[Part]:
+        """Return what has become certain with this text."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        return self._certain_parts()
+
+    def _certain_parts(self) -> list[Part]:
+        parts, self._parts = joined(self._parts), []
+        return parts
 
 
 @lru_cache(maxsize=64)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.openai_api.message_parts import (
     Content,
     Part,
     Reasoning,
+    StateParser,
     any_of,
     beginning_at_end,
     joined,
@@ -54,26 +54,14 @@ class ReasoningMarks:
         return Opening.INSIDE if self.assumed or end.endswith(self.openers) else Opening.FREE
 
 
-class ReasoningSplit:
+class ReasoningSplit(StateParser):
     """A splitter of text, cut anywhere, into Reasoning and Content."""
 
     def __init__(self, marks: ReasoningMarks, begins: Opening) -> None:
         self._openers, self._closers = marks.openers, marks.closers
         self._ends = (*marks.closers, *marks.ends)
         self._inside = begins is Opening.INSIDE
-        self._state: Callable[[], bool] = self._content if begins is Opening.BEHIND else self._start
-        self._buffer = (
-            ""  # not looked at yet, or perhaps the beginning of a marker, or white space before one
-        )
-        self._parts: list[Part] = []
-
-    def push(self, text: str) -> list[Part]:
-        """Return what has become certain with this text."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        parts, self._parts = joined(self._parts), []
-        return parts
+        super().__init__(self._content if begins is Opening.BEHIND else self._start)
 
     def finish(self) -> list[Part]:
         """Return the rest, now that nothing follows."""
@@ -145,7 +133,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _HEADS = ("<|", "to=")
 
 
-class HarmonySplit:
+class HarmonySplit(StateParser):
     """A splitter of harmony's channels into Reasoning and Content.
 
     A call stays in the content as a message of its own, for the tool parser. The prompt ends with
@@ -153,27 +141,17 @@ class HarmonySplit:
     """
 
     def __init__(self) -> None:
-        self._state: Callable[[], bool] = self._start
-        self._buffer = ""
+        super().__init__(self._start)
         self._part: type[Content] | type[Reasoning] = Content  # what the message is
         self._end = ""  # of a call, for the tool parser
         self._told: set[type[Part]] = set()
-        self._parts: list[Part] = []
-
-    def push(self, text: str) -> list[Part]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        parts, self._parts = joined(self._parts), []
-        return parts
 
     def finish(self) -> list[Part]:
         """Return the rest. A head without a message is no content."""
         if self._buffer and self._state != self._head:
             self._parts.append(self._part(self._buffer))
         self._buffer = ""
-        parts, self._parts = joined(self._parts), []
-        return parts
+        return self._certain_parts()
 
     def _start(self) -> bool:
         text = self._buffer.lstrip()

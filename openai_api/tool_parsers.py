@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,9 @@ from kvrelay.openai_api.message_parts import (
     CallIds,
     Content,
     Part,
+    StateParser,
     any_of,
     beginning_at_end,
-    joined,
 )
 
 __all__ = [
@@ -70,30 +70,17 @@ class CallMarks:
         return (*self.openers, *self.closers, *self.inner)
 
 
-class TextParser:
-    """A parser that finds no calls, and the base of those that do.
-
-    A state is a method: it consumes what it can of `_buffer`, and returns whether the next state
-    may run.
-    """
+class TextParser(StateParser):
+    """A parser that finds no calls, and the base of those that do."""
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
         self.calls = 0
         """Calls so far, with those that have just begun."""
         self._ids = ids
         self._hidden = tuple(hidden)
-        self._state: Callable[[], bool] = self._text
-        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker
-        self._parts: list[Part] = []
+        super().__init__(self._text)
         self._space = ""  # white space that is content only if content follows
         self._has_content = False
-
-    def push(self, text: str) -> list[Part]:
-        """Return what has become certain with this text."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._taken()
 
     def finish(self) -> list[Part]:
         """Return the rest, now that nothing follows."""
@@ -102,11 +89,7 @@ class TextParser:
         if self._space and not self.calls:
             self._parts.append(Content(self._space))
         self._space = ""
-        return self._taken()
-
-    def _taken(self) -> list[Part]:
-        parts, self._parts = joined(self._parts), []
-        return parts
+        return self._certain_parts()
 
     def _rest(self) -> str:
         return self._without_hidden(self._buffer)

@@ -142,14 +142,18 @@ class ChoiceWriter:
         assert not self.ended, "a choice ends once"
         text, self._unsent = self._unsent + self._stream.finish(), ""
         self.ended = True
-        if not self._streams:
+        chunks: list[ChunkChoice] = []
+        if self._streams:
+            chunks = self._chunks(text, self._untold)
+        else:
             self._text.append(text)
-            self._close(finish, "".join(self._text))
-            return []
-        chunks = self._chunks(text, self._untold)
+            if self._chat and self.text:
+                self._message.push(self.text)
         if self._chat:
             chunks += [ChatChunkChoice(self.index, delta) for delta in self._message.finish()]
         self._finish_reason, self._stop_reason = self._reasons(finish)
+        if not self._streams:
+            return []
         last = chunks.pop() if chunks else self._chunk(Delta(), "", 0)
         reasons = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
         return [*self._head(), *chunks, replace(last, **reasons)]
@@ -167,7 +171,7 @@ class ChoiceWriter:
             if echo:
                 message = replace(message, content=echo + (message.content or ""))
             return ChatChoice(self.index, message, self._chat_logprobs(0), *rest)
-        text = echo + "".join(self._text)
+        text = echo + self.text
         ids = UNSET if prompt is None else list(prompt)
         logprobs = joined(self._echo_logprobs(), self._completion_logprobs(0))
         return CompletionChoice(self.index, text, logprobs, *rest, ids, self.prompt_logprobs())
@@ -248,13 +252,6 @@ class ChoiceWriter:
         return CompletionChunkChoice(
             self.index, text, self._completion_logprobs(start) if fresh else None, token_ids=ids
         )
-
-    def _close(self, finish: Finish, text: str) -> None:
-        if self._chat:
-            if text:
-                self._message.push(text)
-            self._message.finish()
-        self._finish_reason, self._stop_reason = self._reasons(finish)
 
     def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
         if self._prompt_only:
