@@ -90,8 +90,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: the answer goes "
-            "on with the last "
-            "message or begins a new one",
+            "on with the last message or begins a new one",
             param="continue_final_message",
         )
     asked_tools(request)
@@ -99,7 +98,7 @@ def decode_chat(body: bytes) -> ChatRequest:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
                 f"chat_template_kwargs must not set {name!r}; it has its own field or is the "
-                f"model's",
+                "model's",
                 param="chat_template_kwargs",
             )
     if request.top_logprobs is not None:
@@ -138,8 +137,7 @@ def check_choices(prompts: int, choices: int) -> None:
     if prompts * choices > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and "
-            f"the limit of one "
-            f"request is {MAX_CHOICES}; send several requests",
+            f"the limit of one request is {MAX_CHOICES}; send several requests",
             param="prompt" if prompts > 1 else "n",
         )
 
@@ -188,16 +186,15 @@ def kept_tokens(
         kept = max_model_len - (default if limit is None else limit)
         if kept < 1:
             raise RequestError(
-                f"{name} is {limit} and this model's context {max_model_len}: that leaves no "
-                f"token of the prompt",
+                f"{name} is {limit} and this model's context {max_model_len}: that leaves no token "
+                "of the prompt",
                 param=name,
                 code="context_length_exceeded",
             )
     if not 1 <= kept <= max_model_len:
         raise RequestError(
             f"truncate_prompt_tokens must be between 1 and {max_model_len} (the model's context), "
-            f"or -1 for as many as "
-            f"fit, got {kept}",
+            f"or -1 for as many as fit, got {kept}",
             param="truncate_prompt_tokens",
         )
     return min(kept, prompt_tokens)
@@ -220,8 +217,7 @@ def token_limit(
     if room < 1:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens and the context of this model is "
-            f"{max_model_len}; "
-            "shorten the prompt so that at least one token can be generated",
+            f"{max_model_len}; shorten the prompt so that at least one token can be generated",
             param=prompt_field,
             code="context_length_exceeded",
         )
@@ -238,9 +234,8 @@ def token_limit(
     if limit > room:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens and {name} is {limit}, together "
-            f"{prompt_tokens + limit}; the "
-            f"context of this model is {max_model_len}: shorten the prompt or ask for at most "
-            f"{room} tokens",
+            f"{prompt_tokens + limit}; the context of this model is {max_model_len}: shorten the "
+            f"prompt or ask for at most {room} tokens",
             param=name,
             code="context_length_exceeded",
         )
@@ -325,8 +320,8 @@ def _check_common(request: SamplingFields) -> None:
         )
     if request.request_id is not None and not is_valid_id(request.request_id):
         raise RequestError(
-            "request_id must be 1 to 128 letters, digits or any of . _ : -, without "
-            f"{_ADDRESS!r}; got {request.request_id[:40]!r}",
+            f"request_id must be 1 to 128 letters, digits or any of . _ : -, without {_ADDRESS!r}; "
+            f"got {request.request_id[:40]!r}",
             param="request_id",
         )
     if request.cache_salt == "":
@@ -360,7 +355,7 @@ def _check_messages(request: ChatRequest) -> None:
             if part.type != "text":
                 raise RequestError(
                     f"messages[{i}].content holds a part of type {part.type!r}; only 'text' parts "
-                    f"are supported",
+                    "are supported",
                     param=f"messages[{i}].content",
                 )
             if part.text is None:
@@ -412,8 +407,8 @@ def _check_best_of(request: CompletionRequest) -> None:
         raise RequestError(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
     if request.stream and best_of > n:
         raise RequestError(
-            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known "
-            f"at the end only",
+            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known at "
+            "the end only",
             param="best_of",
         )
 

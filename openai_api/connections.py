@@ -227,8 +227,8 @@ class HttpConnection(HttpToolsProtocol):
         # if its node were gone.
         if socket is not None and 2 * socket.fileno() >= self.max_files:
             return (
-                f"half of the {self.max_files} files that this process may have are open "
-                f"(ulimit -Hn)"
+                f"half of the {self.max_files} files that this process may have are open (ulimit "
+                "-Hn)"
             )
         return None
 

@@ -59,7 +59,7 @@ def gguf_tokenizer(path: Path) -> Tokenizer:
     else:
         raise ConfigError(
             f"{path}: tokenizer {model!r} is not supported; gpt2 and llama are. Use the model's "
-            f"folder"
+            "folder"
         )
     types: list[int] = ggml.get("token_type", [])
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
@@ -117,7 +117,7 @@ def _byte_level_backend(tokens: list[str], ggml: dict[str, Any], path: Path) -> 
     else:
         raise ConfigError(
             f"{path}: pre-tokenizer {pre!r} is not supported; smollm, llama-bpe, qwen2, gpt-2 and "
-            f"default are. Use the model's folder in Hugging Face layout"
+            "default are. Use the model's folder in Hugging Face layout"
         )
     return backend
 

@@ -109,8 +109,7 @@ class ScoredPrompt:
         if len(self.entries) != len(self.token_ids) - 1:
             raise RequestError(
                 f"log-probabilities of {len(self.entries)} tokens of the prompt were handed over, "
-                f"and it has "
-                f"{len(self.token_ids)}; pass on what the prefill node answered",
+                f"and it has {len(self.token_ids)}; pass on what the prefill node answered",
                 param="kv_transfer_params",
             )
 

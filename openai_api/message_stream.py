@@ -139,9 +139,8 @@ def message_form(
     if tools.choice is Choice.AUTO and tool_format is None:
         raise RequestError(
             "tool_choice auto (the default with tools) is switched off here: the nodes were "
-            "started with "
-            "--tool-call-parser none; start them without, or send tool_choice required or the "
-            "name of a tool",
+            "started with --tool-call-parser none; start them without, or send tool_choice "
+            "required or the name of a tool",
             param="tool_choice",
         )
     begins = Opening.FREE

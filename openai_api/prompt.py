@@ -128,8 +128,8 @@ class Prompts:
         if request.chat_template is not None and not self._trusts_request_templates:
             raise RequestError(
                 "chat_template of a request is refused here: a template is a program; start the "
-                "nodes with "
-                "--trust-request-chat-template to allow it, or with --chat-template FILE",
+                "nodes with --trust-request-chat-template to allow it, or with --chat-template "
+                "FILE",
                 param="chat_template",
             )
         tools = asked_tools(request).tools
@@ -180,7 +180,7 @@ class Prompts:
     def _refuse(self, size: str, field: str) -> NoReturn:
         raise RequestError(
             f"the prompt has {size}; the context of this model is {self._max_model_len} tokens: "
-            f"shorten the prompt",
+            "shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )

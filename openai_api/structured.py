@@ -71,9 +71,8 @@ def bad_word_ids(
     for word in words or ():
         if not 0 < len(word.strip()) <= len(word) <= _MAX_BAD_WORD_CHARS:
             raise RequestError(
-                f"a bad word must have between 1 and {_MAX_BAD_WORD_CHARS} characters that are "
-                f"not all spaces, "
-                f"got {len(word)}",
+                f"a bad word must have between 1 and {_MAX_BAD_WORD_CHARS} characters that are not "
+                f"all spaces, got {len(word)}",
                 param="bad_words",
             )
         for text in (word.lstrip(), f" {word.lstrip()}"):
@@ -103,7 +102,7 @@ def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:
         yield _tags({"structures": asked.structures, "triggers": asked.triggers}, "response_format")
     else:
         raise RequestError(
-            f"response_format.type must be text, json_object, json_schema or structural_tag, got "
+            "response_format.type must be text, json_object, json_schema or structural_tag, got "
             f"{asked.type!r}",
             param="response_format.type",
         )
@@ -190,9 +189,8 @@ def _tags(value: Any, field: str) -> Constraint:
         tags = msgspec.convert(value, _Tags)
     except msgspec.ValidationError as why:
         raise RequestError(
-            f"{field} must hold structures, a list of {{begin, schema, end}}, and triggers, a "
-            f"list of texts with which "
-            f"they begin: {why}",
+            f"{field} must hold structures, a list of {{begin, schema, end}}, and triggers, a list "
+            f"of texts with which they begin: {why}",
             param=field,
         ) from why
     for name, count in (("structures", len(tags.structures)), ("triggers", len(tags.triggers))):

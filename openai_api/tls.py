@@ -73,9 +73,8 @@ def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SS
     except (OSError, ValueError) as why:
         named = " and ".join(f"{setting} {path!r}" for setting, path in files.items())
         raise ConfigError(
-            f"{named} cannot be used: {_words(why)}; they must be PEM files, a certificate and "
-            f"its key must belong "
-            "together, and the key have no password"
+            f"{named} cannot be used: {_words(why)}; they must be PEM files, a certificate and its "
+            "key must belong together, and the key have no password"
         ) from why
     return _Renewed(made, make, list(files.values()), stamp)
 

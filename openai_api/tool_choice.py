@@ -107,7 +107,7 @@ def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
         if value in ("none", "auto", "required"):
             return Choice(value), ""
         raise RequestError(
-            f"tool_choice must be none, auto, required or an object that names a tool, got "
+            "tool_choice must be none, auto, required or an object that names a tool, got "
             f"{value!r}",
             param="tool_choice",
         )
@@ -130,7 +130,7 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
         if tool.get("type") != "function":
             raise RequestError(
                 f"{where}.type must be 'function', got {_shown(tool.get('type'))}; no others are "
-                f"served",
+                "served",
                 param=f"{where}.type",
             )
         function = tool.get("function")
@@ -147,8 +147,7 @@ def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
         ):
             raise RequestError(
                 f"{where}.function.name must be a text of 1 to {_MAX_NAME_CHARS} printable "
-                f"characters, "
-                f"got {_shown(name)}",
+                f"characters, got {_shown(name)}",
                 param=f"{where}.function.name",
             )
         if parameters is not None and not isinstance(parameters, Mapping):

@@ -119,12 +119,11 @@ class Tracing:
         except ImportError as why:
             raise ConfigError(
                 f"traces are to go to {endpoint}, and OpenTelemetry is not installed ({why}); pip "
-                f"install "
-                "'kvrelay[tracing]', or leave the endpoint out"
+                "install 'kvrelay[tracing]', or leave the endpoint out"
             ) from why
         if not endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"traces are sent by OTLP over HTTP, to an http:// or https:// URL, got "
+                "traces are sent by OTLP over HTTP, to an http:// or https:// URL, got "
                 f"{endpoint!r}"
             )
         named = os.environ.get("OTEL_SERVICE_NAME") or service

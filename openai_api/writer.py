@@ -184,9 +184,8 @@ class ChoiceWriter:
     def _replay(self, so_far: ChoiceSoFar) -> None:
         if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
             raise RequestError(
-                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} "
-                f"generated tokens were handed "
-                "over and the request asks for all; send the request again",
+                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} generated "
+                "tokens were handed over and the request asks for all; send the request again",
                 param="kv_transfer_params",
             )
         text = self._take(so_far.generated, so_far.logprobs)

@@ -191,8 +191,8 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
             case _:
                 raise RequestError(
                     f"{place} is a block of type {block.get('type')!r} that a {message.role} "
-                    f"message cannot have here; "
-                    "text, tool_use, tool_result and thinking blocks are served",
+                    "message cannot have here; text, tool_use, tool_result and thinking blocks "
+                    "are served",
                     param=place,
                 )
     if message.role == "assistant":
@@ -210,8 +210,8 @@ def _tools(request: CountRequest) -> dict[str, Any]:
     for at, tool in enumerate(request.tools):
         if tool.get("type") not in (None, "custom"):
             raise RequestError(
-                f"tools[{at}] is of type {tool.get('type')!r}; only custom tools are served, "
-                f"which the client runs",
+                f"tools[{at}] is of type {tool.get('type')!r}; only custom tools are served, which "
+                "the client runs",
                 param=f"tools[{at}].type",
                 code="unsupported_parameter",
             )

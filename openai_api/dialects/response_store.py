@@ -159,8 +159,7 @@ def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> N
     """Return the error for a response that is not stored."""
     return NotFound(
         f"response {response_id!r} is not kept here: it was never stored (store: false), was "
-        f"deleted, gave way to "
-        f"newer ones ({kept} are kept at most), or this server was restarted",
+        f"deleted, gave way to newer ones ({kept} are kept at most), or this server was restarted",
         param=param,
         code="previous_response_not_found" if param else "response_not_found",
     )

@@ -104,8 +104,7 @@ def _check_bytes(count: int, limit: int) -> None:
     if count > limit:
         raise RequestError(
             f"the conversation has {count} bytes with those before this request; the limit is "
-            f"{limit}; "
-            f"begin a new one without {_NAMED}, with a summary of this one",
+            f"{limit}; begin a new one without {_NAMED}, with a summary of this one",
             param=_NAMED,
         )
 

@@ -132,8 +132,8 @@ def check_count(request: ResponsesRequest, earlier: int) -> None:
         return
     if earlier:
         raise RequestError(
-            f"input has {count} items with those before it; the limit is {MAX_MESSAGES}; "
-            "begin a new conversation without previous_response_id, with a summary of this one",
+            f"input has {count} items with those before it; the limit is {MAX_MESSAGES}; begin a "
+            "new conversation without previous_response_id, with a summary of this one",
             param="previous_response_id",
         )
     raise RequestError(
@@ -237,7 +237,7 @@ def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
     else:
         raise RequestError(
             f"{where} is of type {kind!r}; messages, function calls, their outputs and reasoning "
-            f"are served",
+            "are served",
             param=where,
         )
 
@@ -255,7 +255,7 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
         if tool.get("type") != "function":
             raise RequestError(
                 f"tools[{at}] is of type {tool.get('type')!r}; only function tools are served, "
-                f"which the client runs",
+                "which the client runs",
                 param=f"tools[{at}].type",
                 code="unsupported_parameter",
             )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.body import decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
+from kvrelay.openai_api.logprobs import ScoredPrompt
+from kvrelay.openai_api.prompt import Beginning
+from kvrelay.openai_api.sse import joined_body, joined_end
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.types import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from kvrelay.openai_api.writer import AnswerWriter
@@ -20,39 +22,20 @@ from kvrelay.wire.outputs import Finish, TokenLogprobs
 from kvrelay.wire.transfer import ChoiceSoFar, KvTransferParams
 
 EOS = 2
+KINDS = pytest.mark.parametrize("kind", ["chat", "completion"])
+STREAMS = pytest.mark.parametrize("stream", [True, False])
+HEAD: dict[str, Any] = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5}
+USAGE_OPTIONS = {"stream": True, "stream_options": {"include_usage": True}}
+USAGE_IN_CHUNKS = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
 
 
-class OneChoice:
-    """A writer of answers with one choice, as its only choice sees it."""
-
-    def __init__(self, answer: AnswerWriter) -> None:
-        self.answer = answer
-        self.choice = answer.choices[0]
-
-    def tokens(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> bytes:
-        return self.answer.tokens(0, ids, logprobs)
-
-    def end(self, finish: Finish, handover: KvTransferParams | None = None) -> bytes:
-        return self.answer.end(0, finish) + self.answer.close(handover)
-
-    @property
-    def stopped(self) -> bool:
-        return self.choice.stopped
-
-    @property
-    def sent_text(self) -> int:
-        return self.choice.sent_text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choice.token_ids
-
-
-def writer(tokenizer: Tokenizer, kind: str, fields: dict[str, Any], **so_far: Any) -> OneChoice:
+def writer(
+    tokenizer: Tokenizer, kind: str, fields: dict[str, Any], so_far: Any = None, **more: Any
+) -> AnswerWriter:
+    request: Any
     if kind == "chat":
-        request: Any = decode_chat(
-            json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
-        )
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        request = decode_chat(json.dumps(body).encode())
     else:
         request = decode_completion(
             json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode()
@@ -60,110 +43,116 @@ def writer(tokenizer: Tokenizer, kind: str, fields: dict[str, Any], **so_far: An
     params = sampling_params(
         request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1
     )
-    head: dict[str, Any] = {
-        "response_id": "id-1",
-        "created": 7,
-        "model": "m",
-        "prompt_tokens": 5,
-        "cached_tokens": 4,
-    }
-    return OneChoice(
-        AnswerWriter(request, tokenizer, params, **head, so_far=[ChoiceSoFar(**so_far)])
-    )
+    choices = so_far or [ChoiceSoFar()] * choice_count(request)
+    return AnswerWriter(request, tokenizer, params, **HEAD, cached_tokens=4, so_far=choices, **more)
 
 
-def logprobs_of(ids: list[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token, -0.5, (token, 65), (-0.5, -1.25)) for token in ids]
+def lps(ids: list[int], each: float = -0.5) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token, each, (token, 65), (each, -1.25)) for token in ids]
 
 
-def feed(w: OneChoice, ids: list[int]) -> bytes:
-    """One token per update, as engines do; stops where the caller of a writer would."""
+def with_logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
+
+
+def feed(w: AnswerWriter, ids: list[int], choice: int = 0) -> bytes:
+    """One token per update, as engines do, up to a stop string."""
     payload = b""
     for token in ids:
-        if w.stopped:
-            break
-        payload += w.tokens([token], logprobs_of([token]))
+        if not w.choices[choice].stopped:
+            payload += w.tokens(choice, [token], lps([token]))
     return payload
 
 
-def events(payload: bytes) -> list[Any]:
-    """The JSON of each event; the stream must end with [DONE]."""
-    lines = payload.decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert all(line.startswith("data: ") for line in lines[:-1])
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+def finish(w: AnswerWriter, why: Finish = Finish.STOP, **handover: Any) -> bytes:
+    return w.end(0, why) + w.close(**handover)
 
 
-def text_in(kind: str, chunks: list[Any]) -> str:
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    return "".join(c["delta"].get("content", "") if kind == "chat" else c["text"] for c in choices)
+def answered(w: AnswerWriter, ids: list[int], why: Finish = Finish.STOP) -> Any:
+    """The whole answer of a writer that does not stream, or the chunks of one that does."""
+    payload = feed(w, ids) + finish(w, why)
+    return chunks_of(payload) if w.streams else json.loads(payload)
 
 
-def test_a_streamed_chat_has_role_text_finish_usage_and_done(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "chat", {"stream": True, "stream_options": {"include_usage": True}})
-    payload = feed(w, [*bytewise.encode("hé", False), EOS])
-    chunks = events(payload + w.end(Finish.STOP))
-    head = {"id": "id-1", "object": "chat.completion.chunk", "created": 7, "model": "m"}
+def chunks_of(payload: bytes) -> list[Any]:
+    """The JSON of each event but [DONE]."""
+    *events, rest = payload.decode().split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") for event in events)
+    assert not any("[DONE]" in event for event in events[:-1])
+    return [json.loads(event[6:]) for event in events if event != "data: [DONE]"]
 
-    def chunk(delta: dict[str, str], finish: str | None = None, **more: Any) -> dict[str, Any]:
-        return {
-            **head,
-            "choices": [
-                {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
-            ],
-        }
 
-    usage = {
-        "prompt_tokens": 5,
-        "completion_tokens": 4,
-        "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    }
-    assert chunks == [
-        chunk({"role": "assistant", "content": ""}),
-        chunk({"content": "h"}),
-        chunk({"content": "é"}),
-        chunk({}, "stop", stop_reason=None),
-        {**head, "choices": [], "usage": usage},
+def choices_of(answer: Any) -> list[Any]:
+    return [
+        c for each in (answer if isinstance(answer, list) else [answer]) for c in each["choices"]
     ]
 
 
-def test_a_streamed_completion_has_text_and_finish(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "completion", {"stream": True})
-    chunks = events(feed(w, bytewise.encode("hé", False)) + w.end(Finish.LENGTH))
-    head = {"id": "id-1", "object": "text_completion", "created": 7, "model": "m"}
-
-    def chunk(text: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
-        return {
-            **head,
-            "choices": [
-                {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, **more}
-            ],
-        }
-
-    assert chunks == [chunk("h"), chunk("é"), chunk("", "length", stop_reason=None)]
+def text_in(kind: str, chunks: list[Any]) -> str:
+    choices = choices_of(chunks)
+    return "".join(c["delta"].get("content", "") if kind == "chat" else c["text"] for c in choices)
 
 
-def test_whole_answers(bytewise: Tokenizer) -> None:
-    ids = [*bytewise.encode("hé", False), EOS]
-    usage = {
-        "prompt_tokens": 5,
-        "completion_tokens": 4,
-        "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 4},
+def usage(prompt: int, generated: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "parts"),
+    [
+        (
+            "chat",
+            "chat.completion.chunk",
+            [
+                {"delta": {"role": "assistant", "content": ""}},
+                {"delta": {"content": "h"}},
+                {"delta": {"content": "é"}},
+                {"delta": {}},
+            ],
+        ),
+        ("completion", "text_completion", [{"text": "h"}, {"text": "é"}, {"text": ""}]),
+    ],
+)
+def test_a_stream_has_text_finish_usage_and_done(
+    bytewise: Tokenizer, kind: str, what: str, parts: list[Any]
+) -> None:
+    w = writer(bytewise, kind, USAGE_OPTIONS)
+    payload = feed(w, [*bytewise.encode("hé", False), EOS]) + finish(w)
+    assert payload.endswith(b"data: [DONE]\n\n")
+    head = {"id": "id-1", "object": what, "created": 7, "model": "m"}
+    plain = {"index": 0, "logprobs": None, "finish_reason": None}
+    choices = [plain | part for part in parts]
+    choices[-1] |= {"finish_reason": "stop", "stop_reason": None}
+    assert chunks_of(payload) == [
+        *({**head, "choices": [choice]} for choice in choices),
+        {**head, "choices": [], "usage": usage(5, 4, 4)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "said"),
+    [
+        (
+            "chat",
+            "chat.completion",
+            {"message": {"role": "assistant", "content": "hé", "reasoning": None}},
+        ),
+        ("completion", "text_completion", {"text": "hé"}),
+    ],
+)
+def test_whole_answers(bytewise: Tokenizer, kind: str, what: str, said: dict[str, Any]) -> None:
+    w = writer(bytewise, kind, {})
+    assert w.tokens(0, [*bytewise.encode("hé", False), EOS]) == b""
     end = {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    w = writer(bytewise, "chat", {})
-    assert w.tokens(ids) == b""
-    assert json.loads(w.end(Finish.STOP)) == {
-        "id": "id-1", "object": "chat.completion", "created": 7, "model": "m", "usage": usage,
-        "choices": [{**end, "message": {"role": "assistant", "content": "hé", "reasoning": None}}],
-    }  # fmt: skip
-    w = writer(bytewise, "completion", {})
-    assert w.tokens(ids) == b""
-    assert json.loads(w.end(Finish.STOP)) == {
-        "id": "id-1", "object": "text_completion", "created": 7, "model": "m", "usage": usage,
-        "choices": [{**end, "text": "hé"}],
+    assert json.loads(finish(w)) == {
+        "id": "id-1", "object": what, "created": 7, "model": "m", "usage": usage(5, 4, 4),
+        "choices": [end | said],
     }  # fmt: skip
 
 
@@ -172,106 +161,101 @@ def test_answers_decode_into_their_own_types(bytewise: Tokenizer) -> None:
         ("chat", ChatChunk, ChatCompletion),
         ("completion", CompletionChunk, Completion),
     ):
-        w = writer(bytewise, kind, {"stream": True})
-        first = w.tokens([104]).partition(b"\n\n")[0].removeprefix(b"data: ")
-        assert msgspec.json.decode(first, type=chunk).created == 7
-        assert (
-            msgspec.json.decode(
-                writer(bytewise, kind, {}).end(Finish.STOP), type=whole
-            ).usage.total_tokens
-            == 5
-        )
+        first = writer(bytewise, kind, {"stream": True}).tokens(0, [104]).partition(b"\n\n")[0]
+        assert msgspec.json.decode(first.removeprefix(b"data: "), type=chunk).created == 7
+        answer = msgspec.json.decode(finish(writer(bytewise, kind, {})), type=whole)
+        assert answer.usage.total_tokens == 5
 
 
 def test_a_stop_string_ends_the_answer_and_drops_what_follows(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "chat", {"stream": True, "stop": ["END"]})
-    payload = w.tokens(bytewise.encode("aENDbc", False))
-    assert w.stopped
-    assert w.token_ids == bytewise.encode("aEND", False)
-    assert w.tokens([65]) == b""
-    chunks = events(payload + w.end(Finish.ABORT))
+    payload = w.tokens(0, bytewise.encode("aENDbc", False))
+    assert w.choices[0].stopped
+    assert w.choices[0].token_ids == bytewise.encode("aEND", False)
+    assert w.tokens(0, [65]) == b""
+    chunks = chunks_of(payload + finish(w, Finish.ABORT))
     assert text_in("chat", chunks) == "a"
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["choices"][0]["stop_reason"] == "END"
+    last = chunks[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "END")
     whole = writer(bytewise, "chat", {"stop": "END", "include_stop_str_in_output": True})
-    whole.tokens(bytewise.encode("aENDbc", False))
-    answer = json.loads(whole.end(Finish.LENGTH))
+    whole.tokens(0, bytewise.encode("aENDbc", False))
+    answer = json.loads(finish(whole, Finish.LENGTH))
     assert answer["choices"][0]["message"]["content"] == "aEND"
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_the_stop_reason_is_a_stop_token_that_the_request_named(bytewise: Tokenizer) -> None:
-    for last, reason in ((66, 66), (EOS, None)):
-        w = writer(bytewise, "completion", {"stop_token_ids": [66]})
-        w.tokens([65, last])
-        choice = json.loads(w.end(Finish.STOP))["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
-    # Not special, so it stays in the text; at the token limit it did not end the answer.
+@pytest.mark.parametrize(
+    ("last", "why", "text", "reason"),
+    [
+        (66, Finish.STOP, "AB", 66),
+        (EOS, Finish.STOP, "A", None),
+        # Not special, so it stays in the text; at the token limit it did not end the answer.
+        (66, Finish.LENGTH, "AB", None),
+    ],
+)
+def test_the_stop_reason_is_a_stop_token_that_the_request_named(
+    bytewise: Tokenizer, last: int, why: Finish, text: str, reason: int | None
+) -> None:
     w = writer(bytewise, "completion", {"stop_token_ids": [66]})
-    w.tokens([65, 66])
-    choice = json.loads(w.end(Finish.LENGTH))["choices"][0]
-    assert (choice["text"], choice["stop_reason"]) == ("AB", None)
+    (choice,) = answered(w, [65, last], why)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        text,
+        why.value,
+        reason,
+    )
 
 
 def test_no_chunk_is_empty_and_only_the_usage_chunk_has_no_choices(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "chat", {"stream": True})
-    assert w.tokens([0xC3]).count(b"data: ") == 1  # the role
-    assert w.tokens([]) == b""
-    assert w.tokens([0xA9]).count(b"data: ") == 1
-    assert all(chunk["choices"] for chunk in events(b"" + w.end(Finish.LENGTH)))
+    assert w.tokens(0, [0xC3]).count(b"data: ") == 1  # the role
+    assert w.tokens(0, []) == b""
+    assert w.tokens(0, [0xA9]).count(b"data: ") == 1
+    assert all(chunk["choices"] for chunk in chunks_of(finish(w, Finish.LENGTH)))
 
 
 def test_usage_in_every_chunk(bytewise: Tokenizer) -> None:
-    w = writer(
-        bytewise, "completion", {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    )
-    chunks = events(feed(w, [65, 66]) + w.end(Finish.LENGTH))
+    chunks = answered(writer(bytewise, "completion", USAGE_IN_CHUNKS), [65, 66], Finish.LENGTH)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
 
 
 def test_logprobs_of_a_chat(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "chat", {"logprobs": True, "top_logprobs": 2})
-    w.tokens(
-        [0xC3, EOS],
-        [TokenLogprobs(0xC3, -0.5, (0xC3, 65), (-0.5, float("-inf"))), *logprobs_of([EOS])],
-    )
-    content = json.loads(w.end(Finish.STOP))["choices"][0]["logprobs"]["content"]
+    w = writer(bytewise, "chat", with_logprobs("chat"))
+    impossible = TokenLogprobs(0xC3, -0.5, (0xC3, 65), (-0.5, float("-inf")))
+    w.tokens(0, [0xC3, EOS], [impossible, *lps([EOS])])
+    content = json.loads(finish(w))["choices"][0]["logprobs"]["content"]
     half = {"token": "bytes:\\xc3", "logprob": -0.5, "bytes": [0xC3]}
-    assert content[0] == {
-        **half,
-        "top_logprobs": [half, {"token": "A", "logprob": -9999.0, "bytes": [65]}],
-    }
+    top = [half, {"token": "A", "logprob": -9999.0, "bytes": [65]}]
+    assert content[0] == {**half, "top_logprobs": top}
     assert content[1]["token"] == "<|end2|>"
 
 
-def test_logprobs_of_a_completion(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "completion", {"logprobs": 1})
-    w.tokens(
-        [104, 0xC3, 0xA9, 33],
-        [TokenLogprobs(t, -0.5, (65,), (-0.25,)) for t in (104, 0xC3, 0xA9, 33)],
-    )
-    assert json.loads(w.end(Finish.STOP))["choices"][0]["logprobs"] == {
-        "text_offset": [0, 1, 1, 2],
+def test_logprobs_of_a_completion_count_offsets_in_the_text_with_its_echo(
+    bytewise: Tokenizer,
+) -> None:
+    w = writer(bytewise, "completion", {"logprobs": 1}, beginning=Beginning(echo="said: "))
+    ids = [104, 0xC3, 0xA9, 33]
+    w.tokens(0, ids, [TokenLogprobs(t, -0.5, (65,), (-0.25,)) for t in ids])
+    names = ["h", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert json.loads(finish(w))["choices"][0]["logprobs"] == {
+        "text_offset": [6, 7, 7, 8],
         "token_logprobs": [-0.5] * 4,
-        "tokens": ["h", "bytes:\\xc3", "bytes:\\xa9", "!"],
-        "top_logprobs": [{t: -0.5, "A": -0.25} for t in ("h", "bytes:\\xc3", "bytes:\\xa9", "!")],
+        "tokens": names,
+        "top_logprobs": [{name: -0.5, "A": -0.25} for name in names],
     }
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
+@KINDS
 def test_streamed_logprobs_are_those_of_the_whole_answer(bytewise: Tokenizer, kind: str) -> None:
     ids = [*bytewise.encode("aé😀b", False), EOS]
-    fields: dict[str, Any] = (
-        {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    )
-    w = writer(bytewise, kind, {**fields, "stream": True})
-    chunks = events(feed(w, ids) + w.end(Finish.STOP))
-    whole = writer(bytewise, kind, fields)
-    whole.tokens(ids, logprobs_of(ids))
-    wanted = json.loads(whole.end(Finish.STOP))["choices"][0]["logprobs"]
-    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    got = {name: [entry for part in parts if part for entry in part[name]] for name in wanted}
-    assert got == wanted
+    fields = with_logprobs(kind)
+    streamed = choices_of(answered(writer(bytewise, kind, {**fields, "stream": True}), ids))
+    (whole,) = answered(writer(bytewise, kind, fields), ids)["choices"]
+    parts = [choice["logprobs"] for choice in streamed]
+    got = {
+        name: [entry for part in parts if part for entry in part[name]]
+        for name in whole["logprobs"]
+    }
+    assert got == whole["logprobs"]
 
 
 def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> None:
@@ -279,128 +263,282 @@ def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> Non
     body = {
         "error": {"message": "the node is gone", "type": "node_failed", "param": None, "code": None}
     }
-    assert events(writer(bytewise, "chat", {"stream": True}).answer.error(error)) == [body]
-    assert json.loads(writer(bytewise, "chat", {}).answer.error(error)) == body
+    streamed = writer(bytewise, "chat", {"stream": True}).error(error)
+    assert streamed.endswith(b"data: [DONE]\n\n")
+    assert chunks_of(streamed) == [body]
+    assert json.loads(writer(bytewise, "chat", {}).error(error)) == body
 
 
-def test_a_whole_answer_of_a_prefill_leg_carries_the_hand_over(bytewise: Tokenizer) -> None:
+def test_a_whole_answer_of_a_prefill_node_carries_the_hand_over(bytewise: Tokenizer) -> None:
     w = writer(bytewise, "completion", {})
-    w.tokens([65])
-    answer = json.loads(
-        w.end(Finish.LENGTH, KvTransferParams(do_remote_prefill=True, remote_port=5))
-    )
+    w.tokens(0, [65])
+    handover = KvTransferParams(do_remote_prefill=True, remote_port=5)
+    answer = json.loads(finish(w, Finish.LENGTH, handover=handover))
     assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "remote_port": 5}
     assert answer["choices"][0]["text"] == "A"
 
 
 def test_missing_logprobs_of_a_hand_over_are_refused(bytewise: Tokenizer) -> None:
     with pytest.raises(RequestError, match="0 of 1 generated tokens"):
-        writer(bytewise, "completion", {"logprobs": 1}, generated=[65])
+        writer(bytewise, "completion", {"logprobs": 1}, [ChoiceSoFar(generated=[65])])
 
 
-_TOKENS = st.lists(
-    st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), st.integers(0, 299)), max_size=25
-)
-
-
-@settings(max_examples=150)
-@given(
-    ids=_TOKENS,
-    cut=st.integers(0, 25),
-    kind=st.sampled_from(["chat", "completion"]),
-    stream=st.booleans(),
-    stop=st.sampled_from([[], ["END"], ["ab", "\n\n", "é"]]),
-    logprobs=st.booleans(),
-    usage=st.sampled_from(
-        [{}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
-    ),
-    min_tokens=st.sampled_from([0, 3]),
-)
-def test_a_hand_over_at_any_token_leaves_no_trace(
-    bytewise: Tokenizer,
-    ids: list[int],
-    cut: int,
-    kind: str,
-    stream: bool,
-    stop: list[str],
-    logprobs: bool,
-    usage: dict[str, bool],
-    min_tokens: int,
-) -> None:
-    fields: dict[str, Any] = {"stop": stop, "stream": stream, "min_tokens": min_tokens}
-    fields |= {"stream_options": usage} if stream else {}
-    if logprobs:
-        fields |= {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    alone = writer(bytewise, kind, fields)
-    wanted = feed(alone, ids) + alone.end(Finish.LENGTH)
-    first = writer(bytewise, kind, fields)
-    payload = feed(first, ids[:cut])
-    known = {"generated": first.token_ids, "logprobs": logprobs_of(first.token_ids)}
-    second = writer(
-        bytewise, kind, fields, **known, sent_text=first.sent_text if first.token_ids else None
-    )
-    assert second.stopped == first.stopped
-    assert second.sent_text == first.sent_text
-    payload += feed(second, ids[cut:]) + second.end(Finish.LENGTH)
-    assert payload == wanted
-    assert second.token_ids == alone.token_ids
-
-
-@pytest.mark.parametrize("kind", ["chat", "completion"])
+@KINDS
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_with_nothing_sent_yet_the_next_writer_sends_all(
     bytewise: Tokenizer, kind: str, logprobs: bool
 ) -> None:
-    """A third-party proxy throws the prefill leg's answer away."""
+    """A third-party proxy throws the prefill node's answer away."""
     ids = bytewise.encode("hé!", False)
-    fields: dict[str, Any] = {"stream": True}
-    if logprobs:
-        fields |= {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    w = writer(
-        bytewise, kind, fields, generated=ids[:3], logprobs=logprobs_of(ids[:3]), sent_text=None
-    )
-    assert w.sent_text == 0
-    at_once = w.tokens([])
+    fields = {"stream": True} | (with_logprobs(kind) if logprobs else {})
+    so_far = ChoiceSoFar(generated=ids[:3], logprobs=lps(ids[:3]), sent_text=None)
+    w = writer(bytewise, kind, fields, [so_far])
+    assert w.choices[0].sent_text == 0
+    at_once = w.tokens(0, [])
     assert b"h\xc3\xa9" in at_once
-    assert w.sent_text == 2
-    assert w.tokens([]) == b""
-    chunks = events(at_once + feed(w, ids[3:]) + w.end(Finish.LENGTH))
+    assert w.choices[0].sent_text == 2
+    assert w.tokens(0, []) == b""
+    chunks = chunks_of(at_once + feed(w, ids[3:]) + finish(w, Finish.LENGTH))
     assert text_in(kind, chunks) == "hé!"
+    said = choices_of(chunks)
     if kind == "chat":
-        assert [c["choices"][0]["delta"].get("role") for c in chunks] == [
-            "assistant",
-            None,
-            None,
-            None,
-        ]
+        assert [c["delta"].get("role") for c in said] == ["assistant", None, None, None]
     if logprobs:
-        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-        assert sum(
-            len(part["content" if kind == "chat" else "tokens"]) for part in parts if part
-        ) == len(ids)
+        name = "content" if kind == "chat" else "tokens"
+        assert sum(len(c["logprobs"][name]) for c in said if c["logprobs"]) == len(ids)
 
 
 def test_a_replay_with_nothing_to_follow_is_sent_at_the_end(bytewise: Tokenizer) -> None:
-    w = writer(bytewise, "chat", {"stream": True, "stop": "b"}, generated=[97, 98], sent_text=None)
-    assert w.stopped
-    chunks = events(w.end(Finish.STOP))
-    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
-        {"content": "a"},
+    so_far = ChoiceSoFar(generated=[97, 98], sent_text=None)
+    w = writer(bytewise, "chat", {"stream": True, "stop": "b"}, [so_far])
+    assert w.choices[0].stopped
+    said = choices_of(chunks_of(finish(w)))
+    assert [c["delta"] for c in said] == [{"role": "assistant", "content": ""}, {"content": "a"}]
+    assert said[-1]["stop_reason"] == "b"
+
+
+# Several choices
+
+
+def test_choices_come_interleaved_each_with_its_index_role_and_end(bytewise: Tokenizer) -> None:
+    w = writer(bytewise, "chat", {"n": 2, **USAGE_OPTIONS})
+    payload = w.tokens(1, [65]) + w.tokens(0, [66]) + w.end(1, Finish.STOP)
+    assert not w.ended
+    payload += w.tokens(0, [67]) + w.end(0, Finish.LENGTH)
+    assert w.ended
+    chunks = chunks_of(payload + w.close())
+    assert [(c["index"], c["delta"], c["finish_reason"]) for c in choices_of(chunks)] == [
+        (1, {"role": "assistant", "content": ""}, None),
+        (1, {"content": "A"}, None),
+        (0, {"role": "assistant", "content": ""}, None),
+        (0, {"content": "B"}, None),
+        (1, {}, "stop"),
+        (0, {"content": "C"}, None),
+        (0, {}, "length"),
     ]
-    assert chunks[-1]["choices"][0]["stop_reason"] == "b"
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], usage(5, 3, 4))
 
 
-@pytest.mark.model
-def test_a_token_costs_some_microseconds(smollm2: Tokenizer) -> None:
-    """CPU time, for other tests share the cores. Measured 3 us at 2.5 GHz; the bound only catches
-    another order.
-    """
-    ids = smollm2.encode("The quick brown fox jumps over the lazy dog. " * 100, False)
-    w = writer(smollm2, "chat", {"stream": True, "stop": ["\n\n\n", "User:"]})
-    for token in ids[:100]:
-        w.tokens([token])
-    began = time.process_time()
-    for token in ids:
-        w.tokens([token])
-    assert (time.process_time() - began) / len(ids) < 60e-6
+def test_whole_choices_are_in_order_whoever_ends_first(bytewise: Tokenizer) -> None:
+    w = writer(bytewise, "completion", {"n": 2})
+    assert w.tokens(1, [65]) + w.end(1, Finish.STOP) == b""
+    assert w.tokens(0, [66, 67]) + w.end(0, Finish.LENGTH) == b""
+    answer = json.loads(w.close())
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]] == [
+        (0, "BC", "length"),
+        (1, "A", "stop"),
+    ]
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_the_likeliest_of_more_choices_are_returned_and_all_tokens_count(
+    bytewise: Tokenizer,
+) -> None:
+    w = writer(bytewise, "completion", {"n": 2, "best_of": 4})
+    for choice, each in enumerate((-1.0, -0.2, -3.0, -0.4)):
+        w.tokens(choice, [65 + choice, 66], lps([65 + choice, 66], each))
+        w.end(choice, Finish.LENGTH)
+    answer = json.loads(w.close())
+    assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
+        (0, "BB", None),
+        (1, "DB", None),
+    ]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+@KINDS
+@STREAMS
+def test_an_answer_begins_with_what_it_repeats(
+    bytewise: Tokenizer, kind: str, stream: bool
+) -> None:
+    begins = Beginning("user", "said: ")
+    w = writer(bytewise, kind, {"stream": stream, "n": 2}, beginning=begins)
+    payload = b"".join([w.tokens(c, [65]) + w.end(c, Finish.STOP) for c in (0, 1)]) + w.close()
+    if stream:
+        second = [c for c in choices_of(chunks_of(payload)) if c["index"] == 1]
+        assert text_in(kind, [{"choices": second}]) == "said: A"
+        assert kind == "completion" or second[0]["delta"] == {"role": "user", "content": ""}
+    else:
+        choice = json.loads(payload)["choices"][1]
+        message = {"role": "user", "content": "said: A", "reasoning": None}
+        assert choice["message"] == message if kind == "chat" else choice["text"] == "said: A"
+
+
+@STREAMS
+@pytest.mark.parametrize("max_tokens", [9, 0])
+def test_an_echo_with_log_probabilities_lists_the_prompt_first(
+    bytewise: Tokenizer, stream: bool, max_tokens: int
+) -> None:
+    fields = {"echo": True, "logprobs": 1, "stream": stream, "max_tokens": max_tokens, "n": 2}
+    w = writer(bytewise, "completion", fields, beginning=Beginning(echo="said"))
+    w.scored_prompt = ScoredPrompt(list(b"said"), lps(list(b"aid")))
+    payload = b"".join([feed(w, [65, 66], c) + w.end(c, Finish.STOP) for c in (0, 1)]) + w.close()
+    said = choices_of(chunks_of(payload) if stream else json.loads(payload))
+    tokens, offsets = (["A", "B"], [4, 5]) if max_tokens else ([], [])
+    for index in (0, 1):
+        own = [c for c in said if c["index"] == index]
+        lists = [c["logprobs"] for c in own if c["logprobs"]]
+        assert [token for each in lists for token in each["tokens"]] == [*"said", *tokens]
+        assert [at for each in lists for at in each["text_offset"]] == [0, 1, 2, 3, *offsets]
+        assert lists[0]["token_logprobs"][:2] == [None, -0.5]
+        assert lists[0]["top_logprobs"][:2] == [None, {"a": -0.5}]
+        assert "".join(c["text"] for c in own) == "".join(["said", *tokens])
+        assert max_tokens or own[-1]["finish_reason"] == "length"
+    assert w.counts == (5, 2 * len(tokens), 4)
+
+
+@KINDS
+def test_log_probabilities_of_the_prompt_are_part_of_a_whole_answer(
+    bytewise: Tokenizer, kind: str
+) -> None:
+    w = writer(bytewise, kind, {"prompt_logprobs": 1, "n": 2})
+    w.scored_prompt = ScoredPrompt([7, 65], lps([65]))
+    for choice in (0, 1):
+        w.tokens(choice, [66])
+        w.end(choice, Finish.LENGTH)
+    answer = json.loads(w.close())
+    told = [None, {"65": {"logprob": -0.5, "rank": 0, "decoded_token": "A"}}]
+    holders = [answer] if kind == "chat" else answer["choices"]
+    assert [each["prompt_logprobs"] for each in holders] == [told] * len(holders)
+    assert ("prompt_logprobs" in answer) == (kind == "chat")
+
+
+def test_tokens_are_named_by_id_if_that_is_asked(bytewise: Tokenizer) -> None:
+    def logprobs(kind: str) -> Any:
+        fields = {"return_tokens_as_token_ids": True, **with_logprobs(kind)}
+        return answered(writer(bytewise, kind, fields), [0xC3])["choices"][0]["logprobs"]
+
+    listed = logprobs("completion")
+    assert listed["tokens"] == ["token_id:195"]
+    assert list(listed["top_logprobs"][0]) == ["token_id:195", "token_id:65"]
+    (entry,) = logprobs("chat")["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:195", [0xC3])
+    assert entry["top_logprobs"][1]["token"] == "token_id:65"
+
+
+@KINDS
+def test_token_ids_come_with_the_text_and_in_the_whole(bytewise: Tokenizer, kind: str) -> None:
+    ids, begins = [104, 0xC3, 0xA9, EOS], Beginning(prompt_token_ids=[7, 8])
+    fields = {"return_token_ids": True}
+    answer = answered(writer(bytewise, kind, fields, beginning=begins), ids)
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == ids
+    assert (answer if kind == "chat" else choice)["prompt_token_ids"] == [7, 8]
+    chunks = answered(writer(bytewise, kind, fields | {"stream": True}, beginning=begins), ids)
+    said = choices_of(chunks)
+    assert [token for c in said for token in c.get("token_ids", [])] == ids
+    prompts = [c["prompt_token_ids"] for c in (*chunks, *said) if "prompt_token_ids" in c]
+    assert prompts == [[7, 8]]
+
+
+def test_parts_are_joined_with_their_own_indices_and_summed_usage(bytewise: Tokenizer) -> None:
+    bodies = []
+    for part in range(2):
+        w = writer(bytewise, "completion", {"n": 2}, part=True, first_index=2 * part)
+        for choice in (0, 1):
+            w.tokens(choice, [65 + 2 * part + choice])
+            w.end(choice, Finish.STOP)
+        bodies.append(w.close())
+    answer = json.loads(joined_body(bodies))
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == list(enumerate("ABCD"))
+    assert answer["usage"] == usage(10, 4, 8)
+    streamed = writer(bytewise, "completion", USAGE_OPTIONS, part=True)
+    assert b"[DONE]" not in feed(streamed, [65]) + finish(streamed)
+    end = joined_end([(5, 2, 4)] * 2, include_usage=True, response_id="id-1", created=7, model="m")
+    assert end.endswith(b"data: [DONE]\n\n")
+    assert chunks_of(end)[0]["usage"] == answer["usage"]
+
+
+_IDS = st.lists(
+    st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), st.integers(0, 299)),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=200)
+@example(
+    ids=[[97]], cuts=[1, 0, 0], kind="completion", stream=False, stop=[], logprobs=True,
+    extra={"echo": True},
+)  # fmt: skip
+@given(
+    ids=st.lists(_IDS, min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    kind=st.sampled_from(["chat", "completion"]),
+    stream=st.booleans(),
+    stop=st.sampled_from([[], ["END"], ["ab", "\n\n", "é"]]),
+    logprobs=st.booleans(),
+    extra=st.sampled_from(
+        [{}, {"return_token_ids": True}, {"echo": True}, {"min_tokens": 3}, USAGE_IN_CHUNKS]
+    ),
+)
+def test_each_choice_continues_where_another_node_left_it(
+    bytewise: Tokenizer,
+    ids: list[list[int]],
+    cuts: list[int],
+    kind: str,
+    stream: bool,
+    stop: list[str],
+    logprobs: bool,
+    extra: dict[str, Any],
+) -> None:
+    if extra is USAGE_IN_CHUNKS:
+        del ids[1:]  # it counts the tokens of all choices, and these come in another order here
+    fields = {"stop": stop, "stream": stream, "n": len(ids), **extra}
+    fields |= with_logprobs(kind) if logprobs else {}
+    begins = Beginning(
+        echo="said" if "echo" in extra else "",
+        prompt_token_ids=[7] if "return_token_ids" in extra else None,
+    )
+
+    def scored(so_far: list[ChoiceSoFar] | None = None) -> AnswerWriter:
+        w = writer(bytewise, kind, fields, so_far, beginning=begins)
+        w.scored_prompt = ScoredPrompt([7, 65, 66], lps([65, 66]))
+        return w
+
+    alone, first = scored(), scored()
+    wanted = [feed(alone, own, c) + alone.end(c, Finish.LENGTH) for c, own in enumerate(ids)]
+    got, so_far = [], []
+    for c, own in enumerate(ids):
+        sent, choice = feed(first, own[: cuts[c]], c), first.choices[c]
+        over = Finish.LENGTH if cuts[c] >= len(own) else None
+        sent += first.end(c, over) if over else b""
+        got.append(sent)
+        known = choice.token_ids
+        sent_text = choice.sent_text if known else None
+        so_far.append(
+            ChoiceSoFar(generated=known, sent_text=sent_text, logprobs=lps(known), finish=over)
+        )
+    second = scored(so_far)
+    for c, own in enumerate(ids):
+        choice = second.choices[c]
+        assert choice.ended == (so_far[c].finish is not None)
+        assert (choice.stopped, choice.sent_text) == (
+            first.choices[c].stopped,
+            first.choices[c].sent_text,
+        )
+        if not choice.ended:
+            got[c] += feed(second, own[cuts[c] :], c) + second.end(c, Finish.LENGTH)
+        assert choice.token_ids == alone.choices[c].token_ids
+    assert got == wanted
+    assert second.close() == alone.close()
