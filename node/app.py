@@ -83,7 +83,7 @@ def _add_model_routes(app: FastAPI, node: Node) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         authorize(node.config.api_key, request)
-        return json_response(ModelList.of(node.ready().cards(node.created)))
+        return json_response(ModelList.create(node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:

@@ -294,7 +294,7 @@ class Serving:
 
     def cards(self, created: int) -> list[ModelCard]:
         """Return a card of the model, then one of each adapter."""
-        base = ModelCard.of(self.model_name, created, self.info.max_model_len)
+        base = ModelCard.create(self.model_name, created, self.info.max_model_len)
         return [base, *(base.named(name, parent=base.id) for name in self.adapters)]
 
     def check_served(self, name: str) -> None:

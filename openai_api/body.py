@@ -10,7 +10,7 @@ import msgspec
 from kvrelay.openai_api.dialects.base import check_messages
 from kvrelay.openai_api.json_body import json_errors
 from kvrelay.openai_api.structured import constraint_of
-from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.tool_choice import tool_use
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.frames import MALFORMED
@@ -26,13 +26,13 @@ __all__ = [
     "MAX_CHOICES",
     "REFUSED",
     "body_request_id",
-    "asked_logprobs",
+    "requested_logprobs",
     "check_choices",
     "choice_count",
     "decode_chat",
     "decode_completion",
     "echoes_logprobs",
-    "kept_tokens",
+    "truncated_length",
     "prompt_only",
     "prompts_of",
     "refuse_not_built",
@@ -93,7 +93,7 @@ def decode_chat(body: bytes) -> ChatRequest:
             "on with the last message or begins a new one",
             param="continue_final_message",
         )
-    asked_tools(request)
+    tool_use(request)
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
@@ -148,7 +148,7 @@ def choice_count(request: ChatRequest | CompletionRequest) -> int:
     return max(request.n or 1, best_of or 1)
 
 
-def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+def requested_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     """Return how many of the most likely tokens the client wants beside each token."""
     if isinstance(request, CompletionRequest):
         return request.logprobs
@@ -173,7 +173,7 @@ def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
     )
 
 
-def kept_tokens(
+def truncated_length(
     request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int
 ) -> int:
     """Return how many tokens at the end of the prompt are kept. Raises RequestError."""
@@ -388,7 +388,7 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    asked = asked_logprobs(request)
+    asked = requested_logprobs(request)
     return (
         0 if asked is None and choice_count(request) > (request.n or 1) else asked
     )  # to choose by

@@ -186,7 +186,7 @@ class ArgumentsReader:
         self._pieces: list[str] = []
         self._value: JsonValue | None = None
 
-    def take(self) -> str:
+    def drain(self) -> str:
         """Return the arguments that have come since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()

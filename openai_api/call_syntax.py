@@ -57,7 +57,7 @@ class TaggedReader:
         self._kinds: frozenset[str] = frozenset()  # of the value
         self._value: list[str] = []
 
-    def take(self) -> str:
+    def drain(self) -> str:
         """Return the JSON that has come since the last time."""
         text = "".join(self._pieces)
         self._pieces.clear()
@@ -144,7 +144,7 @@ class PythonReader:
         self._quote = ""
         self._escaped = False
 
-    def take(self) -> str:
+    def drain(self) -> str:
         """Return the arguments as JSON, once."""
         text, self._arguments = self._arguments, ""
         return text

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrelay.openai_api.types import Message
 from kvrelay.wire.errors import ConfigError, RequestError
 
-__all__ = ["PROBE", "check_template", "render", "told_tools", "with_object"]
+__all__ = ["PROBE", "check_template", "render", "describe_tools", "with_object"]
 
 _log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
@@ -83,7 +83,7 @@ def render(
         raise RequestError("messages must not be empty", param="messages")
     plain = [_plain(message) for message in messages]
     if tools and write is not None and not _renders_tools(template):
-        plain, tools = told_tools(plain, tools, write, system=_renders_system(template)), None
+        plain, tools = describe_tools(plain, tools, write, system=_renders_system(template)), None
     variables = {
         **kwargs,
         "messages": plain,
@@ -217,7 +217,7 @@ Give the arguments that the function asks for. Its result is then given to you b
 function helps, answer without a call."""
 
 
-def told_tools(
+def describe_tools(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     write: Callable[[str, Mapping[str, Any]], str],

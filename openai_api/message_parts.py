@@ -19,7 +19,7 @@ __all__ = [
     "StateParser",
     "any_of",
     "beginning_at_end",
-    "joined",
+    "merged",
 ]
 
 _ALPHANUMERICS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -60,7 +60,7 @@ class Arguments:
 Part = Content | Reasoning | CallBegun | Arguments
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[Part]) -> list[Part]:
     """Return the parts with neighbours of one kind merged."""
     out = list(parts)
     if len(out) < 2:  # nearly always, and for every token
@@ -95,7 +95,7 @@ class CallIds:
     first: int = 0
     """Index of the first call in the whole chat."""
 
-    def of(self, index: int, name: str) -> str:
+    def id_of(self, index: int, name: str) -> str:
         """Return the id of the call with this index, to the tool of this name."""
         digest = hashlib.blake2b(
             f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12
@@ -135,10 +135,10 @@ class StateParser:
         self._buffer += text
         while self._buffer and self._state():
             pass
-        return self._certain_parts()
+        return self._new_parts()
 
-    def _certain_parts(self) -> list[Part]:
-        parts, self._parts = joined(self._parts), []
+    def _new_parts(self) -> list[Part]:
+        parts, self._parts = merged(self._parts), []
         return parts
 
 

@@ -19,12 +19,12 @@ from kvrelay.openai_api.message_parts import (
     Content,
     Part,
     Reasoning,
-    joined,
+    merged,
 )
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
 from kvrelay.openai_api.reasoning import Opening
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.tool_choice import Choice, ToolUse, asked_tools
+from kvrelay.openai_api.tool_choice import Choice, ToolUse, tool_use
 from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
 from kvrelay.openai_api.types import (
     CalledFunction,
@@ -135,7 +135,7 @@ def message_form(
     """
     if isinstance(request, CompletionRequest):
         return MessageForm(ToolUse())
-    tools = asked_tools(request)
+    tools = tool_use(request)
     if tools.choice is Choice.AUTO and tool_format is None:
         raise RequestError(
             "tool_choice auto (the default with tools) is switched off here: the nodes were "
@@ -188,12 +188,12 @@ class MessageStream(PlainMessage):
 
     def push(self, text: str) -> list[Delta]:
         if self._split is None:
-            return self._told(self._parser.push(text))
-        return self._told(self._divided(self._split.push(text)))
+            return self._deltas(self._parser.push(text))
+        return self._deltas(self._split_parts(self._split.push(text)))
 
     def finish(self) -> list[Delta]:
-        parts = [] if self._split is None else self._divided(self._split.finish())
-        return self._told([*parts, *self._end_thoughts(), *self._parser.finish()])
+        parts = [] if self._split is None else self._split_parts(self._split.finish())
+        return self._deltas([*parts, *self._end_thoughts(), *self._parser.finish()])
 
     def message(self) -> ReplyMessage:
         content, reasoning = "".join(self._content), "".join(self._reasoning)
@@ -209,7 +209,7 @@ class MessageStream(PlainMessage):
         called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _divided(self, split: list[Part]) -> list[Part]:
+    def _split_parts(self, split: list[Part]) -> list[Part]:
         parts: list[Part] = []
         for part in split:
             if isinstance(part, Reasoning):
@@ -221,9 +221,9 @@ class MessageStream(PlainMessage):
     def _end_thoughts(self) -> list[Part]:
         return _as_reasoning(self._thoughts.finish())
 
-    def _told(self, parts: Iterable[Part]) -> list[Delta]:
+    def _deltas(self, parts: Iterable[Part]) -> list[Delta]:
         deltas: list[Delta] = []
-        for part in joined(parts):
+        for part in merged(parts):
             if isinstance(part, Content):
                 self._content.append(part.text)
                 deltas.append(Delta(content=part.text))

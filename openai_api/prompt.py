@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import msgspec
 
-from kvrelay.openai_api.body import kept_tokens, prompts_of
+from kvrelay.openai_api.body import prompts_of, truncated_length
 from kvrelay.openai_api.chat_template import render
 from kvrelay.openai_api.model_formats import TOOL_FORMATS, ToolFormat
 from kvrelay.openai_api.tokenizer import Tokenizer
-from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.tool_choice import tool_use
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import RequestError
 
@@ -92,7 +92,7 @@ class Prompts:
             )
         if request.truncate_prompt_tokens is not None:
             return self._end(
-                text, special, kept_tokens(request, self._max_model_len, self._max_model_len)
+                text, special, truncated_length(request, self._max_model_len, self._max_model_len)
             )
         if len(text) > self._max_model_len:
             self._check_length(
@@ -112,7 +112,7 @@ class Prompts:
         return self._tokenizer.encode(text, special)[-kept:]
 
     def _kept(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
-        return tokens[len(tokens) - kept_tokens(request, len(tokens), self._max_model_len) :]
+        return tokens[len(tokens) - truncated_length(request, len(tokens), self._max_model_len) :]
 
     def beginning(
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
@@ -132,7 +132,7 @@ class Prompts:
                 "FILE",
                 param="chat_template",
             )
-        tools = asked_tools(request).tools
+        tools = tool_use(request).tools
         variables = {
             "reasoning_effort": request.reasoning_effort,
             "documents": request.documents,

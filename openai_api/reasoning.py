@@ -18,7 +18,7 @@ from kvrelay.openai_api.message_parts import (
     StateParser,
     any_of,
     beginning_at_end,
-    joined,
+    merged,
 )
 
 __all__ = ["HarmonySplit", "HARMONY_MARKERS", "Opening", "ReasoningMarks", "ReasoningSplit"]
@@ -70,7 +70,7 @@ class ReasoningSplit(StateParser):
         parts = self.push("")
         rest, self._buffer = self._buffer.rstrip(), ""
         # What the states leave: perhaps the beginning of a marker, with white space before it.
-        return joined([*parts, Reasoning(rest)]) if rest else parts
+        return merged([*parts, Reasoning(rest)]) if rest else parts
 
     def _start(self) -> bool:
         text = self._buffer.lstrip()
@@ -151,7 +151,7 @@ class HarmonySplit(StateParser):
         if self._buffer and self._state != self._head:
             self._parts.append(self._part(self._buffer))
         self._buffer = ""
-        return self._certain_parts()
+        return self._new_parts()
 
     def _start(self) -> bool:
         text = self._buffer.lstrip()

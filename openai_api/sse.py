@@ -64,7 +64,7 @@ def joined_end(
 
 def _sum(counts: Sequence[tuple[int, int, int]]) -> Usage:
     prompt, generated, cached = (sum(each) for each in zip(*counts, strict=True))
-    return Usage.of(prompt, generated, cached)
+    return Usage.from_counts(prompt, generated, cached)
 
 
 def _counts(usage: Usage) -> tuple[int, int, int]:

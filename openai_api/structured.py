@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.openai_api.tool_choice import asked_tools
+from kvrelay.openai_api.tool_choice import tool_use
 from kvrelay.openai_api.types import ChatRequest, ResponseFormat, SamplingFields
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint, ConstraintKind
@@ -81,7 +81,7 @@ def bad_word_ids(
 
 
 def _forced_calls(request: SamplingFields) -> Iterator[Constraint]:
-    schema = asked_tools(request).schema() if isinstance(request, ChatRequest) else None
+    schema = tool_use(request).schema() if isinstance(request, ChatRequest) else None
     if schema is not None:
         yield Constraint("json", _json(schema), field="tool_choice")
 

@@ -16,7 +16,7 @@ from kvrelay.openai_api.dialects.base import check_tools
 from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 
-__all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
+__all__ = ["Choice", "ToolUse", "tool_use"]
 
 _MAX_NAME_CHARS = 256
 _NO_PARAMETERS: Mapping[str, Any] = {
@@ -72,22 +72,15 @@ class ToolUse:
         return schema if self.parallel else {**schema, "maxItems": 1}
 
 
-def asked_tools(request: ChatRequest) -> ToolUse:
+def tool_use(request: ChatRequest) -> ToolUse:
     """Return what a request asks of tools, checked. Raises RequestError."""
-    return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-
-
-def tool_use(
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: str | Mapping[str, Any] | None,
-    parallel: bool | None,
-) -> ToolUse:
+    tools, wanted = request.tools, request.tool_choice
     names = _checked_names(tools or ())
     # An empty list of tools is a client's way to have none, whatever else it sends.
-    if tool_choice is None or (tools == [] and isinstance(tool_choice, str)):
+    if wanted is None or (tools == [] and isinstance(wanted, str)):
         choice, name = Choice.AUTO if names else Choice.NONE, ""
     else:
-        choice, name = _choice(tool_choice)
+        choice, name = _choice(wanted)
     if choice is Choice.NONE:
         return ToolUse()
     if not names:
@@ -99,7 +92,7 @@ def tool_use(
             f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(names)}",
             param="tool_choice",
         )
-    return ToolUse(choice, tuple(tools or ()), name, parallel is not False)
+    return ToolUse(choice, tuple(tools or ()), name, request.parallel_tool_calls is not False)
 
 
 def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:

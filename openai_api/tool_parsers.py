@@ -89,7 +89,7 @@ class TextParser(StateParser):
         if self._space and not self.calls:
             self._parts.append(Content(self._space))
         self._space = ""
-        return self._certain_parts()
+        return self._new_parts()
 
     def _rest(self) -> str:
         return self._without_hidden(self._buffer)
@@ -174,12 +174,12 @@ class _CallParser(TextParser, abc.ABC):
         if reader.begun:
             if not self._begun:
                 self._parts.append(
-                    CallBegun(self.calls, self._ids.of(self.calls, reader.name), reader.name)
+                    CallBegun(self.calls, self._ids.id_of(self.calls, reader.name), reader.name)
                 )
                 self.calls += 1
                 self._begun = True
                 self._held.clear()
-            piece = reader.take()
+            piece = reader.drain()
             if piece:
                 self._parts.append(Arguments(self.calls - 1, piece))
         else:
@@ -392,7 +392,7 @@ class NamedParser(TextParser):
         if not text:
             return []
         begun: list[Part] = (
-            [] if self.calls else [CallBegun(0, self._ids.of(0, self._name), self._name)]
+            [] if self.calls else [CallBegun(0, self._ids.id_of(0, self._name), self._name)]
         )
         self.calls = 1
         return [*begun, Arguments(0, text)]

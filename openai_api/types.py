@@ -227,7 +227,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt: int, generated: int, cached: int) -> Usage:
+    def from_counts(cls, prompt: int, generated: int, cached: int) -> Usage:
         return cls(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
 
@@ -445,7 +445,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     root: str | UnsetType = UNSET
 
     @classmethod
-    def of(cls, name: str, created: int, max_model_len: int) -> ModelCard:
+    def create(cls, name: str, created: int, max_model_len: int) -> ModelCard:
         """Return a model's own card; `created` is a Unix second."""
         return cls(
             name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat()
@@ -474,7 +474,7 @@ class ModelList(msgspec.Struct, frozen=True):
     has_more: bool = False
 
     @classmethod
-    def of(cls, cards: list[ModelCard]) -> ModelList:
+    def create(cls, cards: list[ModelCard]) -> ModelList:
         return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
 
 

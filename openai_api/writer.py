@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from kvrelay.openai_api import sse
-from kvrelay.openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
+from kvrelay.openai_api.body import echoes_logprobs, prompt_only, requested_logprobs
 from kvrelay.openai_api.logprobs import ScoredPrompt, chat_logprobs, completion_logprobs, joined
 from kvrelay.openai_api.message_stream import PlainMessage
 from kvrelay.openai_api.prompt import Beginning
@@ -77,8 +77,8 @@ class ChoiceWriter:
         self._message = message
         self._beginning = beginning
         self._prompt_only = prompt_only(request)
-        self._shows_logprobs = asked_logprobs(request) is not None
-        self._echoed_logprobs = asked_logprobs(request) if echoes_logprobs(request) else None
+        self._shows_logprobs = requested_logprobs(request) is not None
+        self._echoed_logprobs = requested_logprobs(request) if echoes_logprobs(request) else None
         self._prompt_logprobs = request.prompt_logprobs
         self._shows_ids = bool(request.return_token_ids)
         self._as_token_ids = bool(request.return_tokens_as_token_ids)
@@ -436,4 +436,4 @@ class AnswerWriter:
         )
 
     def _usage(self) -> Usage:
-        return Usage.of(*self.counts)
+        return Usage.from_counts(*self.counts)

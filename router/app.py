@@ -121,7 +121,7 @@ def _add_clients_routes(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         return json_response(
-            ModelList.of(
+            ModelList.create(
                 [card for card in router.models.cards() if caller_of(request).may(card.id)]
             )
         )

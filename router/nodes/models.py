@@ -54,7 +54,7 @@ class Models:
         """Return OpenAI's model objects: an adapter has a `parent`, an alias a `root`."""
         known = self._pool.models()
         cards = {
-            name: ModelCard.of(name, self._created, longest)
+            name: ModelCard.create(name, self._created, longest)
             for name, longest in sorted(known.items())
         }
         for name, parent in sorted(self._pool.adapters().items()):

@@ -12,11 +12,11 @@ from kvrelay.openai_api.body import (
     choice_count,
     decode_chat,
     decode_completion,
-    kept_tokens,
     prompt_only,
     prompts_of,
     sampling_params,
     token_limit,
+    truncated_length,
 )
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.wire.errors import RequestError
@@ -366,15 +366,15 @@ def test_best_of_is_at_least_n_and_more_than_n_is_not_streamed() -> None:
 def test_of_a_long_prompt_the_last_tokens_are_kept(
     wanted: int | None, fields: dict[str, Any], kept: int
 ) -> None:
-    assert kept_tokens(completion(truncate_prompt_tokens=wanted, **fields), 50, 100) == kept
+    assert truncated_length(completion(truncate_prompt_tokens=wanted, **fields), 50, 100) == kept
 
 
 def test_as_many_tokens_as_fit_is_what_the_answer_leaves() -> None:
-    assert kept_tokens(completion(truncate_prompt_tokens=-1), 500, 100) == 84
-    assert kept_tokens(chat(truncate_prompt_tokens=-1), 500, 100) == 99
+    assert truncated_length(completion(truncate_prompt_tokens=-1), 500, 100) == 84
+    assert truncated_length(chat(truncate_prompt_tokens=-1), 500, 100) == 99
     leg = KvTransferParams(do_remote_decode=True, client_max_tokens=30)
     assert (
-        kept_tokens(
+        truncated_length(
             msgspec.structs.replace(completion(truncate_prompt_tokens=-1), kv_transfer_params=leg),
             500,
             100,
@@ -386,7 +386,7 @@ def test_as_many_tokens_as_fit_is_what_the_answer_leaves() -> None:
 @pytest.mark.parametrize("value", [0, -2, 101])
 def test_an_impossible_truncation_is_refused(value: int) -> None:
     with pytest.raises(RequestError, match="between 1 and 100") as refused:
-        kept_tokens(completion(truncate_prompt_tokens=value), 50, 100)
+        truncated_length(completion(truncate_prompt_tokens=value), 50, 100)
     assert refused.value.param == "truncate_prompt_tokens"
 
 

@@ -83,14 +83,14 @@ def test_name_and_arguments_may_come_in_any_order(text: str, step: int) -> None:
         assert not reader.done
         assert reader.feed(text[i : i + step]) == len(text[i : i + step])
     assert (reader.name, reader.begun, reader.done, reader.failed) == ("f", True, True, False)
-    assert reader.take() == "{}"
-    assert reader.take() == ""
+    assert reader.drain() == "{}"
+    assert reader.drain() == ""
 
 
 def test_the_first_of_two_arguments_counts() -> None:
     reader = CallReader(may_lack_arguments=False)
     reader.feed('{"name": "f", "parameters": {"a": 1}, "arguments": {"b": 2}, "name": "g"}')
-    assert (reader.name, reader.take(), reader.done) == ("f", '{"a": 1}', True)
+    assert (reader.name, reader.drain(), reader.done) == ("f", '{"a": 1}', True)
 
 
 def test_a_deep_value_is_read_without_recursion() -> None:

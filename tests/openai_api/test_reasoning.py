@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, joined
+from kvrelay.openai_api.message_parts import Arguments, CallBegun, Content, Part, Reasoning, merged
 from kvrelay.openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
 
 THINK = ReasoningMarks()
@@ -17,7 +17,7 @@ def split(begins: Opening, pieces: list[str]) -> list[Part]:
     parts: list[Part] = []
     for piece in pieces:
         parts += stream.push(piece)
-    return joined([*parts, *stream.finish()])
+    return merged([*parts, *stream.finish()])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_many_pieces_are_joined_once() -> None:
         CallBegun(3, "j", "g"),
         Content(Once("e")),
     ]
-    assert joined(pieces) == [
+    assert merged(pieces) == [
         Reasoning("aaa"),
         Content("bbb"),
         Arguments(0, "ccc"),

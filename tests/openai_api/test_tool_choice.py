@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvrelay.openai_api.body import decode_chat
-from kvrelay.openai_api.tool_choice import Choice, ToolUse, asked_tools, tool_use
+from kvrelay.openai_api.tool_choice import Choice, ToolUse, tool_use
+from kvrelay.openai_api.types import ChatRequest
 from kvrelay.wire.errors import RequestError
 
 
@@ -30,7 +31,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 def asked(**fields: Any) -> ToolUse:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return asked_tools(decode_chat(json.dumps(body).encode()))
+    return tool_use(decode_chat(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_deep_schema_is_refused_and_not_a_crash() -> None:
     with pytest.raises(RequestError, match="nests too deeply"):
         ToolUse(Choice.REQUIRED, (tool("f", deep),)).schema()
     with pytest.raises(RequestError, match="a deeply nested dict"):
-        tool_use([{"type": deep}], None, None)
+        tool_use(ChatRequest(messages=[], tools=[{"type": deep}]))
 
 
 def test_only_forced_calls_constrain() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
+from kvrelay.openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, merged
 from kvrelay.openai_api.model_formats import TOOL_FORMATS
 from kvrelay.openai_api.tool_parsers import NamedParser, TextParser
 
@@ -21,7 +21,7 @@ def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
-    return joined([*parts, *parser.finish()])
+    return merged([*parts, *parser.finish()])
 
 
 def message(
@@ -35,7 +35,7 @@ def message(
             content += part.text
         elif isinstance(part, CallBegun):
             assert part.index == len(calls)
-            assert part.id == IDS.of(part.index, part.name)
+            assert part.id == IDS.id_of(part.index, part.name)
             calls.append((part.name, ""))
         elif isinstance(part, Arguments):
             assert part.index == len(calls) - 1
@@ -231,7 +231,10 @@ def test_white_space_between_words_and_calls() -> None:
 def test_arguments_are_told_as_they_come() -> None:
     parser = TOOL_FORMATS["hermes"].reader(IDS, (), ())
     assert parser.push('<tool_call>{"name": "f", "arg') == []
-    assert parser.push('uments": {"a') == [CallBegun(0, IDS.of(0, "f"), "f"), Arguments(0, '{"a')]
+    assert parser.push('uments": {"a') == [
+        CallBegun(0, IDS.id_of(0, "f"), "f"),
+        Arguments(0, '{"a'),
+    ]
     assert parser.push('": 1') == [Arguments(0, '": 1')]
     assert parser.push("}}</tool_call>") == [Arguments(0, "}")]
     assert parser.finish() == []
@@ -239,7 +242,7 @@ def test_arguments_are_told_as_they_come() -> None:
 
 def test_the_named_call_is_all_of_the_text() -> None:
     assert parse(NamedParser(IDS, "f"), ['{"a"', "", ": 1}"]) == [
-        CallBegun(0, IDS.of(0, "f"), "f"),
+        CallBegun(0, IDS.id_of(0, "f"), "f"),
         Arguments(0, '{"a": 1}'),
     ]
     assert parse(NamedParser(IDS, "f"), []) == []
@@ -247,7 +250,7 @@ def test_the_named_call_is_all_of_the_text() -> None:
 
 def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
     told = {
-        CallIds(answer, choice, form).of(index, "f")
+        CallIds(answer, choice, form).id_of(index, "f")
         for answer in ("a", "b")
         for choice in (0, 1)
         for form in ("{short}", "call_{hex}")
@@ -255,12 +258,14 @@ def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
     }
     assert len(told) == 16
     short = CallIds("a", 0, "{short}")
-    assert short.of(3, "f") == CallIds("a", 0, "{short}").of(3, "f")
+    assert short.id_of(3, "f") == CallIds("a", 0, "{short}").id_of(3, "f")
     for index in range(100):
-        assert len(short.of(index, "f")) == 9
-        assert short.of(index, "f").isalnum()
-        assert short.of(index, "f").isascii()
-    assert CallIds("a", 0, "functions.{name}:{index}", first=2).of(1, "f{x}") == "functions.f{x}:3"
+        assert len(short.id_of(index, "f")) == 9
+        assert short.id_of(index, "f").isalnum()
+        assert short.id_of(index, "f").isascii()
+    assert (
+        CallIds("a", 0, "functions.{name}:{index}", first=2).id_of(1, "f{x}") == "functions.f{x}:3"
+    )
 
 
 _JSON = st.recursive(
