@@ -1,22 +1,20 @@
-"""Data planes: what really moves bytes, and the one thread each of them lives on.
+"""A transfer backend: what really moves bytes, and the one thread that it lives on.
 
-A plane knows memory and peers' metadata; it knows nothing of requests, leases or deadlines. Its
-thread keeps reads in flight until their end is seen, whoever has lost interest in them: blocks may
-be used again only when nothing can land in them. What is known of that, plane by plane:
+A backend knows memory and peers' metadata, and nothing of requests, leases or deadlines. Its thread
+keeps reads in flight until their end is seen, whoever has lost interest in them: blocks may be used
+again only when nothing can land in them. What a backend can know of that:
 
-- direct: our own copies, which always end, whatever becomes of the peer; a read never breaks.
-- NCCL: bytes land in staging, and who ends a pair locks the pool: a read that fails is over at
-  once.
+- direct: our own copies always end, whatever becomes of the peer; a read never breaks.
+- NCCL: bytes land in staging, and who ends a pair locks the pool: a failed read is over at once.
 - NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: UCX has closed our
-  end by force, so none
-  goes on but copies of our own GPU. Any other error is that of one operation, and NIXL never looks
-  at the others again: the read is *broken*, and its other parts may land, also after the desk's
-  connection has ended. Nothing at all: it hangs with its peer, and lands when that one goes on
-  (seen: after the release of its handle, too).
+  end by force, so none goes on but copies of our own GPU. Any other error is that of one operation,
+  and NIXL never looks at the others again: the read is *broken*, and its other parts may land, also
+  after the control connection has ended. Nothing at all: the read hangs with its peer, and lands
+  when that one goes on (seen: after the release of its handle, too).
 
 So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either,
-a broken read is waited for as long as any network may hold its parts; one that hangs without end,
-because its peer may be stopped for as long. Both are told in the log.
+a broken read is waited for as long as any network may hold its parts, and one that hangs without
+end. Both are logged.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ SERVE_S, IDLE_S = 0.002, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A process that a plane shall read from. `metadata` is what its plane has returned from
-    `open`.
-    """
+    """A process to read from. `metadata` is what its backend returned from `open`."""
 
     engine_id: str
     generation: str
@@ -86,20 +82,21 @@ class Source:
 
     @property
     def part(self) -> Share:
-        """What is read of each block."""
+        """Range of bytes that is read of each block."""
         return self.share or Share(0, 0, self.region.block_bytes)
 
 
 class TransferBackend(Protocol):
-    """All methods are called from one thread. A peer is named by its generation."""
+    """A way to read the memory of other processes. Called from one thread.
+
+    A peer is named by its generation.
+    """
 
     helps_readers: bool
     """Whether peers that read from here need `progress`."""
 
     def prepare(self) -> None:
-        """Load what `open` will need; no socket listens yet. Raises ConfigError if this machine
-        lacks something.
-        """
+        """Load what `open` will need, without listening. Raises ConfigError."""
 
     def open(self) -> bytes:
         """Take devices, memory and sockets. Returns the metadata that peers need.
@@ -117,17 +114,15 @@ class TransferBackend(Protocol):
         Raises TransferError if nothing was started."""
 
     def poll(self, handle: object) -> bool:
-        """True: all bytes are in. Raises PeerLost if no byte will land any more, another
-        TransferError if some may.
+        """Return True when all bytes are in.
 
-        A handle is polled until True or PeerLost, or for `BROKEN_S` after another error. After
-        PeerLost the peer is dropped and added again before the next read.
+        Raises PeerLost if no byte will land any more, another TransferError if some may. A handle
+        is polled until True or PeerLost, or for `BROKEN_S` after another error. After PeerLost the
+        peer is dropped and added again before the next read.
         """
 
     def peer_gone(self, generation: str) -> None:
-        """Its process is gone for certain: `poll` soon tells the end of what only its help would
-        end.
-        """
+        """Note that a process is gone for certain: `poll` soon ends what needed its help."""
 
     def drop_peer(self, generation: str) -> None:
         """No reads from this peer any more; unknown ones are ignored."""
@@ -195,9 +190,7 @@ class _Running:
 
 
 class BackendThread:
-    """Runs a data plane. Public methods may be called from any thread and return at once, except
-    `open` and `close`.
-    """
+    """A thread that runs a backend. Public methods return at once, except `start` and `close`."""
 
     def __init__(
         self,
@@ -231,23 +224,19 @@ class BackendThread:
             raise error
 
     def open(self, done: Callable[[bytes | Exception], None]) -> None:
-        """Open the plane. `done` is called from its thread, with the metadata or with what its
-        `open` raised.
-        """
+        """Open the backend; `done` is called with its metadata, or with what `open` raised."""
         self._do(partial(self._open, done))
 
     def do(self, job: BackendJob) -> None:
-        """Do this. Events follow."""
+        """Do a job. Events follow."""
         self._do(partial(self._carry_out, job))
 
     def silent_s(self) -> float:
-        """Seconds since it was seen at work: it looks around at least every `IDLE_S`, unless its
-        plane hangs.
-        """
+        """Return the seconds since the thread looked around, which it does every `IDLE_S`."""
         return time.monotonic() - self._turned_at
 
     def nudge(self) -> None:
-        """Somebody may be about to read from here: leave the long sleep."""
+        """Leave the long sleep: somebody may be about to read from here."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -375,7 +364,7 @@ class BackendThread:
 
 
 def why_not(error: Exception) -> str:
-    """Why a plane cannot be had, of what its `prepare` or `open` raised."""
+    """Return why a backend cannot be had, from what `prepare` or `open` raised."""
     return error.message if isinstance(error, KvrelayError) else f"{type(error).__name__}: {error}"
 
 
@@ -387,6 +376,9 @@ _PR_SET_TIMERSLACK, _NANOSECONDS = 29, 1000
 
 
 def wake_in_time() -> None:
-    """From here on this thread sleeps 1 us longer than it asks for, not 50 as is Linux's habit."""
+    """Have this thread sleep 1 us longer than it asks for, not 50 as is Linux's habit.
+
+    Threads that wait for a GPU sleep at all because the step loop needs the GIL.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _NANOSECONDS, 0, 0, 0)

@@ -1,6 +1,4 @@
-"""The data planes of a node on all its ranks: when each is opened, and which of them it can share
-with a peer.
-"""
+"""The backends of a node: when each is opened, and which of them it shares with a peer."""
 
 from __future__ import annotations
 
@@ -63,11 +61,10 @@ class BackendsListener(Protocol):
 
 
 class Backends:
-    """Backends by name, the best first; each on a thread of every rank. They are opened one by one,
-    as they are needed.
+    """The backends of a node, the best first, each on a thread of every rank.
 
-    An open plane listens, and who reaches UCX's listener can write anywhere: so the first is opened
-    at start, and another one when a peer asks for it that could not be reached by those before it.
+    An open backend listens, and who reaches UCX's listener can write anywhere. So the first is
+    opened at start, and another one when a peer asks for it that the earlier ones do not reach.
     """
 
     def __init__(
@@ -80,12 +77,10 @@ class Backends:
         *,
         checksums: bool = False,
     ) -> None:
-        """Prepare them, and open the first. Of several, those that this engine cannot have on all
-        ranks are left out.
+        """Prepare all, and open the first; leave out those that some rank cannot have.
 
-        `region` and `heads` are rank 0's; `opened` is told how an `open` has ended; `checksums`: of
-        blocks can be asked for, of all ranks together. Raises ConfigError if the only plane cannot
-        be had, or none of several, or no checksums.
+        `region` and `heads` are rank 0's. Raises ConfigError if the only backend cannot be had, or
+        none of several, or no checksums.
         """
         self._checksums: Checksums | None = None
         self.missing: dict[str, str] = {}
@@ -136,7 +131,6 @@ class Backends:
         self._opened = listener.on_backend_opened
 
     def _meet(self, link: RankLink, others: list[Prepared]) -> None:
-        """Keep what all ranks can have."""
         link.serve(self._on_message, self._listener.serving, self._listener.on_error)
         self._pools += [(link.heads[other.rank], other.region) for other in others]
         for other in others:
@@ -147,7 +141,6 @@ class Backends:
                     self._leave_out(kind, f"rank {other.rank}: {why}")
 
     def _open_one(self, ended: queue.Queue[str]) -> None:
-        """Wait until the best plane is open that can be. Raises ConfigError."""
         for kind in list(self):
             self.open(kind)
             try:
@@ -166,7 +159,7 @@ class Backends:
         )
 
     def open(self, kind: str) -> None:
-        """Have all ranks open a plane, if it is not open; `opened` follows then, from any thread."""
+        """Have all ranks open a backend, if it is not open; `on_backend_opened` follows then."""
         with self._lock:
             if kind in self._cards or kind in self.missing or kind in self._opening:
                 return
@@ -177,7 +170,6 @@ class Backends:
             self._link.send(rank, Open(kind))
 
     def _told(self, kind: str, rank: int, card: bytes | Exception) -> None:
-        """A rank has opened a plane, or cannot."""
         with self._lock:
             told = self._opening.get(kind)
             if told is None:
@@ -197,7 +189,7 @@ class Backends:
         self._opened(kind)
 
     def expire(self, now: float) -> None:
-        """Give planes up whose opening hangs; `opened` is told."""
+        """Give up backends whose opening hangs."""
         with self._lock:
             late = [kind for kind, by in self._open_by.items() if now >= by]
         for kind in late:
@@ -217,16 +209,16 @@ class Backends:
             self._link.send(rank, Stop(kind))
 
     def is_open(self, kind: str) -> bool:
-        """Whether peers can use it."""
+        """Return whether peers can use this backend."""
         return kind in self._cards
 
     def is_opening(self, kind: str) -> bool:
-        """Whether `opened` will be told of it."""
+        """Return whether `on_backend_opened` will be called for this backend."""
         return kind in self._opening
 
     @property
     def ranks(self) -> list[RankCard]:
-        """What peers need to read from here, by the planes that are open."""
+        """Cards of all ranks, with what peers need to read through the open backends."""
         with self._lock:
             return [
                 RankCard(heads, region, {kind: cards[rank] for kind, cards in self._cards.items()})
@@ -235,7 +227,7 @@ class Backends:
 
     @property
     def on_request(self) -> list[str]:
-        """Those that are not open, and can be."""
+        """Names of backends that are not open, and can be."""
         return [kind for kind in self if not self.is_open(kind)]
 
     def _on_message(self, rank: int, message: FromRank) -> None:
@@ -259,31 +251,30 @@ class Backends:
         self._link.send(rank, Sum(number, list(blocks)))
 
     def __getitem__(self, kind: str) -> AllRanksBackend:
-        """A plane, whether it is open or not."""
         return self._backends[kind]
 
     def __iter__(self) -> Iterator[str]:
-        """Those that are open or can be."""
+        """Yield the names of those that are open or can be."""
         return (kind for kind in self.wanted if kind not in self.missing)
 
     def shared(self, welcome: HandshakeReply) -> list[str]:
-        """The planes that all ranks of this peer have or can have, too, the best first.
+        """Return the backends that all ranks of this peer have, too, the best first.
 
-        Raises Incompatible if its ranks' pools are not what ours need."""
+        Raises Incompatible if its ranks' pools are not what ours need.
+        """
         self._shares(welcome)
         theirs = [set(card.planes) for card in welcome.ranks]
         has = set.intersection(*theirs) if theirs else set()
         return [kind for kind in self if kind in has or kind in welcome.on_request]
 
     def sources(self, welcome: HandshakeReply, kind: str) -> list[tuple[int, Source]]:
-        """Which rank of ours reads what through this plane. Raises Incompatible."""
+        """Return what each rank of ours reads through this backend. Raises Incompatible."""
         return [
             (rank, _source(welcome, source, kind, share))
             for rank, source, share in self._shares(welcome)
         ]
 
     def _shares(self, welcome: HandshakeReply) -> list[tuple[int, int, Share]]:
-        """Which rank of ours reads what from which rank of this peer. Raises Incompatible."""
         ours = self.ranks
         mine, theirs = ({_head_bytes(card) for card in cards} for cards in (ours, welcome.ranks))
         if len(mine | theirs) != 1:
@@ -304,26 +295,22 @@ class Backends:
 
     @property
     def can_sum(self) -> bool:
-        """Whether checksums of blocks can be asked for."""
+        """Whether blocks are checked by checksum."""
         return self._checksums is not None
 
     def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
-        """`done` is called, from any thread, with the checksums of each of these blocks, of all
-        ranks.
-        """
+        """Call `done` later, from any thread, with checksums of these blocks of all ranks."""
         assert self._checksums is not None
         self._checksums.ask(blocks, done)
 
     def order_of_heads(self, welcome: HandshakeReply) -> list[int]:
-        """Of each KV head of each of our ranks, where it lies among those of this peer's ranks.
-        Raises Incompatible.
-        """
+        """Return where each KV head of each of our ranks lies in the peer's. Raises Incompatible."""
         return order_of_heads(
             [heads for heads, _ in self._pools], [card.heads for card in welcome.ranks]
         )
 
     def silent_s(self) -> float:
-        """Seconds since the slowest of this process's threads was seen at work."""
+        """Return the seconds since the slowest thread of this process was seen at work."""
         planes_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
         return planes_s if self._checksums is None else max(planes_s, self._checksums.silent_s())
 
@@ -332,14 +319,14 @@ class Backends:
             return list(self._threads.values())
 
     def nudge(self) -> None:
-        """Somebody may be about to read from here."""
+        """Wake the threads: somebody may be about to read from here."""
         for thread in self._at_work():
             thread.nudge()
         if self._link is not None:
             self._link.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End all threads; together they have so long."""
+        """End all threads within so long."""
         until = time.monotonic() + timeout_s
         for thread in self._at_work():
             thread.stop()
@@ -352,7 +339,6 @@ class Backends:
 
 
 def _head_bytes(card: RankCard) -> int:
-    """Bytes of a block that one KV head has. Raises Incompatible."""
     first, end = card.heads
     size, rest = divmod(card.region.block_bytes, max(1, end - first))
     if rest or end <= first:

@@ -76,7 +76,7 @@ class Checks:
 
     @property
     def settled(self) -> bool:
-        """Whether both checksums of each drawn block are known."""
+        """Both checksums of each drawn block are known."""
         return len(self._theirs) == len(self._ours) == len(self.places)
 
     @property

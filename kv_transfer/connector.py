@@ -38,9 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PoolRegion:
-    """The KV pool of this rank: `num_blocks` blocks, block i at `address + i * block_bytes`,
-    contiguous.
-    """
+    """A rank's KV pool: block i lies at `address + i * block_bytes`, contiguous."""
 
     address: int
     num_blocks: int
@@ -50,9 +48,7 @@ class PoolRegion:
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What a request whose KV is complete has generated: tokens, and their log-probabilities if it
-    wants any.
-    """
+    """Tokens that a request has generated when its KV is complete."""
 
     generated: list[int]
     logprobs: list[TokenLogprobs] = []
@@ -60,9 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Source: nobody needs the offered blocks of this request any more. `expired` if only the lease
-    ended it.
-    """
+    """Source: nobody needs the offered blocks any more; `expired` if the lease ran out."""
 
     request_id: str
     expired: bool
@@ -70,9 +64,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Reader: all bytes are in, and the source still held them for us when the last one arrived
-    (fenced).
-    """
+    """Reader: all bytes are in, and the source held them until after the last one."""
 
     request_id: str
     num_bytes: int
@@ -91,11 +83,9 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched
-    until Settled.
+    """Reader: no more of the KV will come. Its blocks stay untouched until Settled.
 
-    Not so the first `verified` of them: their bytes are in, and the source held them until after
-    that.
+    The first `verified` blocks are in, and the source held them until after that: they may be used.
     """
 
     request_id: str
@@ -105,15 +95,13 @@ class FetchFailed:
 
     @property
     def cause(self) -> str:
-        """The name by which failures are counted."""
+        """Name by which failures are counted."""
         return self.reason.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more.
-    Follows each once.
-    """
+    """Reader: no transfer can touch the blocks of a failed or cancelled fetch any more."""
 
     request_id: str
 
@@ -123,7 +111,7 @@ Event = Released | Fetched | FetchFailed | Settled
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the KV of a peer comes here."""
+    """The backend by which a peer's KV is read, and why no better one is."""
 
     plane: str
     """Name of the data plane."""
@@ -133,7 +121,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Counters since start; gauges now."""
+    """A snapshot of counters since start, and of gauges."""
 
     leases_granted: int = 0
     leases_released: int = 0
@@ -156,14 +144,14 @@ class TransferStats:
 
 
 class LeaseId(NamedTuple):
-    """One lease of one request. The epoch tells a second offer of the same request from the first."""
+    """A lease of a request. The epoch tells a second offer of a request from the first."""
 
     request_id: str
     epoch: int
 
 
 class PeerKey(NamedTuple):
-    """One process that we read from. A restarted one has a new generation, so it is another peer."""
+    """A process that we read from. A restarted one has another generation."""
 
     host: str
     port: int
@@ -181,9 +169,7 @@ class Read(msgspec.Struct, tag="read", frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Command: tell the peer that we are through with this lease; its answer goes to `confirmed`
-    with this token.
-    """
+    """Command: give a lease back; the peer's answer goes to `confirmed` with this token."""
 
     peer: PeerKey
     lease: LeaseId
@@ -193,9 +179,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Command: renew this lease now, not with the next heartbeat; its answer proves what has been
-    read.
-    """
+    """Command: renew this lease now; the answer verifies what has been read."""
 
     peer: PeerKey
     lease: LeaseId
@@ -203,9 +187,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Command: have the peer send the checksums of these blocks of a lease, by its own ids; they go
-    to `vouched`.
-    """
+    """Command: ask the peer for checksums of blocks, by its own ids, for `vouched`."""
 
     peer: PeerKey
     lease: LeaseId
@@ -214,7 +196,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Command: compute the checksums of these blocks of ours; they go to `summed` with this number."""
+    """Command: compute checksums of blocks of ours, for `summed` with this number."""
 
     number: int
     local_blocks: tuple[int, ...]

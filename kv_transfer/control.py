@@ -48,33 +48,29 @@ class ControlListener(Protocol):
     """A receiver of what this thread hears; its methods return at once."""
 
     def answer(self, reader: bytes, message: Message) -> Message | None:
-        """As the source: answer a peer, which `ControlThread.send_to_reader` knows as `reader`."""
+        """Answer a peer that has dialled us, known to `send_to_reader` as `reader`."""
 
     def on_message(self, peer: PeerKey, message: Message) -> None:
-        """As the reader: handle the message of a peer that we dialled."""
+        """Handle a message of a peer that we have dialled."""
 
     def on_disconnect(self, peer: PeerKey, how: str) -> None:
-        """As the reader: the connection to this peer `how`."""
+        """The connection to a peer that we have dialled `how`."""
 
     def on_process_gone(self, peer: PeerKey) -> None:
-        """As the reader, from any thread: the process of this peer is not there any more."""
+        """A peer's process is not there any more. From any thread."""
 
     def tick(self, now: float) -> float:
         """Do what is due. Returns the seconds until something is due again."""
 
     def on_error(self, error: Exception) -> None:
-        """This thread has ended by an error of ours."""
+        """The thread has ended by an error of ours."""
 
 
 class ControlThread(SocketThread):
     """The thread of the control channel. Public methods return at once, except `close`."""
 
     def __init__(self, listener: ControlListener, host: str, port: int, secret: str) -> None:
-        """Listens from here on, to peers with the same secret (to all of this machine if it is
-        empty).
-
-        Raises ConfigError if the address cannot be had, or zmq cannot encrypt.
-        """
+        """Listen, to peers with the same secret. Raises ConfigError without address or CURVE."""
         super().__init__("kv-control", MAX_MESSAGE_BYTES)
         self._listener = listener
         self._keys = _keys(secret) if secret else None
@@ -106,11 +102,9 @@ class ControlThread(SocketThread):
         threading.Thread(target=self._probe, args=(peer,), name="kv-probe", daemon=True).start()
 
     def wait_ms(self) -> int:
-        """Return how long to poll: until something is due."""
         return max(0, math.ceil(self._listener.tick(time.monotonic()) * 1000))
 
     def on_ready(self, ready: set[Any]) -> None:
-        """Hear everybody; messages first: they count even if the connection ended right behind."""
         if self._router in ready:
             self._serve()
         for peer, connection in list(self._connections.items()):
@@ -123,11 +117,9 @@ class ControlThread(SocketThread):
                 self._listener.on_disconnect(peer, ENDED_EARLY if early else ENDED)
 
     def on_error(self, error: Exception) -> None:
-        """Report it to the listener."""
         self._listener.on_error(error)
 
     def on_close(self) -> None:
-        """Send what is still to be sent, and hang up."""
         self.run_jobs()
         for peer in list(self._connections):
             self._hang_up(peer)
@@ -197,14 +189,6 @@ class ControlThread(SocketThread):
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
-    """The cluster's CURVE key pair, (public, secret), the same on every node. Raises ConfigError
-    without CURVE.
-
-    No ZAP handler lists who may come in: a client shows with its very first message that it knows
-    the server's public key, CURVE never sends that key in the clear, and here it is made of the
-    secret and published nowhere. So the handshake alone proves to both ends that the other one has
-    the secret.
-    """
     if not zmq.has("curve"):
         raise ConfigError(
             f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without "

@@ -1,11 +1,8 @@
-"""The direct data plane: nodes of one host map each other's KV pool, and the reader copies blocks
-out of the mapping.
+"""The direct backend: nodes of one host map each other's KV pool, and the reader copies blocks.
 
-Owns which peers can be read from, and the proof that a mapped pool is theirs; mapping and copying
-are `mapped_host`'s (CPU) and `mapped_gpu`'s. Everything else of a transfer (leases, fences,
-deadlines) is the desk's. Nobody on the source's side takes part in a read, so it always ends,
-whatever becomes of the source: memory stays there while it is mapped, and whether the bytes still
-were the right ones is for the desk's fences to say.
+Here are the proof that a mapped pool is the peer's, and copying on a CPU; kv_transfer/mapped_gpu.py
+has the GPU. Nobody on the source's side takes part in a read, so it always ends, whatever becomes
+of the source. Whether the bytes still were the right ones is for the fences of fetches to say.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ __all__ = ["DirectBackend", "HostSide", "Metadata", "runs"]
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """What a peer is told, as msgpack."""
+    """The metadata of a direct backend, as msgpack."""
 
     boot_id: str
     nonce: bytes
@@ -48,18 +45,16 @@ class _Remote:
 
 
 class Side(Protocol):
-    """What differs between a CPU and a GPU: places, mapped pools and handles are the side's own."""
+    """A CPU or a GPU. Places, mapped pools and handles are its own."""
 
     def open(self, memory: PoolMemory) -> Any:
-        """Get ready to copy into our pool. Returns its place. Raises ConfigError, or OSError
-        without /proc.
-        """
+        """Get ready to copy into our pool; return its place. Raises ConfigError, OSError."""
 
     def map(self, source: Source, place: Any) -> Any:
         """Map a peer's pool. Raises TransferError."""
 
     def nonce(self, pool: Any, offset: int) -> bytes:
-        """What lies there in a mapped pool. Raises TransferError."""
+        """Return the bytes at this offset of a mapped pool. Raises TransferError."""
 
     def unmap(self, pool: Any) -> None:
         """Give a mapping back, once nothing reads it."""
@@ -84,11 +79,10 @@ class DirectBackend:
         self._side: Side = HostSide(region) if region.device == "cpu" else GpuSide(region)
         self._remotes: dict[str, _Remote] = {}
 
-    def prepare(self) -> None:
-        """Nothing: opening takes no socket, so there is no reason to do it later than at start."""
+    def prepare(self) -> None: ...
 
     def open(self) -> bytes:
-        """Returns the metadata. On a GPU it compiles the kernel, which may take seconds."""
+        """Return the metadata. On a GPU this compiles the kernel, which may take seconds."""
         memory = pool_memory(self._region.address)
         if memory is None or memory.num_bytes != self._region.num_blocks * self._region.block_bytes:
             raise ConfigError(
@@ -108,7 +102,6 @@ class DirectBackend:
         return msgspec.msgpack.encode(Metadata(self._boot_id, memory.nonce, self._place))
 
     def add_peer(self, source: Source) -> None:
-        """Map a peer's pool."""
         if source.generation in self._remotes:
             return
         try:
@@ -138,7 +131,6 @@ class DirectBackend:
     def post_read(
         self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> object:
-        """Begin to copy; `poll` goes on with it."""
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
@@ -155,30 +147,24 @@ class DirectBackend:
         return self._side.start(remote.source, remote.pool, remote_blocks, local_blocks)
 
     def poll(self, handle: object) -> bool:
-        """Raises nothing but what ends the process: a GPU that has failed fails for good."""
+        """Go on copying. Raises only what ends the process: a failed GPU fails for good."""
         return self._side.poll(handle)
 
-    def peer_gone(self, generation: str) -> None:
-        """What was mapped is still there, and read to its end."""
+    def peer_gone(self, generation: str) -> None: ...
 
     def drop_peer(self, generation: str) -> None:
-        """Unmap the pool of a peer that no READ in flight reads from."""
         remote = self._remotes.pop(generation, None)
         if remote is not None:
             self._side.unmap(remote.pool)
 
-    def progress(self) -> None:
-        """Peers that read from here need no help."""
+    def progress(self) -> None: ...
 
     def close(self) -> None:
-        """Unmap all pools. A READ in flight ends first, or not at all: nothing lands after this."""
+        """Unmap all pools. Nothing lands after this."""
         for generation in list(self._remotes):
             self.drop_peer(generation)
 
     def _prove(self, source: Source, pool: Any, nonce: bytes) -> None:
-        """Process ids and handles are used again; the nonce is not. Where it lies also proves the
-        size.
-        """
         offset = nonce_offset(source.region.num_blocks * source.region.block_bytes)
         if self._side.nonce(pool, offset) != nonce:
             raise TransferError(
@@ -194,14 +180,13 @@ STEP_BYTES = 4 << 20
 
 
 class HostSide:
-    """All methods run on one thread; see kv_transfer/direct.py, `Side`."""
+    """The `Side` of a CPU. All methods run on one thread."""
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region
         self._reads: deque[Iterator[None]] = deque()
 
     def open(self, memory: PoolMemory) -> HostFile:
-        """Get ready to copy into our pool. Raises OSError without /proc."""
         import numpy as np
 
         self._np = np
@@ -212,26 +197,20 @@ class HostSide:
         return place_of(memory.file)
 
     def map(self, source: Source, place: HostFile) -> Any:
-        """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last
-        reference.
-
-        Raises TransferError naming what is missing.
-        """
+        """Return the peer's pool and its nonce as a numpy array, read-only. Raises TransferError."""
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
         mapping = mapped(place, size, source.engine_id, "KV pool")
         return self._np.frombuffer(mapping, dtype=self._np.uint8)
 
     def nonce(self, pool: Any, offset: int) -> bytes:
-        """What lies there behind the pool."""
         return bytes(pool[offset : offset + NONCE_BYTES])
 
     def unmap(self, pool: Any) -> None:
-        """Nothing to do: references are counted, and a read in flight has one."""
+        """Do nothing: references are counted, and a read in flight has one."""
 
     def start(
         self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> Iterator[None]:
-        """Queue a read."""
         there, here = source.region, self._region
         if source.part == Share(0, 0, here.block_bytes) and there.block_bytes == here.block_bytes:
             read = self._copy(pool, runs(remote_blocks, local_blocks))
@@ -241,9 +220,7 @@ class HostSide:
         return read
 
     def poll(self, handle: Iterator[None]) -> bool:
-        """Copy for a while if it is this read's turn. One after the other: sharing would make the
-        first ones late.
-        """
+        """Copy for a while if it is this read's turn; sharing would make the first ones late."""
         if handle is not self._reads[0]:
             return False
         until = time.monotonic() + SLICE_S
@@ -254,7 +231,6 @@ class HostSide:
         return True
 
     def _copy(self, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
-        """One step per item; numpy lets go of the GIL in it."""
         for remote, local, count in pieces:
             source, target, left = (
                 number * self._region.block_bytes for number in (remote, local, count)
@@ -268,9 +244,6 @@ class HostSide:
     def _copy_part(
         self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]
     ) -> Iterator[None]:
-        """The same where the bytes of neighbours are not neighbours: a rectangle of rows of equal
-        length per item.
-        """
         part, theirs, ours = peer.part, peer.region, self._region
         pool_bytes = theirs.num_blocks * theirs.block_bytes
         source = pool[:pool_bytes].reshape(theirs.num_blocks, theirs.block_bytes)[
@@ -294,7 +267,7 @@ class HostSide:
 def runs(
     remote_blocks: Sequence[int], local_blocks: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(remote, local, count) of blocks that follow one another on both sides."""
+    """Yield (remote, local, count) of blocks that follow one another on both sides."""
     run: tuple[int, int, int] | None = None
     for remote, local in zip(remote_blocks, local_blocks, strict=True):
         if run is not None and (run[0] + run[2], run[1] + run[2]) == (remote, local):

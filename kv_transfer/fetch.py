@@ -1,8 +1,4 @@
-"""One fetch: what it waits for, how far it is, and when it is late. Pure: `now` is an argument.
-
-Owns the numbers of a single fetch and their invariants; what becomes of it is the table's
-(`kv_transfer/fetches.py`).
-"""
+"""One fetch: how far it is, and when it is late. Pure: `now` is an argument."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ MARGIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """What bounds a fetch: it may take `deadline_s` plus its size at `floor_bytes_s`."""
+    """A fetch's limits: it may take `deadline_s` plus its size at `floor_bytes_s`."""
 
     lease_s: float
     deadline_s: float
@@ -31,7 +27,7 @@ class FetchLimits:
 
 
 class State(enum.Enum):
-    """What a fetch waits for."""
+    """A fetch's state."""
 
     WATCHED = enum.auto()  # not asked for yet
     WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is not there yet
@@ -43,7 +39,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Fetch:
-    """Of one watched request. All times are on one monotonic clock."""
+    """A watched request's fetch. All times are on one monotonic clock."""
 
     request_id: str
     peer: PeerKey
@@ -78,44 +74,41 @@ class Fetch:
 
     @property
     def announced(self) -> int:
-        """Of our blocks, those that can be read: the ticket's last ones are ours, the others were
-        cached here.
-        """
+        """Number of our blocks that can be read: the last ones of the ticket."""
         if self.complete:
             return len(self.local_blocks)
         return max(0, self.ready - (self.blocks - len(self.local_blocks)))
 
     @property
     def released(self) -> bool:
-        """Whether the source has been told that we are through."""
+        """The source was told that we are through."""
         return self.state in (State.CONFIRMING, State.CHECKING)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is fetched."""
         return len(self.local_blocks) * self.limits.block_bytes
 
     def kept(self, sent_at: float) -> None:
-        """The source still held the lease when it got the renewal that we sent at `sent_at`."""
+        """Note that the source still held the lease when our renewal of `sent_at` came."""
         self.held_until = max(self.held_until, sent_at + self.limits.lease_s * (1 - MARGIN))
         while self.ends and self.ends[0][0] < sent_at:
             self.verified = self.ends.pop(0)[1]
 
     def hurry(self, now: float) -> None:
-        """The KV is complete and asked for: from here on time counts."""
+        """Start the deadline: the KV is complete and asked for."""
         missing_bytes = (len(self.local_blocks) - self.taken) * self.limits.block_bytes
         self.exposed_at = now
         self.deadline = now + self.limits.deadline_s + missing_bytes / self.limits.floor_bytes_s
 
     @property
     def due(self) -> float:
-        """When it will be late, if nothing happens until then."""
+        """Second at which it is late, if nothing happens until then."""
         return (
             float("inf") if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
         )
 
     def late(self, now: float) -> KvrelayError | None:
-        """Why it fails now by its limits alone; None while it may go on."""
+        """Return why it fails now by its limits alone; None while it may go on."""
         if now < self.due:
             return None
         where, limits = f"{self.peer.host}:{self.peer.port}", self.limits
@@ -142,7 +135,6 @@ class Fetch:
 
     @property
     def _silent_at(self) -> float:
-        """When a source that computes for us has said nothing for a lease."""
         if self.complete or self.state in (State.WATCHED, State.ABANDONED):
             return float("inf")
         return max(
@@ -150,9 +142,7 @@ class Fetch:
         )
 
     def check(self) -> None:
-        """Assert the invariants: a READ is in flight in the two states that have one, and abandoned
-        means just that.
-        """
+        """Assert the invariants."""
         assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
         timed = self.state is not State.WATCHED and self.complete
         assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self

@@ -1,38 +1,28 @@
-"""Fetches of the reader side: what each watched request waits for, and when its KV may be admitted.
-Pure: `now` is an argument.
-
-Owns the two fences and the quarantine; no clock, no sockets, no memory. What is to be done is left
-in `commands`, what the step loop must know in `events`.
+"""Fetches of a reader: what each watched request waits for, and when its KV is admitted. Pure.
 
 The fences. A READ *starts* only while the lease is surely held: the last acknowledged renewal was
-sent less than a lease (minus a margin) ago by our clock. So no read is posted towards a source that
+sent less than a lease (minus a margin) ago by our clock. So no READ is posted towards a source that
 went silent, whose bytes could land at any later time. KV is *admitted* only when the source
-confirms, after the last byte, that it held the lease until then. Our clock alone would not do for
-that: a source may end a lease early (its router released it), and a reader that slept cannot tell
-from its own clock what was overwritten before it woke.
+confirms, after the last byte, that it held the lease until then. Our clock alone would not do: a
+source may end a lease early, and a reader that slept cannot tell what was overwritten meanwhile.
 
-The proof. What was read is right if the source held the lease at any later time. So blocks of READs
-that have ended are *verified* by a renewal that was sent after their end and acknowledged as kept;
-one is sent at once where more is to come. A fetch that fails says how many of its first blocks are
-verified: those need not be computed again.
+Verification. What was read is right if the source held the lease at any later time. So blocks are
+*verified* by a renewal that was sent after the end of their READ and acknowledged as kept. A failed
+fetch says how many of its first blocks are verified: those need not be computed again.
 
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ
-takes what has been announced since the last one, and the fetch ends when the KV is complete and
-read. Until then its deadline is that of the source's next renewal: the prompt is being computed,
-and may take as long as it takes.
+takes what was announced since the last one. Until the KV is complete, the deadline is that of the
+source's next renewal: a prompt may take as long as it takes.
 
-The checks. A share of the blocks is drawn (kv_transfer/checksums.py), and their checksums, as the
-source computes them, are compared with ours of what has landed. The source is asked as each READ
-begins, so that the answer is on its way while the bytes are, and is let go when it has answered:
-before that nothing it sums may be overwritten. The exit fence comes first: bytes that differ
-because the lease was lost are LeaseLost, and only what the source held until the end and is
-different here is KvCorrupted. Of that nothing is kept, and nothing behind a drawn block that is not
-compared yet.
+Checks. A share of the blocks is drawn (kv_transfer/checksums.py) and compared with the source's
+checksums. The source is asked as each READ begins, and is let go when it has answered: before that
+nothing it sums may be overwritten. The exit fence comes first: bytes that differ because the lease
+was lost are LeaseLost, and only what the source held until the end is KvCorrupted. Of that nothing
+is kept, and nothing behind a drawn block that is not compared yet.
 
-The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane
-has said that nothing of it can land any more (kv_transfer/backend.py): NIXL hands back a cancelled
-handle and goes on writing (seen: 969 of 1024 MiB landed after the release). A peer that is lost
-meanwhile may be met again; the READ stays its own.
+Quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the backend has
+said that nothing of it can land any more: NIXL hands back a cancelled handle and goes on writing
+(seen: 969 of 1024 MiB landed after the release).
 """
 
 from __future__ import annotations
@@ -62,14 +52,12 @@ __all__ = ["FetchTable", "sentence"]
 
 
 def sentence(error: KvrelayError) -> str:
-    """The reason of a FetchFailed: kind of error, then its message."""
+    """Return the reason of a FetchFailed: kind of error, then its message."""
     return f"{type(error).__name__}: {error.message}"
 
 
 class FetchTable:
-    """All watched and running fetches of one reader. Every fetch ends in Fetched, or in FetchFailed
-    or a cancel and then Settled; each exactly once.
-    """
+    """The fetches of one reader. Each ends once: Fetched, or (FetchFailed or cancel and) Settled."""
 
     def __init__(self, limits: FetchLimits, checked_share: float = 0.0) -> None:
         self.limits = limits
@@ -92,8 +80,7 @@ class FetchTable:
     def watch(
         self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None
     ) -> None:
-        """Begin to care for a lease. `growing`: how many blocks its KV will have; None: all of it
-        is there.
+        """Begin to renew a lease. `growing`: number of blocks, if the KV is not complete.
 
         Raises ValueError if the request is watched, or not settled yet.
         """
@@ -110,13 +97,13 @@ class FetchTable:
         self._fetches[request_id] = fetch
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
-        """A watched request whose KV cannot be had: its fetch will fail at once."""
+        """Have the fetch of a watched request fail at once."""
         self._lose(self._fetches[request_id], error)
 
     def fetch(
         self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int], now: float
     ) -> None:
-        """The request wants its KV now; no blocks means it had all of it cached.
+        """Fetch the KV of a watched request; no blocks means that all of it was cached.
 
         Raises ValueError if the request is not watched, or asks twice, or the lists differ in
         length.
@@ -146,7 +133,7 @@ class FetchTable:
             self._start(fetch, now)
 
     def cancel(self, request_id: str) -> None:
-        """The request is gone. What it has not seen yet of its fetch, it will not see."""
+        """End a request; it gets no Fetched or FetchFailed any more."""
         for event in self.events:
             if isinstance(event, Fetched | FetchFailed) and event.request_id == request_id:
                 self.events.remove(event)
@@ -165,7 +152,7 @@ class FetchTable:
             self._abandon(fetch)
 
     def peer_ready(self, peer: PeerKey, now: float, *, vouches: bool = False) -> None:
-        """Reads from this peer can be posted; `vouches`: it gives checksums of its blocks."""
+        """Allow reads from this peer; `vouches`: it gives checksums of its blocks."""
         self._ready.add(peer)
         if vouches:
             self._vouching.add(peer)
@@ -173,11 +160,11 @@ class FetchTable:
             self._start(fetch, now)
 
     def peer_not_ready(self, peer: PeerKey) -> None:
-        """Until `peer_ready` no READ from this peer is posted; what waits for it goes on waiting."""
+        """Post no READ from this peer until `peer_ready`."""
         self._ready.discard(peer)
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
-        """This peer will not answer any more. Its reads in flight end by themselves."""
+        """Fail what needs this peer's answers. Its reads in flight end by themselves."""
         self._ready.discard(peer)
         self._vouching.discard(peer)
         for fetch in self._of(peer):
@@ -187,9 +174,7 @@ class FetchTable:
     def grown(
         self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float
     ) -> None:
-        """The first `ready` blocks of this lease can be read; all of them, if there is a
-        completion.
-        """
+        """Note that the first `ready` blocks can be read; all of them, with a completion."""
         for fetch in self._of(peer):
             if fetch.lease != lease or fetch.complete:
                 continue
@@ -208,7 +193,7 @@ class FetchTable:
         sent_at: float,
         now: float,
     ) -> None:
-        """The peer has answered the renewal that we sent at `sent_at`."""
+        """Handle the peer's answer to the renewal that we sent at `sent_at`."""
         still, gone = set(kept), set(lost)
         for fetch in self._of(peer):
             if fetch.lease in still:
@@ -220,7 +205,7 @@ class FetchTable:
                 self._lose(fetch, self._lease_lost(fetch))
 
     def confirmed(self, peer: PeerKey, token: int, *, held: bool, now: float) -> None:
-        """The peer has answered an End; `held` until that moment or not. The exit fence."""
+        """Handle the peer's answer to an End: whether it held the lease until then."""
         for fetch in self._of(peer):
             if fetch.state is not State.CONFIRMING or fetch.token != token:
                 continue
@@ -232,20 +217,20 @@ class FetchTable:
     def vouched(
         self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float
     ) -> None:
-        """The peer has sent checksums of blocks of this lease, by its own ids."""
+        """Handle the peer's checksums of blocks of this lease, by its own ids."""
         for fetch in self._of(peer):
             if fetch.lease == lease:
                 fetch.checks.add_theirs(checksums)
                 self._start(fetch, now)
 
     def summed(self, number: int, checksums: Sequence[bytes], now: float) -> None:
-        """The checksums of our blocks for which a Sum of this number has asked."""
+        """Handle our own checksums, for which a Sum of this number has asked."""
         for fetch in list(self._fetches.values()):
             if fetch.checks.add_ours(number, checksums) and fetch.state is State.CHECKING:
                 self._admit(fetch, now)
 
     def read_ended(self, read_id: int, now: float) -> None:
-        """All bytes of the READ are in."""
+        """Handle the end of a READ: its bytes are in."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
@@ -264,11 +249,9 @@ class FetchTable:
     def read_failed(
         self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool
     ) -> None:
-        """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another
-        `read_failed` follows.
+        """Handle a broken READ. `in_flight`: bytes may still land, and another call follows.
 
-        It is tried again once, where that can help: the peer is there, and nothing of the first try
-        is on its way.
+        A READ is tried again once, if the peer is there and nothing of the first try is on its way.
         """
         fetch = self._reading(read_id)
         if fetch is None:
@@ -297,12 +280,12 @@ class FetchTable:
             self._fail(fetch, error)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Return when `tick` has something to do."""
         due = min((fetch.due for fetch in self._fetches.values()), default=float("inf"))
         return due if due < float("inf") else None
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:
-        """Leases of which we want to hear how far they are."""
+        """Return the leases whose progress we want to hear."""
         return [
             f.lease
             for f in self._of(peer)
@@ -310,7 +293,7 @@ class FetchTable:
         ]
 
     def leases(self, peer: PeerKey) -> list[LeaseId]:
-        """Leases to renew at this peer."""
+        """Return the leases to renew at this peer."""
         return [
             f.lease
             for f in self._of(peer)
@@ -318,16 +301,16 @@ class FetchTable:
         ]
 
     def unanswered(self, peer: PeerKey) -> list[Ask]:
-        """Checksums for which this peer was asked and which it has not sent."""
+        """Return questions for checksums that this peer has not answered."""
         asked = [(f, f.checks.unanswered) for f in self._of(peer) if f.state is not State.ABANDONED]
         return [Ask(peer, f.lease, tuple(blocks)) for f, blocks in asked if blocks]
 
     def reading(self, peer: PeerKey) -> bool:
-        """Whether bytes of this peer may still land here."""
+        """Return whether bytes of this peer may still land here."""
         return any(f.read_id is not None for f in self._of(peer))
 
     def check(self) -> None:
-        """Assert the invariants: those of each fetch, and that no two have one READ."""
+        """Assert the invariants."""
         for fetch in self._fetches.values():
             fetch.check()
         reads = [f.read_id for f in self._fetches.values() if f.read_id is not None]
@@ -340,9 +323,6 @@ class FetchTable:
         return next((f for f in self._fetches.values() if f.read_id == read_id), None)
 
     def _start(self, fetch: Fetch, now: float) -> None:
-        """WAITING -> READING what was announced, if the entry fence is open; or, with all in, ->
-        CONFIRMING.
-        """
         if fetch.state is not State.WAITING:
             return
         announced = fetch.announced
@@ -363,9 +343,6 @@ class FetchTable:
             self._end_lease(fetch)
 
     def _draw(self, fetch: Fetch, part: slice) -> None:
-        """Ask the source for the checksums of those that are to be checked of the blocks that are
-        read now.
-        """
         remote = fetch.remote_blocks[part]
         chosen = set(drawn(fetch.lease, remote, self._checked_share))
         places = {block: part.start + at for at, block in enumerate(remote) if block in chosen}
@@ -376,7 +353,6 @@ class FetchTable:
             self.commands.append(Ask(fetch.peer, fetch.lease, tuple(places)))
 
     def _sum(self, fetch: Fetch, places: Sequence[int]) -> None:
-        """Have our own checksums computed of blocks that have just landed."""
         for first in range(0, len(places), MOST_BLOCKS):
             some = places[first : first + MOST_BLOCKS]
             self._reads += 1
@@ -386,9 +362,6 @@ class FetchTable:
             )
 
     def _admit(self, fetch: Fetch, now: float) -> None:
-        """The source held it all until the last byte was in. It is ours if it is also what the
-        source has.
-        """
         checks = fetch.checks
         if not checks.settled:
             fetch.state = State.CHECKING
@@ -423,7 +396,6 @@ class FetchTable:
         )
 
     def _lose(self, fetch: Fetch, error: KvrelayError) -> None:
-        """The KV cannot be had any more, whatever the fetch was doing."""
         if fetch.state is State.WATCHED:
             fetch.lost = fetch.lost or error
         elif fetch.state is not State.ABANDONED:

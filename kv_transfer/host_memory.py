@@ -1,9 +1,13 @@
-"""Memory of another process of this host, mapped read-only: what a peer must be told, and how it is
-opened safely.
+"""Memory that processes of one host share: how a peer opens it safely, and leases in it.
 
 The memory is a sealed memfd, opened as /proc/PID/fd/FD: that takes one user and one PID namespace.
-Process ids are used again, so whoever maps looks in the memory itself for a proof that it is the
-right one.
+Process ids are used again, so whoever maps looks in the memory itself for a proof.
+
+A source keeps one word per lease there: its epoch, while the lease is held. A word is cleared
+before the step loop hears that the lease has ended and can use the blocks again. So a reader on the
+host that finds the epoch there after its last byte has the right bytes, without a question; one
+that does not has learned nothing (many leases share few words) and asks. What a killed or stopped
+source has left there stays true: nobody writes to its blocks any more, or not yet.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ __all__ = ["HeldWords", "HostFile", "LeaseWords", "mapped", "place_of"]
 
 
 class HostFile(msgspec.Struct, frozen=True, tag="host"):
-    """File descriptor `file` of process `pid`."""
+    """A file descriptor `file` of process `pid`."""
 
     pid_namespace: int
     pid: int
@@ -32,14 +36,12 @@ class HostFile(msgspec.Struct, frozen=True, tag="host"):
 
 
 def place_of(file: int) -> HostFile:
-    """Of a file descriptor of ours. Raises OSError without /proc."""
+    """Return how peers find a file descriptor of ours. Raises OSError without /proc."""
     return HostFile(_pid_namespace(), os.getpid(), file)
 
 
 def mapped(place: HostFile, size: int, who: str, what: str) -> mmap.mmap:
-    """The first `size` bytes of `what` of the peer `who`. Raises TransferError naming what is
-    missing.
-    """
+    """Map the first `size` bytes of `what` of the peer `who`. Raises TransferError."""
     if place.pid_namespace != _pid_namespace():
         raise TransferError(
             f"kv_connector direct needs one PID namespace, and {who} runs in another one "
@@ -72,7 +74,6 @@ def mapped(place: HostFile, size: int, who: str, what: str) -> mmap.mmap:
 
 
 def _is_sealed(file: int) -> bool:
-    """A plain file in memory that nobody can make shorter."""
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return False
     try:
@@ -92,10 +93,9 @@ _GENERATION_BYTES = 32
 
 
 class LeaseWords:
-    """The source's side. `place` is what readers are told; None where memory cannot be shared."""
+    """A source's held leases. `place` is what readers are told; None without shared memory."""
 
     def __init__(self, generation: str) -> None:
-        """`generation`: of this process, by which a reader knows that the memory is ours."""
         # Not before the engine has been imported, which sees to it that `kernels` is ours.
         from kvrelay.kernels.pool_memory import sealed_memory
 
@@ -113,19 +113,17 @@ class LeaseWords:
             self.place = place_of(self._file)
 
     def begin(self, lease: LeaseId) -> None:
-        """The lease is held from here on."""
         if self._words is not None:
             self._epochs[lease.request_id] = lease.epoch
             self._words[lease.epoch % _WORDS] = lease.epoch
 
     def end(self, request_id: str) -> None:
-        """The lease of this request is not held any more; unknown ids are ignored."""
+        """Clear the lease of this request; unknown ids are ignored."""
         epoch = self._epochs.pop(request_id, None)
         if epoch is not None and self._words is not None and self._words[epoch % _WORDS] == epoch:
             self._words[epoch % _WORDS] = 0
 
     def close(self) -> None:
-        """No lease is held any more."""
         for request_id in list(self._epochs):
             self.end(request_id)
         if self.place is not None:
@@ -134,7 +132,7 @@ class LeaseWords:
 
 
 class HeldWords:
-    """The reader's side."""
+    """A reader's view of a source's held leases."""
 
     def __init__(self, place: HostFile, generation: str, engine_id: str) -> None:
         """Raises TransferError if that memory cannot be seen from here, or is another's."""
@@ -146,5 +144,5 @@ class HeldWords:
         self._words = memoryview(memory)[_GENERATION_BYTES:].cast("Q")
 
     def held(self, lease: LeaseId) -> bool:
-        """True: the source holds it now. False: it may or may not."""
+        """Return True if the source holds the lease now; False says nothing."""
         return bool(self._words[lease.epoch % _WORDS] == lease.epoch != 0)

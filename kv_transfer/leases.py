@@ -1,9 +1,7 @@
-"""Leases of the source side: which offered KV is still held, and until when. Pure: `now` is an
-argument.
+"""Leases of the source side: which offered KV is still held, and until when. Pure.
 
-Owns nothing but the table: no clock, no sockets, no blocks. A lease ends exactly once; each end is
-told in `events`. While its KV grows a lease has no end of its own: whoever computes the prompt is
-waited for, as the router waits. Its time begins when the KV is complete.
+A lease ends exactly once; each end is told in `events`. While its KV grows a lease has no end of
+its own: whoever computes the prompt is waited for, as the router waits.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ __all__ = ["LeaseTable"]
 
 
 class LeaseTable:
-    """All leases of one source. Times are seconds on any one monotonic clock."""
+    """The leases of one source. Times are seconds on any one monotonic clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -32,7 +30,6 @@ class LeaseTable:
         self._unwanted: set[str] = set()  # of these, those whose reader has given up
 
     def __len__(self) -> int:
-        """Leases held now."""
         return len(self._held) + len(self._growing)
 
     def grant(self, request_id: str, now: float, *, growing: bool = False) -> LeaseId:
@@ -49,10 +46,9 @@ class LeaseTable:
         return LeaseId(request_id, self.granted)
 
     def complete(self, request_id: str, now: float) -> bool:
-        """The KV of a growing lease is all there: its time begins. False if it is not growing, or
-        has ended.
+        """Start the time of a growing lease; False if it is not growing, or has ended.
 
-        It ends now if its reader has given up and no other one has come.
+        A lease ends now if its reader has given up and no other one has come.
         """
         if request_id in self._unwanted:
             self.release(request_id)
@@ -79,15 +75,13 @@ class LeaseTable:
             self._held[request_id] = (held[0], now + self.lease_s)
 
     def holds(self, lease: LeaseId, now: float) -> bool:
-        """Whether complete KV was held under this lease until now: a reader's proof, or its
-        refusal.
-        """
+        """Return whether complete KV was held under this lease until now."""
         self.expire(now)
         held, _ = self._split([lease])
         return bool(held) and lease.request_id not in self._growing
 
     def end(self, lease: LeaseId, now: float) -> bool:
-        """The reader is through with it. Returns whether it was held until now.
+        """End the lease for its reader. Returns whether it was held until now.
 
         While its KV grows a reader that gives up does not end it: there may be another one soon
         (`want`).
@@ -97,7 +91,7 @@ class LeaseTable:
         return self.holds(lease, now) and self.release(lease.request_id)
 
     def want(self, lease: LeaseId) -> None:
-        """A reader has come for it."""
+        """Note that a reader has come for this lease."""
         if self._growing.get(lease.request_id) == lease.epoch:
             self._unwanted.discard(lease.request_id)
 
@@ -114,13 +108,11 @@ class LeaseTable:
             self._close(next(iter(self._held)), expired=True)
 
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do; None without leases."""
+        """Return when `expire` has something to do; None without leases."""
         return next((expires_at for _, expires_at in self._held.values()), None)
 
     def check(self) -> None:
-        """Assert the invariants: every lease is held or has ended once, and the order is that of
-        expiry.
-        """
+        """Assert the invariants."""
         assert self.granted == self.released + self.expired + len(self)
         assert not self._held.keys() & self._growing.keys()
         assert self._unwanted <= self._growing.keys()

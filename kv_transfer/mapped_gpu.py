@@ -1,5 +1,4 @@
-"""Pools of a GPU that peers map: what a peer must be told, the mapping by CUDA IPC, and the kernel
-that reads it.
+"""KV pools of a GPU that peers map by CUDA IPC, and the kernel that reads them.
 
 A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/direct.py alone.
 """
@@ -39,12 +38,6 @@ class GpuPiece(msgspec.Struct, frozen=True, tag="gpu"):
 
 @dataclass(slots=True)
 class _Table:
-    """Block ids of a read: remote ones, then local ones; int32, on both sides. Taken again when the
-    read has ended.
-
-    Pinned memory made for each read would cost half a millisecond.
-    """
-
     host: Any
     written: Any  # numpy's view of `host`
     gpu: Any
@@ -66,7 +59,7 @@ class _GpuRead:
 
 
 class GpuSide:
-    """All methods run on one thread; see kv_transfer/direct.py, `Side`.
+    """The `Side` of a GPU. All methods run on one thread.
 
     A read that breaks raises torch's own error: the GPU is lost to this process, which has to end.
     """
@@ -111,9 +104,7 @@ class GpuSide:
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
 
     def map(self, source: Source, place: GpuPiece) -> int:
-        """The address of the peer's pool, for kernels on our GPU. Raises TransferError naming what
-        is missing.
-        """
+        """Return the address of the peer's pool for our GPU. Raises TransferError."""
         cuda, who = self._torch.cuda, source.engine_id
         # CUDA opens memory of a GPU that CUDA_VISIBLE_DEVICES hides, but cannot be asked about it.
         visible = {self._uuid(index): index for index in range(cuda.device_count())}
@@ -131,7 +122,7 @@ class GpuSide:
             ) from error
 
     def nonce(self, pool: int, offset: int) -> bytes:
-        """What lies there behind the pool. Raises TransferError if it cannot be read."""
+        """Return the bytes at this offset of a mapped pool. Raises TransferError."""
         torch = self._torch
         found = torch.zeros(
             NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device)
@@ -145,7 +136,6 @@ class GpuSide:
         return bytes(found.tolist())
 
     def unmap(self, pool: int) -> None:
-        """Once nothing reads it any more."""
         # Transfers from other peers may be under way; they are bounded by SLICES_AHEAD.
         self._stream.synchronize()
         with contextlib.suppress(self._cuda.CudaError):
@@ -154,7 +144,6 @@ class GpuSide:
     def start(
         self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> _GpuRead:
-        """Launch the first slices."""
         count, part = len(remote_blocks), source.part
         table = self._tables.pop() if self._tables else self._new_table()
         table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
@@ -176,7 +165,6 @@ class GpuSide:
         return read
 
     def poll(self, handle: _GpuRead) -> bool:
-        """Launch more as they end."""
         while handle.slices and handle.slices[0].query():
             handle.slices.popleft()
         self._launch(handle)
@@ -186,7 +174,6 @@ class GpuSide:
         return True
 
     def _new_table(self) -> _Table:
-        """For as many blocks as our pool has: no read writes one twice."""
         size = 2 * self._region.num_blocks
         host = self._torch.empty(size, dtype=self._torch.int32, pin_memory=True)
         gpu = self._torch.empty(
@@ -195,7 +182,6 @@ class GpuSide:
         return _Table(host, host.numpy(), gpu)
 
     def _launch(self, read: _GpuRead) -> None:
-        """Keep so many slices waiting in the stream."""
         step = SLICE_BYTES // self._kernel.TILE_BYTES
         while read.launched < read.tiles and len(read.slices) < SLICES_AHEAD:
             end = min(read.tiles, read.launched + step)

@@ -1,8 +1,6 @@
-"""What two connectors say to each other on the control channel: typed msgpack, one message per
-frame, size-limited.
+"""Messages of two connectors on the control channel: typed msgpack of a limited size.
 
-Owns the words, not the talk. The planes' metadata is opaque bytes: it is handed on only after the
-fingerprints agreed.
+The backends' metadata is opaque bytes, handed on only after the fingerprints agreed.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class HandshakeRequest(msgspec.Struct, tag="hello", frozen=True):
-    """Reader -> source, first, and again with each plane that it needs. Who reads, and what its KV
-    looks like.
-    """
+    """Reader -> source, first, and again with each backend that it needs."""
 
     engine_id: str
     fingerprint: Fingerprint
@@ -79,9 +75,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True):
-    """Reader -> source, every heartbeat. `sent_at` is the reader's own monotonic clock, echoed to
-    it.
-    """
+    """Reader -> source, every heartbeat. `sent_at` is the reader's clock, echoed."""
 
     sent_at: float
     leases: list[LeaseId]
@@ -96,9 +90,7 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """Reader -> source: through with this lease. Answered always; only a token other than 0 is
-    waited for.
-    """
+    """Reader -> source: through with this lease. Only a token other than 0 is waited for."""
 
     lease: LeaseId
     token: int
@@ -112,8 +104,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it
-    has grown.
+    """Reader -> source: tell how far this lease's KV is, now and whenever it has grown.
 
     With `checksums` it asks for those of these blocks, in a ChunkProgress, and for nothing else.
     """
@@ -123,9 +114,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True):
 
 
 class ChunkProgress(msgspec.Struct, tag="grown", frozen=True):
-    """Source -> reader: the first `ready` blocks of the ticket can be read; all of them with a
-    completion.
-    """
+    """Source -> reader: the first `ready` blocks can be read; all of them with a completion."""
 
     lease: LeaseId
     ready: int

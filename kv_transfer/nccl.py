@@ -1,12 +1,9 @@
-"""The NCCL data plane: two-rank nccl_library between pairs of nodes with GPUs.
+"""The NCCL backend: two-rank communicators between pairs of nodes with GPUs.
 
-Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own
-calls the methods here, which post jobs, look at results and never wait. One has the control socket
-(`kv_transfer/nccl_control.py`). Each pair has one, where nccl_library may block
-(`kv_transfer/nccl_pairs.py`, which also tells why an aborted read is over at once).
-
-Bytes travel as NCCL sends them: not encrypted, between addresses that NCCL chooses
-(NCCL_SOCKET_IFNAME).
+Its methods post jobs, look at results and never wait. One thread has the control socket
+(kv_transfer/nccl_control.py), and each pair has one, where communicators may block
+(kv_transfer/nccl_pairs.py). Bytes travel as NCCL sends them: not encrypted, between addresses that
+NCCL chooses (NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -49,9 +46,10 @@ class NcclBackend:
         memory_cap_bytes: int = MEMORY_CAP_BYTES,
         nccl: NcclLibrary | None = None,
     ) -> None:
-        """`host` is an address of this machine that peers reach. A pair gets `meet_s` seconds to be
-        made, and each slice `patience_s`; then the peer counts as stopped. Takes nothing before
-        `open`. Tests give another `nccl`, and need no GPU.
+        """`host` is an address of this machine that peers reach.
+
+        A pair gets `meet_s` seconds to be made, and each slice `patience_s`; then the peer counts
+        as stopped. Tests give another `nccl`, and need no GPU.
         """
         self._region = region
         self._host = host
@@ -75,7 +73,6 @@ class NcclBackend:
         )
 
     def open(self) -> bytes:
-        """Listen. Returns the metadata. Raises ConfigError if the address is taken."""
         self._control = PairControl(self._host, self._terms)
         return msgspec.msgpack.encode(self._control.address)
 
@@ -95,7 +92,6 @@ class NcclBackend:
     def post_read(
         self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> Transfer:
-        """Ask the peer to send, and make the pair first if there is none."""
         source = self._sources.get(generation)
         if source is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
@@ -120,33 +116,26 @@ class NcclBackend:
         return transfer
 
     def poll(self, handle: object) -> bool:
-        """Raises PeerLost only, and as soon as this end gives up: from then on nothing lands in the
-        pool.
-        """
+        """Return True when all is in. Raises PeerLost alone: from then on nothing lands."""
         assert isinstance(handle, Transfer)
         if handle.error is not None:
             raise PeerLost(handle.error.message) from handle.error
         return handle.done
 
     def peer_gone(self, generation: str) -> None:
-        """The control socket tells the same, and no read waits longer than a slice may take."""
+        """Do nothing: the control socket tells the same."""
 
     def drop_peer(self, generation: str) -> None:
-        """Hang up, and end its pair."""
         if self._sources.pop(generation, None) is not None:
             self._control.hang_up(generation)
 
     def progress(self) -> None:
-        """Peers are served by other threads; this tells that one has ended. Raises RuntimeError
-        then.
-        """
+        """Raise RuntimeError if the control thread has ended."""
         if self._control.broken is not None:
             raise RuntimeError(f"the NCCL plane's control thread has ended: {self._control.broken}")
 
     def close(self) -> None:
-        """Hang up everywhere. A communicator that hangs keeps its thread and its staging, but never
-        the pool.
-        """
+        """Hang up everywhere. A communicator that hangs keeps its staging, never the pool."""
         self._control.close()
 
 

@@ -1,13 +1,10 @@
-"""The NCCL plane's control socket: one thread on which readers ask and a source answers.
+"""The NCCL backend's control socket: one thread on which readers ask and a source answers.
 
-Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory
-is short. A ROUTER that readers dial, a DEALER for each peer we read from. A thread of its own,
-because a source must answer when it is asked: its data plane's thread looks around every 2 ms, and
-many transfers are shorter than that.
+A ROUTER that readers dial, a DEALER for each peer we read from, and a pair for each of them. A
+thread of its own, because the backend's looks around every 2 ms, and many transfers are shorter.
 
-Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata,
-which travels over the desk's channel to peers that were welcomed, and nowhere else; without it
-nobody gets through the handshake.
+Each backend makes a CURVE key pair at its start. The public half is in its metadata, which travels
+over the encrypted control channel alone; without it nobody gets through the handshake.
 """
 
 from __future__ import annotations
@@ -51,8 +48,6 @@ JOIN_S = 0.1
 
 @dataclass(slots=True)
 class _Source:
-    """A peer that we read from."""
-
     generation: str
     where: str
     connection: Connection
@@ -78,11 +73,10 @@ class PairControl(SocketThread):
         self.start()
 
     def dial(self, generation: str, address: Address) -> None:
-        """Connect to a peer's plane."""
         self.post(partial(self._dial, generation, address))
 
     def read(self, generation: str, transfer: Transfer) -> None:
-        """Ask a peer that was dialled, through a pair that is made if there is none."""
+        """Ask a peer to send, through a pair that is made if there is none."""
         self.post(partial(self._read, generation, transfer))
 
     def hang_up(self, generation: str) -> None:
@@ -90,11 +84,9 @@ class PairControl(SocketThread):
         self.post(partial(self._hang_up, generation, "nothing is read from it any more"))
 
     def on_error(self, error: Exception) -> None:
-        """Keep it: the plane's thread, which tells the step loop, looks at `broken`."""
         self.broken = error
 
     def on_ready(self, ready: set[Any]) -> None:
-        """Hear everybody; messages first: they count even if the connection ended right behind."""
         if self._router in ready:
             self._serve()
         for source in [s for s in self._sources.values() if s.connection.dealer in ready]:
@@ -106,7 +98,6 @@ class PairControl(SocketThread):
             )
 
     def on_close(self) -> None:
-        """End all pairs and hang up: from here on no pair touches the pool."""
         pairs = self._pairs()
         for sender, pair in self._readers.values():
             pair.abort(PeerLost("closed here"))
@@ -222,11 +213,6 @@ class PairControl(SocketThread):
     # Both.
 
     def _make_room(self) -> None:
-        """Memory is short: of the pairs that are idle those end that have been it for longest, one
-        for each who waits.
-
-        One that becomes idle later sees for itself that somebody waits.
-        """
         idle = [
             (since, pair)
             for pair in self._pairs()

@@ -1,17 +1,14 @@
 """Groups of two ranks over NCCL: 0 sends and 1 receives.
 
 A wait ends when the operation is done, or with PeerLost after a deadline, a lost connection or
-`interrupt`. Refuses to know blocks, pools or pairs.
+`interrupt`.
 
 NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the
-whole process down when an operation times out or the peer is lost (unless an environment variable,
-which the tensor-parallel group of this process needs otherwise, says no). Two ranks meet, and their
-GPUs connect, in a communicator that does not block (NCCL 2.14 and later): each call returns at once
-and is polled, so that `ncclCommAbort` is always possible. But each call of such a communicator
-makes a thread, 150 to 230 us an operation. So bytes move in a child of it that does block: it is
-split off without blocking, too, and has its parent's connections (`splitShare`; NCCL 2.18 and
-later), so that its calls have nobody to wait for: they put a kernel into a stream, in 15 us. That
-one's end is polled, again.
+whole process down when an operation times out. Two ranks meet, and their GPUs connect, in a
+communicator that does not block (NCCL 2.14 and later): each call returns at once and is polled, so
+that `ncclCommAbort` is always possible. But each of its calls makes a thread, 150 to 230 us an
+operation. So bytes move in a child of it that does block (15 us): it is split off with its parent's
+connections (`splitShare`; NCCL 2.18 and later), so that its calls have nobody to wait for.
 """
 
 from __future__ import annotations
@@ -37,10 +34,6 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.18; newer libraries fill in what they have added, by `size` and
-    `version`.
-    """
-
     _fields_ = [
         ("size", ctypes.c_size_t),
         ("magic", ctypes.c_uint),
@@ -60,7 +53,7 @@ _UINT8 = 1
 
 
 class NcclLibrary:
-    """NCCL between GPUs of one or of two hosts."""
+    """The NCCL library, for one GPU."""
 
     communicator_bytes = 96 << 20
     """GPU memory of a communicator: about 100 MB with 16 channels."""
@@ -103,13 +96,13 @@ class NcclLibrary:
     def invite(
         self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float
     ) -> NcclCommunicator:
-        """See Backend."""
+        """Meet a source as the receiver: `say` what it must know, once."""
         facts = self.facts()
         say(facts)
         return self.open(RECEIVES, facts, given_up, deadline)
 
     def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> NcclCommunicator:
-        """See Backend."""
+        """Meet a reader as the sender, by what it has said."""
         return self.open(SENDS, facts, given_up, deadline)
 
     def open(
@@ -129,7 +122,7 @@ class NcclLibrary:
         return communicator
 
     def check(self, result: int, doing: str) -> None:
-        """Raises PeerLost unless NCCL has done it, or does it now."""
+        """Raise PeerLost unless NCCL has done it, or does it now."""
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise PeerLost(
                 f"NCCL could not {doing}: {self.library.ncclGetErrorString(result).decode()}"
@@ -163,7 +156,6 @@ class NcclCommunicator:
         self._split(rank, deadline)
 
     def _split(self, rank: int, deadline: float) -> None:
-        """From here on calls block."""
         doing = "split a communicator"
         config = ctypes.byref(self._config(blocking=1))
         result = self._nccl.library.ncclCommSplit(
@@ -190,9 +182,7 @@ class NcclCommunicator:
         self._interrupted = True
 
     def close(self) -> None:
-        """Abort: local, whatever the other side does. Its kernels end by a flag, which they look at
-        now and then.
-        """
+        """Abort, whatever the other side does; its kernels end by a flag."""
         # The parent's ends a split that is under way, which may leave a child.
         for comm in (self._child, self._parent, self._child):
             if comm:
@@ -210,7 +200,7 @@ class NcclCommunicator:
         self._nccl.check(state, doing)
 
     def state(self, doing: str) -> int:
-        """What NCCL says of this communicator, without waiting."""
+        """Return what NCCL says of this communicator, without waiting."""
         state = ctypes.c_int(_IN_PROGRESS)
         self._nccl.check(
             self._nccl.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing

@@ -1,8 +1,14 @@
-"""How much memory all pairs of a process may take together: staging, and what their communicators
-need.
+"""Pairs: a reader and a source that move slices of blocks through staging memory.
 
-Refuses to know who has to give way when somebody waits for room; `wanted` says that somebody does.
-Bytes, seconds.
+A pair is a conveyor belt on a thread of its own: as soon as a stage is free the next slice is
+begun, of the same transfer or of the next one. So there are always `STAGES` slices under way, and a
+slice's time on the wire hides what the host does for another one. A thread for each pair, because
+meeting the other rank blocks, and a hung peer must hold up nobody else.
+
+Nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the
+staging memory of their pair alone, which is given back only when its communicator is closed; and
+the copy from staging into the pool happens under a lock that `abort` takes. So a transfer of an
+aborted pair is over at once, without any quarantine.
 """
 
 from __future__ import annotations
@@ -54,9 +60,7 @@ MAX_PAIR_MESSAGE_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The plane's metadata: where its control socket is, and the CURVE key without which nobody
-    gets a word in.
-    """
+    """The metadata of an NCCL backend: its control socket, and the CURVE key to get in."""
 
     host: str
     port: int
@@ -74,9 +78,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they
-    were asked for.
-    """
+    """Reader -> source: send this part of these blocks, after what was asked before."""
 
     pair: bytes
     blocks: list[int]
@@ -85,7 +87,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Part(msgspec.Struct, tag="part", frozen=True):
-    """Either way: this pair is over, and why. What was asked for and not sent will not be."""
+    """Either way: this pair is over, and what was not sent will not be."""
 
     pair: bytes
     reason: str
@@ -122,8 +124,9 @@ SOURCE, READER = SENDS, RECEIVES
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all pairs of a process share. A pair must be met within `meet_s`, and moves a slice
-    every `patience_s`.
+    """The terms of all pairs of a process.
+
+    A pair must be met within `meet_s`, and moves a slice every `patience_s`.
     """
 
     pool: StagedPool
@@ -161,9 +164,7 @@ class Move(NamedTuple):
 
 
 class Pair(abc.ABC):
-    """One end of a pair. Public methods may be called from any thread; none waits for the other
-    side.
-    """
+    """One end of a pair. Public methods return at once, from any thread."""
 
     def __init__(
         self,
@@ -174,9 +175,7 @@ class Pair(abc.ABC):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        """`say` sends to the other end; `ended` is called by the pair's thread when all its memory
-        is given back.
-        """
+        """`say` sends to the other end; `ended` is called when all memory is given back."""
         self.name = name
         self.slice_bytes = slice_bytes
         self.idle_since: float | None = None
@@ -217,9 +216,6 @@ class Pair(abc.ABC):
             transfer.error = self.over
 
     def _end_now(self, error: TransferError) -> list[Transfer]:
-        """The same; those transfers that are not through, if nothing of them is being copied any
-        more.
-        """
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
@@ -280,7 +276,6 @@ class Pair(abc.ABC):
     def _convey(
         self, communicator: NcclCommunicator, lane: Lane, stages: list[torch.Tensor]
     ) -> None:
-        """Slice after slice, until it is time to end."""
         under_way: collections.deque[tuple[Move, torch.Tensor, NcclWork]] = collections.deque()
         moves: Iterator[Move] = iter(())
         for stage in cycle(stages):
@@ -329,7 +324,6 @@ class Pair(abc.ABC):
         return self.over is not None
 
     def _next(self, *, wait: bool) -> Transfer | None:
-        """The next transfer to begin. None: there is none now; or, if we `wait`, it is time to end."""
         with self._changed:
             self._check()
             if wait and not self._jobs:
@@ -340,7 +334,6 @@ class Pair(abc.ABC):
             return self._jobs[self._begun - 1]
 
     def _idle(self) -> None:
-        """Wait for a transfer, or until it is time to end."""
         self.idle_since = time.monotonic()
         self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
         if (
@@ -366,7 +359,6 @@ class Pair(abc.ABC):
 
     @contextlib.contextmanager
     def _touching(self) -> Iterator[None]:
-        """The pool, or what tells of it: nothing of an aborted pair gets in here."""
         with self._changed:
             self._check()
             yield
@@ -377,7 +369,7 @@ class Pair(abc.ABC):
 
 
 def within(limit_s: float, true: Callable[[], bool]) -> bool:
-    """Whether it came true in time."""
+    """Wait until it is true; return False if that takes too long."""
     deadline = time.monotonic() + limit_s
     while not true():
         if time.monotonic() >= deadline:
@@ -391,7 +383,7 @@ MAX_ASKS = 4096
 
 
 class SourcePair(Pair):
-    """Sends what it is asked for."""
+    """A pair's end that sends what it is asked for."""
 
     def __init__(
         self,
@@ -400,14 +392,11 @@ class SourcePair(Pair):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        """A reader wants to meet."""
         super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
     def serve(self, ask: Ask) -> None:
-        """Send so many bytes of these blocks when those before them are through.
-
-        Raises ValueError for what no reader may ask."""
+        """Send these blocks after those before them. Raises ValueError for what none may ask."""
         blocks, start, num_bytes = ask.blocks, ask.start, ask.num_bytes
         with self._changed:
             if len(self._jobs) >= MAX_ASKS:
@@ -428,9 +417,6 @@ class SourcePair(Pair):
         return self._terms.nccl.join(self._facts, self._given_up, self._deadline)
 
     def _leave(self) -> float:
-        """Only the reader knows whether it is still receiving, or has asked; one that is gone is
-        not waited for.
-        """
         self._say(Leave(self.name))
         return self._terms.patience_s
 
@@ -449,7 +435,7 @@ class SourcePair(Pair):
 
 
 class ReaderPair(Pair):
-    """Asks, and receives in the order in which it has asked."""
+    """A pair's end that asks, and receives in the order in which it has asked."""
 
     def __init__(
         self,
@@ -458,12 +444,11 @@ class ReaderPair(Pair):
         say: Callable[[PairMessage], None],
         ended: Callable[[Pair], None],
     ) -> None:
-        """`name` is unlike any other's."""
         super().__init__(name, READER, terms.slice_bytes, terms, say, ended)
         self._introduced = False
 
     def read(self, transfer: Transfer) -> bool:
-        """False if this pair has ended: another one is needed."""
+        """Read, or return False if this pair has ended: another one is needed."""
         with self._changed:
             if self.over is not None:
                 return False
@@ -474,9 +459,7 @@ class ReaderPair(Pair):
         return True
 
     def unheard(self, error: TransferError) -> list[Transfer]:
-        """The source has closed this pair as idle: end it, and what it has not heard of is for
-        another pair.
-        """
+        """End a pair that the source closed as idle; return what is left for another one."""
         return self._end_now(error)
 
     def _ask(self, transfer: Transfer) -> None:
@@ -502,9 +485,6 @@ class ReaderPair(Pair):
         return communicator.recv(stage)
 
     def _end(self, move: Move, stage: torch.Tensor, work: NcclWork, lane: Lane) -> None:
-        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in
-        the same stream would carry rubbish into the pool.
-        """
         work.wait()
         with self._touching():
             lane.scatter(move.places, move.piece, stage)

@@ -1,8 +1,7 @@
-"""The NIXL data plane (UCX): one-sided READs between registered pools, on CPU memory and on GPUs.
+"""The NIXL backend (UCX): one-sided READs between registered pools, on CPUs and on GPUs.
 
-Owns the NIXL agent and all that hangs on it; the only file that imports nixl. Everything else of a
-transfer (leases, fences, deadlines) is the desk's. What was learned about NIXL 1.5 is written where
-it matters below.
+The only file that imports nixl; what was learned about NIXL 1.5 is written where it matters. UCX's
+listener has no authentication, so it listens on the network devices of `kv_host` alone.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _MOST_ADDRESSES = 4096
 
 
 def net_devices(kv_host: str) -> str | None:
-    """UCX_NET_DEVICES for a node whose `kv_host` this is; None leaves all devices to UCX. Raises
-    ConfigError.
-    """
+    """Return UCX_NET_DEVICES for this `kv_host`; None for all devices. Raises ConfigError."""
     if is_loopback(kv_host):
         return "lo"
     try:
@@ -51,9 +48,7 @@ def net_devices(kv_host: str) -> str | None:
 
 
 def net_devices_of(address: str, known: Iterable[tuple[str, str]], sysfs: Path) -> str | None:
-    """The same for a number, on a machine with these (interface, address) pairs. Raises
-    ConfigError.
-    """
+    """Return the devices of a number, given (interface, address) pairs. Raises ConfigError."""
     wanted = ipaddress.ip_address(address)
     if wanted.is_unspecified:
         return None
@@ -76,9 +71,6 @@ def net_devices_of(address: str, known: Iterable[tuple[str, str]], sysfs: Path) 
 
 
 def _rdma_ports(name: str, sysfs: Path) -> list[str]:
-    """Ports of the RDMA devices that belong to an interface, or to those that a bond or VLAN is
-    made of.
-    """
     interface = sysfs / "class/net" / name
     return sorted(
         f"{device.name}:{port.name}"
@@ -89,7 +81,7 @@ def _rdma_ports(name: str, sysfs: Path) -> list[str]:
 
 
 def addresses_here() -> list[tuple[str, str]]:
-    """Each address of this machine with its interface. Raises ConfigError without Linux."""
+    """Return (interface, address) pairs of this machine. Raises ConfigError without Linux."""
     try:
         return [*_ipv4(), *_ipv6()]
     except OSError as error:
@@ -142,10 +134,6 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Handle:
-    """One READ. `error` is what posting it raised: bytes may be on their way all the same, so
-    `poll` tells of it.
-    """
-
     transfer: Any
     peer: str
     done: bool = False
@@ -161,11 +149,7 @@ class NixlBackend:
     helps_readers = True
 
     def __init__(self, name: str, region: PoolRegion, host: str) -> None:
-        """`name` is unique among all agents that ever meet; UCX listens on the interface of `host`
-        alone.
-
-        Takes nothing before `prepare`.
-        """
+        """`name` is unique among all agents; UCX listens on the interface of `host` alone."""
         self._name = name
         self._region = region
         self._host = host
@@ -179,10 +163,9 @@ class NixlBackend:
         """
 
     def prepare(self) -> None:
-        """Load NIXL and its UCX plugin, which stops the process's other threads for up to 0.4 s;
-        UCX does not start.
+        """Load NIXL and its UCX plugin, without starting UCX. Raises ConfigError.
 
-        Raises ConfigError.
+        That stops the process's other threads for up to 0.4 s.
         """
         # Before UCX is loaded, and before there are threads that may read the environment while it
         # changes.
@@ -224,9 +207,7 @@ class NixlBackend:
             raise ConfigError(f"NIXL cannot load UCX: {_named(error)}") from error
 
     def open(self) -> bytes:
-        """Start UCX, which listens from here on, and register the pool (up to 3 s). Returns the
-        metadata.
-        """
+        """Start UCX and register the pool (up to 3 s). Returns the metadata."""
         region = self._region
         if self._memory == "VRAM":
             # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
@@ -301,7 +282,9 @@ class NixlBackend:
         return handle
 
     def poll(self, handle: object) -> bool:
-        """NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for
+        """Return True when all is in.
+
+        NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for
         ever.
         """
         assert isinstance(handle, _Handle)
@@ -339,22 +322,17 @@ class NixlBackend:
                 handle.over_at = time.monotonic() + COPIED_S
 
     def drop_peer(self, generation: str) -> None:
-        """Forget a peer that no READ in flight reads from."""
         remote = self._remotes.pop(generation, None)
         if remote is not None:
             self._quietly(remote.blocks.release)
             self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
 
     def progress(self) -> None:
-        """Let UCX serve peers that read from here. Nobody sends notifications; asking for them is
-        what progresses.
-        """
+        """Let UCX serve peers that read from here, by asking for notifications."""
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Give the agent back. NIXL forgets a READ in flight but does not stop it, so the pool must
-        outlive it.
-        """
+        """Give the agent back. A READ in flight is not stopped, so the pool must outlive it."""
         for handle in list(self._handles):
             self._forget(handle)
         for generation in list(self._remotes):
@@ -365,16 +343,10 @@ class NixlBackend:
         self._end()
 
     def _end(self) -> None:
-        """UCX listens until nothing refers to the agent any more, which the descriptor lists do,
-        too.
-        """
         self._prepared.clear()
         del self._agent
 
     def _ours(self, start: int, size: int) -> Any:
-        """Prepared descriptors of this part of our blocks. They stay: there are as many as ways to
-        cut a block.
-        """
         if (start, size) not in self._prepared:
             table = self._table(self._region, start, size)
             self._prepared[start, size] = self._agent.prep_xfer_dlist(
@@ -383,9 +355,6 @@ class NixlBackend:
         return self._prepared[start, size]
 
     def _table(self, region: PoolRegion, start: int, size: int) -> Any:
-        """One row says it all, [1, 5]: address, length, device, stride, count. Raises OverflowError
-        for no address.
-        """
         _, device = _memory(region.device)
         row = [region.address + start, size, device, region.block_bytes, region.num_blocks]
         return self._np.array([row], dtype=self._np.uint64)
@@ -395,15 +364,11 @@ class NixlBackend:
         self._quietly(lambda: self._agent.release_xfer_handle(handle.transfer))
 
     def _quietly(self, give_back: Callable[[], object]) -> None:
-        """Giving back may fail because the other side is gone, which is often why we give back."""
         with contextlib.suppress(*self._errors):
             give_back()
 
 
 def _memory(device: str) -> tuple[str, int]:
-    """NIXL's name of a memory, and the device's number. Raises ConfigError for what is neither cpu
-    nor cuda:N.
-    """
     if device == "cpu":
         return "DRAM", 0
     kind, _, number = device.partition(":")

@@ -1,15 +1,11 @@
-"""The peers that a node reads from: meeting them, the plane between us, renewals, and their loss.
+"""The peers that a node reads from: handshake, choice of a backend, renewals, and their loss.
 
-Owns the table of peers and what is said to each; no lock, no clock and no threads. The desk calls
-with its lock held, and says in `now` what its clock says. What a lost peer means for a fetch is the
-fetches' to say.
-
-Three things that end apart from one another. The *connection* to a peer: its fetches fail, and the
-next one dials again. The *plane's* way to it, which only the plane can see: it is joined anew, when
-no READ is on the old way. And the *process*: it is gone only if somebody else answers for it, or
-its host says that nobody listens there any more. A peer whose READ hangs is remembered for as long
-as it does, and dialled with every heartbeat: it may need our word to go on sending, and nobody else
-tells us that its process is gone.
+The transfer engine calls with its lock held, and gives the time. Three things end apart. The
+*connection* to a peer: its fetches fail, and the next one dials again. The backend's *way* to it:
+it is joined anew, when no READ is on the old way. And the *process*: it is gone only if somebody
+else answers for it, or its host says that nobody listens there any more. A peer whose READ hangs is
+remembered for as long as it does, and dialled with every heartbeat: it may need our word to go on
+sending, and nobody else tells us that its process is gone.
 """
 
 from __future__ import annotations
@@ -63,8 +59,6 @@ RENEW_BATCH = 1000
 
 @dataclass(slots=True)
 class _Peer:
-    """A process that we read from, or are about to, or did."""
-
     answer_by: float = 0.0
     welcomed: bool = False
     due: float = 0.0
@@ -93,7 +87,7 @@ class _Peer:
 
 
 class Peers:
-    """See the module."""
+    """The peers that a node reads from."""
 
     def __init__(
         self,
@@ -114,9 +108,7 @@ class Peers:
     # What the step loop wants.
 
     def want(self, request_id: str, peer: PeerKey, lease: LeaseId, now: float) -> None:
-        """A request is watched whose KV this peer has: its lease is cared for from now on, or its
-        fetch is doomed.
-        """
+        """Care for a lease that a request watches at this peer, or doom its fetch."""
         known = self._peers.get(peer)
         if known is None:
             known = self._peers[peer] = _Peer()
@@ -130,7 +122,7 @@ class Peers:
             self._control.send(peer, Follow(lease))
 
     def carry_out(self, command: PeerCommand, now: float) -> None:
-        """What the fetches want done."""
+        """Carry out a command of the fetches."""
         if isinstance(command, Verify):
             self._renew(command.peer, [command.lease], now)
         elif isinstance(command, Read):
@@ -145,7 +137,7 @@ class Peers:
             self._control.send(command.peer, End(command.lease, command.token))
 
     def way(self, peer: PeerKey) -> Way | None:
-        """How this peer's KV is read; None while that is not known, or no more."""
+        """Return how this peer's KV is read; None while that is not known, or no more."""
         known = self._peers.get(peer)
         if known is None or not known.plane:
             return None
@@ -155,7 +147,7 @@ class Peers:
         )
 
     def take_leave(self) -> None:
-        """We close: give back all leases."""
+        """Give back all leases: we close."""
         for peer in self._peers:
             for lease in self._fetches.leases(peer):
                 self._control.send(peer, End(lease, 0))
@@ -163,7 +155,6 @@ class Peers:
     # What the control thread tells.
 
     def on_message(self, peer: PeerKey, message: Message, now: float) -> None:
-        """A peer says this."""
         known = self._peers.get(peer)
         if known is None or known.lost is not None:
             return
@@ -195,13 +186,11 @@ class Peers:
             self._join(peer, known, now)
 
     def on_disconnect(self, peer: PeerKey, how: str, now: float) -> None:
-        """The connection to this peer has ended, or could not be made; `how` says which."""
         self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} {how}"), now)
         if self._fetches.reading(peer):
             self._control.probe(peer)
 
     def on_process_gone(self, peer: PeerKey, now: float) -> None:
-        """The process of this peer is gone for certain."""
         known = self._peers.get(peer)
         if known is None or known.vanished:
             return
@@ -211,9 +200,7 @@ class Peers:
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
     def tick(self, now: float) -> float:
-        """Say what is due, and lose who has not answered. Returns the second at which something is
-        due again.
-        """
+        """Send what is due, and lose silent peers. Returns when something is due again."""
         for peer, known in list(self._peers.items()):
             if known.lost is not None:
                 if now >= known.due and not known.vanished:
@@ -234,13 +221,11 @@ class Peers:
     # What the planes tell.
 
     def on_opened(self, kind: str, now: float) -> None:
-        """A plane of ours is open, or cannot be had."""
         for peer, known in list(self._peers.items()):
             if known.lost is None and known.plane == kind and not known.sources:
                 self._join(peer, known, now)
 
     def on_joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
-        """The plane can read from a peer, or cannot."""
         known = self._peers.get(peer)
         if known is None or known.lost is not None:
             return
@@ -258,17 +243,13 @@ class Peers:
         self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
 
     def on_way_lost(self, peer: PeerKey) -> None:
-        """The plane has lost its way to a peer, which may be there all the same: no READ starts on
-        this way.
-        """
+        """Start no READ on this way: the backend has lost it. The peer may still be there."""
         if peer in self._peers:
             self._peers[peer].joined = False
             self._fetches.peer_not_ready(peer)
 
     def on_read_over(self, peer: PeerKey) -> None:
-        """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way
-        looked for anew.
-        """
+        """Forget a lost peer, or look for a lost way anew, when no READ is left."""
         known = self._peers.get(peer)
         if known is None or self._fetches.reading(peer):
             return
@@ -324,7 +305,6 @@ class Peers:
             self.on_read_over(peer)
 
     def _choose(self, peer: PeerKey, known: _Peer, welcome: HandshakeReply, now: float) -> None:
-        """The best plane that both have."""
         try:
             known.choices = self._backends.shared(welcome)
         except Incompatible as error:
@@ -345,7 +325,6 @@ class Peers:
         self._try_next_plane(peer, known, none, now)
 
     def _try_next_plane(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
-        """`error` is why there is none so far."""
         if not known.choices:
             self._lose(peer, error, now)
             return
@@ -358,14 +337,10 @@ class Peers:
         self._join(peer, known, now)
 
     def _ask_to_open(self, peer: PeerKey, known: _Peer) -> None:
-        """Have the peer open the plane that we are waiting for. Its answer is another HandshakeReply."""
         if known.plane and known.welcome is not None and known.plane in known.welcome.on_request:
             self._control.send(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
 
     def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
-        """Join the peer if the plane is open at both ends; take the next one if it cannot be opened
-        at one of them.
-        """
         kind, welcome = known.plane, known.welcome
         assert welcome is not None
         if kind in self._backends.missing:
@@ -429,7 +404,6 @@ def _pools(welcome: HandshakeReply | None) -> list[tuple[Heads, PoolRegion]]:
 
 
 def _due(peer: _Peer) -> float:
-    """When there is something to do about it."""
     if peer.lost is not None and peer.vanished:
         return float("inf")
     return peer.due if peer.lost is not None or peer.welcomed else peer.answer_by

@@ -60,7 +60,7 @@ JOIN_S = 0.4
 
 
 class Part(NamedTuple):
-    """Our rank that reads, and the process of the source's rank that it reads from."""
+    """A part: our rank, and the process of the source's rank that it reads from."""
 
     rank: int
     source: PeerKey
@@ -80,7 +80,7 @@ class _Read:
 
 
 class PartTable:
-    """Peers and reads in parts. Pure: no threads, no lock.
+    """A table of peers and reads in parts. Pure: no threads, no lock.
 
     A part's events come in order, those of different parts in any order.
     """
@@ -94,7 +94,6 @@ class PartTable:
         self._reads: dict[int, _Read] = {}
 
     def __len__(self) -> int:
-        """Return the number of peers and reads."""
         return len(self._peers) + len(self._reads)
 
     def add_peer(self, peer: PeerKey, parts: Sequence[Part]) -> None:
@@ -254,7 +253,6 @@ class LedBackends:
         self.link.send(Prepared(rank, region, missing))
 
     def close(self) -> None:
-        """End all threads."""
         self.link.close(JOIN_S)
         self._end()
 

@@ -59,7 +59,7 @@ MAX_RANK_MESSAGE_BYTES = 1 << 20
 
 
 class BackendTerms(msgspec.Struct, frozen=True):
-    """Backends that are wanted, the best first, and what they must know of the configuration."""
+    """A choice of backends, the best first, and what they must know of the configuration."""
 
     kinds: tuple[str, ...]
     host: str
@@ -81,32 +81,32 @@ class LinkAddress(msgspec.Struct, frozen=True):
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
-    """Open this backend. Opened follows."""
+    """A command to open a backend. Opened follows."""
 
     kind: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Close this backend for good: another rank cannot have it."""
+    """A command to close a backend for good: another rank cannot have it."""
 
     kind: str
 
 
 class Do(msgspec.Struct, tag="do", frozen=True):
-    """Give this job to a backend."""
+    """A job for a backend."""
 
     kind: str
     job: BackendJob
 
 
 class Serve(msgspec.Struct, tag="serve", frozen=True):
-    """Whether peers may be reading from the engine."""
+    """The news whether peers may be reading from the engine."""
 
     on: bool
 
 
 class Sum(msgspec.Struct, tag="sum", frozen=True):
-    """Compute the checksums of these blocks. Summed follows."""
+    """A question for checksums of blocks. Summed follows."""
 
     number: int
     blocks: list[int]
@@ -175,7 +175,7 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 class RankLink(SocketThread):
-    """Rank 0's end. Public methods return at once, except `prepared` and `close`."""
+    """The link's end at rank 0. Public methods return at once, except `prepared` and `close`."""
 
     def __init__(
         self, host: str, heads: Sequence[Heads], engine_id: str, terms: BackendTerms
@@ -227,7 +227,6 @@ class RankLink(SocketThread):
         return [found[rank] for rank in sorted(found)]
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Send to a rank."""
         self.post(lambda: self._send(self._ranks[rank], message))
 
     def nudge(self) -> None:
@@ -236,7 +235,6 @@ class RankLink(SocketThread):
             self.wake()
 
     def wait_ms(self) -> int | None:
-        """Tell the ranks whether peers read from here; return how long to poll."""
         serving = self._serving()
         if serving != self._told_serving:
             self._told_serving = serving
@@ -245,17 +243,14 @@ class RankLink(SocketThread):
         return SERVING_MS if serving else None
 
     def on_ready(self, ready: set[Any]) -> None:
-        """Hear the ranks."""
         if self._router in ready:
             for name, frame in received(self._router):
                 self._take(name, _from_rank.decode(frame))
 
     def on_error(self, error: Exception) -> None:
-        """Report it."""
         self._on_error(error)
 
     def on_close(self) -> None:
-        """Have all ranks close their backends."""
         for name in self._ranks.values():
             self._send(name, Close())
         self._router.close(linger=LINGER_MS)
@@ -278,7 +273,7 @@ class RankLink(SocketThread):
 
 
 class LinkEnd(SocketThread):
-    """Another rank's end. `send` may be called from any thread and returns at once."""
+    """The link's end at another rank."""
 
     def __init__(
         self,
@@ -294,11 +289,9 @@ class LinkEnd(SocketThread):
         self.start()
 
     def send(self, message: FromRank) -> None:
-        """Send to rank 0."""
         self.post(partial(self._connection.send, _encoder.encode(message)))
 
     def on_ready(self, ready: set[Any]) -> None:
-        """Hear rank 0. Raises PeerLost when the connection has ended."""
         if self._connection.dealer in ready:
             for (frame,) in received(self._connection.dealer):
                 message = _to_rank.decode(frame)
@@ -309,9 +302,7 @@ class LinkEnd(SocketThread):
             raise PeerLost("the connection to rank 0 has ended or was refused")
 
     def on_error(self, error: Exception) -> None:
-        """Report it: the process must end."""
         self._lost(f"{type(error).__name__}: {error}")
 
     def on_close(self) -> None:
-        """Hang up."""
         self._connection.close()

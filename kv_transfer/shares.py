@@ -1,8 +1,7 @@
 """Which bytes of a block a reading rank takes from which rank of a source. Pure.
 
-A block is [kv_heads of its rank, bytes of a head], so what two ranks have in common is one
-contiguous range on either side: a *share* of the block. KV heads that several ranks of the source
-hold are taken from them in turn, so that the readers of one head do not all read from one rank.
+A block is [kv_heads of its rank, bytes of a head], so two ranks have one contiguous range in
+common: a *share*. KV heads that several ranks of the source hold are taken from them in turn.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ Heads = tuple[int, int]
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` of every block, from `remote_start` of the source's block on, and from
-    `local_start` of ours.
-    """
+    """A range: `num_bytes` of every block, from a start on either side."""
 
     remote_start: int
     local_start: int
@@ -32,8 +29,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 def shares(
     rank: int, readers: Sequence[Heads], sources: Sequence[Heads], head_bytes: int
 ) -> list[tuple[int, Share]]:
-    """What rank `rank` of the readers takes: (rank of the source, share), in the order of our
-    block.
+    """Return (rank of the source, share) that reader `rank` takes, in the order of our block.
 
     Raises Incompatible for a head that no rank of the source holds.
     """
@@ -58,8 +54,7 @@ def shares(
 
 
 def order_of_heads(readers: Sequence[Heads], sources: Sequence[Heads]) -> list[int]:
-    """Of each KV head of each reading rank, in this order, where the one that it reads lies among
-    all of the source's.
+    """Return where each KV head of each reader lies among all of the source's.
 
     Raises Incompatible for a head that no rank of the source holds.
     """

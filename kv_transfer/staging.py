@@ -1,10 +1,8 @@
-"""The KV pool as rows of bytes, transfers cut into slices of staging memory, and the copies between
-the two.
+"""The KV pool as rows of bytes, and copies of slices between it and staging memory.
 
-Refuses to know who sends or receives. On a GPU a slice is one launch of `kernels/gather_blocks.py`,
-on a stream that has nothing but such copies, so that it waits for no peer. (Streams may share one
-of a GPU's 8 queues, though: then a copy begins after operations of other streams that were launched
-before it, and ends when those are aborted.)
+On a GPU a slice is one launch of kernels/gather_blocks.py, on a stream that has nothing but such
+copies, so that it waits for no peer. (Streams may share one of a GPU's 8 queues, though: then a
+copy begins after operations of other streams that were launched before it.)
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ PROGRAMS = 128
 
 
 class Slice(NamedTuple):
-    """Bytes `start` to `stop` of what is copied of each of `rows` blocks, from the `first` in a
-    transfer's list on.
-    """
+    """A slice of a transfer: bytes `start` to `stop` of `rows` blocks, from the `first` on."""
 
     first: int
     rows: int
@@ -43,13 +39,13 @@ class Slice(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in staging."""
         return self.rows * (self.stop - self.start)
 
 
 def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
-    """A transfer of `row_bytes` of each block, in slices of at most `slice_bytes`: parts of a row
-    that is larger, else whole rows, as equally as they can be shared out.
+    """Cut a transfer into slices of at most `slice_bytes`, as equal as can be.
+
+    A slice is a part of a row of `row_bytes` that is larger, else whole rows.
     """
     if row_bytes > slice_bytes:
         starts = range(0, row_bytes, slice_bytes)
@@ -64,7 +60,10 @@ def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
 
 
 class Budget:
-    """Memory of all pairs of a process. A pair holds its share until its communicator is closed."""
+    """A limit on the memory of all pairs of a process.
+
+    A pair holds its share until its communicator is closed.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -106,14 +105,14 @@ class Budget:
                 self._changed.notify_all()
 
     def nudge(self) -> None:
-        """Somebody who waits may have given up."""
+        """Look whether somebody who waits has given up."""
         with self._changed:
             self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where a transfer is in the pool: bytes `offset` to `offset + row_bytes` of each of `blocks`."""
+    """A place of a transfer in the pool: bytes of each of `blocks`, from `offset` on."""
 
     blocks: Sequence[int]
     offset: int
@@ -124,8 +123,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Block ids of a transfer, for the kernel; int32. Pinned memory that is made for each would
-    cost half a millisecond, so that tables are used again.
+    """A table of block ids for the kernel, int32, which is used again.
+
+    Pinned memory made for each transfer would cost half a millisecond.
     """
 
     host: torch.Tensor
@@ -135,9 +135,7 @@ class Table:
 
 
 class Rows(NamedTuple):
-    """One side of a copy by the kernel: rows `ids` (int32, on the GPU) from `address` on, `stride`
-    bytes apart.
-    """
+    """A side of a copy: rows `ids` (int32, on the GPU) from `address` on, `stride` bytes apart."""
 
     address: int
     ids: torch.Tensor
@@ -162,7 +160,7 @@ class StagedPool:
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[Lane]:
-        """This thread copies here from now on, on a stream of its own."""
+        """Have this thread copy, on a stream of its own."""
         if self.device.type == "cpu":
             yield Lane(self, None)
             return
@@ -178,9 +176,7 @@ class StagedPool:
             spare.append(stream)
 
     def compile(self) -> None:
-        """What `lane` needs, which may take seconds: block 0 is the null block, which nobody reads,
-        onto itself.
-        """
+        """Compile what `lane` needs, which may take seconds, by copying the null block."""
         with self.lane() as lane:
             places = lane.places([0])
             if places.table is not None:
@@ -189,9 +185,7 @@ class StagedPool:
 
 
 class Lane:
-    """Copies of one thread between the pool and staging, in order. `settled` may be called from any
-    thread.
-    """
+    """The copies of one thread between pool and staging, in order."""
 
     def __init__(
         self, pool: StagedPool, stream: torch.cuda.Stream | None, kernel: Any = None
@@ -220,11 +214,7 @@ class Lane:
     def places(
         self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None
     ) -> Places:
-        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all
-        of each.
-
-        Until `forget`, which may be called when all of them have been copied.
-        """
+        """Get ready to copy these bytes of these blocks, by default all of each, until `forget`."""
         pool = self._pool
         size = pool.block_bytes if row_bytes is None else row_bytes
         if self._kernel is None or any(
@@ -247,12 +237,12 @@ class Lane:
         return Places(blocks, offset, size, table)
 
     def forget(self, places: Places) -> None:
-        """What is copied there has been copied."""
+        """Use the table again: all has been copied."""
         if places.table is not None:
             self._tables.append(places.table)
 
     def gather(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
-        """Pool -> staging, in the order of the current stream."""
+        """Copy pool -> staging, in the order of the current stream."""
         if places.table is not None and piece.stop - piece.start == places.row_bytes:
             self.run_kernel(
                 self._scattered(places, piece, places.table),
@@ -264,9 +254,7 @@ class Lane:
                 part.copy_(row, non_blocking=True)
 
     def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
-        """Staging -> pool, in the order of the current stream: the bytes are there when all is
-        `settled`.
-        """
+        """Copy staging -> pool; the bytes are there when all is `settled`."""
         if places.table is not None and piece.stop - piece.start == places.row_bytes:
             self.run_kernel(
                 _packed(places, piece, staging, places.table),
@@ -278,7 +266,7 @@ class Lane:
                 row.copy_(part, non_blocking=True)
 
     def settled(self) -> bool:
-        """Whether all copies have ended."""
+        """Return whether all copies have ended. From any thread."""
         return self._stream is None or self._stream.query()
 
     def run_kernel(self, source: Rows, target: Rows, places: Places) -> None:
@@ -310,7 +298,6 @@ class Lane:
     def _runs(
         self, places: Places, piece: Slice, staging: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equal shape, [blocks that are neighbours, bytes]: in the pool, in staging."""
         packed = staging[: piece.num_bytes].view(piece.rows, -1)
         ids = places.blocks[piece.first : piece.first + piece.rows]
         start, stop = places.offset + piece.start, places.offset + piece.stop
@@ -326,7 +313,6 @@ def _packed(places: Places, piece: Slice, staging: torch.Tensor, table: Table) -
 
 
 def _mapped(region: PoolRegion) -> torch.Tensor:
-    """The region as a tensor that owns nothing, [bytes] uint8."""
     num_bytes = region.num_blocks * region.block_bytes
     if region.device == "cpu":
         memory = (ctypes.c_uint8 * num_bytes).from_address(region.address)

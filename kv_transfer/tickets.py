@@ -1,13 +1,9 @@
-"""Signed tickets: a reader follows the ticket of a node that has the cluster's secret, whoever
-carries it; no other.
+"""Signed tickets: a reader follows the ticket of a node that has the cluster's secret.
 
-Pure: `now` is a Unix second. Owns what of a ticket is signed, for how long that is good, and the
-reader's verdict. Does not know whether the KV is still there: leases, epochs and generations say
-that. What a ticket does not sign (token ids, text) leads nowhere: whoever may post it may post a
-prompt as well.
+Pure: `now` is a Unix second. Whether the KV is still there, leases, epochs and generations say.
 
-The signature is HMAC-SHA256 under a key of its own made of the secret, so its audience is the
-cluster. Without a secret tickets carry no signature and lead to no other machine.
+The signature is HMAC-SHA256 under a key made of the secret, so its audience is the cluster. Without
+a secret tickets carry no signature and lead to no other machine.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ _REMEDY = "set the same KVRELAY_CLUSTER_SECRET on all nodes"
 
 
 def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
-    """Source: the ticket as it is given away, good for LIFE_S. Unchanged without a secret."""
+    """Return the ticket as it is given away, good for LIFE_S. Unchanged without a secret."""
     if not secret:
         return ticket
     ticket = msgspec.structs.replace(ticket, expires_at=int(now) + LIFE_S)
@@ -39,9 +35,7 @@ def signed(ticket: Ticket, secret: str, now: float) -> Ticket:
 
 
 def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
-    """Reader: why nothing that this ticket says may be followed, in one sentence; None if all of it
-    may.
-    """
+    """Return why a reader must not follow this ticket, in one sentence; None if it may."""
     if not secret:
         if ticket.signature is not None:
             return (
@@ -67,9 +61,6 @@ def refusal(ticket: Ticket, secret: str, now: float) -> str | None:
 
 
 def _signature(ticket: Ticket, secret: str) -> str:
-    """Over all that leads a reader to a node, or to blocks there, and what has made their KV. In
-    hexadecimal.
-    """
     # A JSON list, in this order: no two tickets have the same bytes.
     claim = msgspec.json.encode(
         [

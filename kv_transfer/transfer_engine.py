@@ -1,9 +1,7 @@
-"""The part of a connector that is the same for every data plane: leases, fetches, peers and the
-talk between nodes.
+"""The transfer engine: leases, fetches and peers of a node, over its backends.
 
-`TransferEngine` implements the `Connector` interface over a `TransferBackend`. It owns the lock under which the
-pure tables change, and two threads that do nothing but carry: `ControlThread` (sockets, heartbeats,
-deadlines) and `BackendThread` (bytes).
+It has the lock under which the pure tables change. Two kinds of threads carry: `ControlThread`
+(sockets, heartbeats, deadlines) and `BackendThread` (bytes).
 """
 
 from __future__ import annotations
@@ -66,8 +64,12 @@ STALL_S = 60.0
 
 
 class TransferEngine:
-    """A connector over data planes. See `kvrelay.kv_transfer.connector.Connector` for the contract of its
-    methods.
+    """A node's KV connector, both as source and as reader.
+
+    As the source it keeps a lease on offered blocks until the reader or the router releases them,
+    or the lease runs out. As the reader it keeps the source's lease alive from `watch` on, and
+    fetches. It never touches scheduler or block pool. Public methods return at once, except
+    `close`, and are called from one thread, the step loop.
     """
 
     def __init__(
@@ -80,12 +82,10 @@ class TransferEngine:
         backends: Mapping[str, TransferBackend],
         link: RankLink | None = None,
     ) -> None:
-        """Serves from here on. `planes`: the best first; those of several that cannot be had here
-        are left out.
+        """Serve from here on. `backends`: the best first; several may lack some.
 
-        `region` and `planes` are this process's; `link` leads to those of the engine's other ranks,
-        if it has any. `wake` is called from any thread when `events` has something. Raises
-        ConfigError.
+        `region` and `backends` are this process's; `link` leads to the engine's other ranks. `wake`
+        is called from any thread when `events` has something. Raises ConfigError.
         """
         self._engine_id = engine_id
         self._generation = uuid.uuid4().hex
@@ -144,7 +144,7 @@ class TransferEngine:
 
     @property
     def generation(self) -> str:
-        """Fresh at every process start."""
+        """Fresh id of this process."""
         return self._generation
 
     @property
@@ -154,7 +154,7 @@ class TransferEngine:
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Data planes that peers can use, the best first. Not all are open: see Backends."""
+        """Names of the backends that peers can use, the best first; not all are open."""
         return tuple(self._backends)
 
     def offer(
@@ -165,8 +165,10 @@ class TransferEngine:
         ready: int | None = None,
         adapter: tuple[str, str] = ("", ""),
     ) -> Ticket:
-        """Source: see Connector. Raises ValueError for a request that is offered already, or too
-        long an id.
+        """Source: lease these blocks to whoever comes with the ticket. One Released follows.
+
+        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there.
+        Raises ValueError for a request that is offered already, or too long an id.
         """
         if len(request_id) > MAX_ID_CHARS:
             raise ValueError(
@@ -201,12 +203,12 @@ class TransferEngine:
         return signed(ticket, secret, now)
 
     def grow(self, request_id: str, ready: int) -> None:
-        """Source: see Connector."""
+        """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
         with self._turn():
             self._growths.grow(request_id, ready)
 
     def complete(self, request_id: str, completion: Completion) -> Ticket | None:
-        """Source: see Connector."""
+        """Source: a growing offer is complete. Returns the ticket; None for unknown ids."""
         with self._turn():
             if not self._leases.complete(request_id, time.monotonic()):
                 return None
@@ -215,18 +217,19 @@ class TransferEngine:
         return ticket
 
     def prolong(self, request_id: str) -> None:
-        """Source: see Connector."""
+        """Source: begin the lease anew, for somebody who waits without a connector."""
         with self._turn():
             self._leases.prolong(request_id, time.monotonic())
 
     def release(self, request_id: str) -> None:
-        """Source: see Connector."""
+        """Source: end the lease now. Unknown ids are ignored."""
         with self._turn():
             self._leases.release(request_id)
 
     def watch(self, request_id: str, ticket: Ticket) -> None:
-        """Reader: see Connector. Raises ValueError if the request is watched already, or not
-        settled yet.
+        """Reader: keep this ticket's lease alive from now on.
+
+        Raises ValueError if the request is watched already, or not settled yet.
         """
         peer = _source(ticket)
         lease = LeaseId(ticket.remote_request_id, ticket.lease_epoch)
@@ -256,8 +259,10 @@ class TransferEngine:
     def fetch(
         self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> None:
-        """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the
-        pool.
+        """Reader: read remote block i into local block i. Fetched or FetchFailed follows.
+
+        Empty lists release the source's lease: the reader had all of it cached. Raises ValueError
+        for unwatched requests and blocks outside the pool.
         """
         if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
             raise ValueError(
@@ -268,17 +273,20 @@ class TransferEngine:
             self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
 
     def cancel(self, request_id: str) -> None:
-        """Reader: see Connector."""
+        """Reader: give the request up.
+
+        One Settled follows if a fetch was running, and nothing if the request was only watched.
+        """
         with self._turn():
             self._fetches.cancel(request_id)
 
     def way(self, ticket: Ticket) -> Way | None:
-        """Reader: see Connector."""
+        """Reader: how this ticket's source is read; None while that is not known, or no more."""
         with self._lock:
             return self._peers.way(_source(ticket))
 
     def events(self) -> list[Event]:
-        """See Connector. Raises RuntimeError if a thread of this connector has ended."""
+        """Return the events since the last call. Raises RuntimeError if a thread has ended."""
         if self._broken is not None:
             raise RuntimeError(
                 f"a thread of the KV connector has ended: {self._broken}"
@@ -291,7 +299,6 @@ class TransferEngine:
         return news
 
     def stats(self) -> TransferStats:
-        """See Connector."""
         with self._lock:
             leases, fetches = self._leases, self._fetches
             return TransferStats(
@@ -311,9 +318,7 @@ class TransferEngine:
             )
 
     def close(self) -> None:
-        """See Connector. Leases that we watch are given back; a read that is in flight is left to
-        its fate.
-        """
+        """End all threads and sockets within a second; watched leases are given back."""
         with self._lock:
             self._peers.take_leave()
             self._words.close()
@@ -325,7 +330,6 @@ class TransferEngine:
     # Called from the control thread.
 
     def answer(self, sender: bytes, message: Message) -> Message | None:
-        """Source: what a peer asks; `sender` names it to `ControlThread.tell`."""
         now = time.monotonic()
         if not self.serving():
             self._backends.nudge()
@@ -354,22 +358,18 @@ class TransferEngine:
         return Refused(f"a source does not expect {type(message).__name__}")
 
     def on_message(self, peer: PeerKey, message: Message) -> None:
-        """As the reader: handle what a source says."""
         with self._turn():
             self._peers.on_message(peer, message, time.monotonic())
 
     def on_disconnect(self, peer: PeerKey, how: str) -> None:
-        """As the reader: the connection to a source has ended."""
         with self._turn():
             self._peers.on_disconnect(peer, how, time.monotonic())
 
     def on_process_gone(self, peer: PeerKey) -> None:
-        """As the reader: nobody listens at a source's address any more."""
         with self._turn():
             self._peers.on_process_gone(peer, time.monotonic())
 
     def tick(self, now: float) -> float:
-        """End leases, fail late fetches, renew. Returns the seconds until something is due."""
         self._beat_at = now
         self._backends.expire(now)
         with self._turn():
@@ -383,7 +383,6 @@ class TransferEngine:
     # Called from the threads of backends.
 
     def on_backend_opened(self, kind: str) -> None:
-        """A backend is open on all ranks, or cannot be had."""
         with self._turn():
             self._peers.on_opened(kind, time.monotonic())
             for caller, kinds in list(self._callers.items()):
@@ -392,7 +391,6 @@ class TransferEngine:
                     self._control.send_to_reader(caller, self._welcome())
 
     def on_backend_event(self, event: BackendEvent) -> None:
-        """A backend has joined a peer, or a read has ended or broken."""
         now = time.monotonic()
         with self._turn():
             match event:
@@ -408,21 +406,15 @@ class TransferEngine:
                     self._peers.on_read_over(peer)
 
     def serving(self) -> bool:
-        """Whether peers may be reading from here: leases are out, or a reader has said something
-        lately.
-        """
+        """Return whether peers may be reading from here."""
         return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
     def on_error(self, error: Exception) -> None:
-        """A thread has ended; `events` says so."""
         self._broken = error
         self._wake()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One change of the tables: under the lock, its commands carried out in order, the step
-        loop woken after it.
-        """
         with self._lock:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
@@ -445,7 +437,6 @@ class TransferEngine:
             self._wake()
 
     def _answer_to(self, caller: bytes, hello: HandshakeRequest) -> Message | None:
-        """Source: a HandshakeReply, which follows later if planes must be opened first."""
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
@@ -471,9 +462,6 @@ class TransferEngine:
         )
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
-        """Source: the answer follows when they are summed, if the lease still holds then. Of other
-        blocks none does.
-        """
         if self._backends.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
             return Renewed(time.monotonic(), [], [asked.lease])
         return None
@@ -509,12 +497,11 @@ def open_connector(
     wake: Callable[[], None],
     link: RankLink | None = None,
 ) -> TransferEngine:
-    """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has,
-    and open the best.
+    """Prepare the backends that `config.kv_connector` names, and open the best.
 
-    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any,
-    which call `join_connector`. `wake` is called from any thread when `events` has something.
-    Raises ConfigError if no plane can be had, or the control channel's address.
+    The others are opened when a peer needs them. `link` leads to the other ranks, which call
+    `join_connector`. `wake` is called from any thread when `events` has something. Raises
+    ConfigError.
     """
     return TransferEngine(
         engine_id,
@@ -530,7 +517,7 @@ def open_connector(
 def join_connector(
     rank: int, region: PoolRegion, meeting: LinkAddress, host: str, lost: Callable[[str], None]
 ) -> LedBackends:
-    """Prepare the planes of a rank other than 0, which opens them when rank 0 says so.
+    """Prepare the backends of a rank other than 0, which rank 0 opens.
 
     `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
     rank 0 is lost.
@@ -542,8 +529,9 @@ def join_connector(
 
 
 def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
-    """What planes must know of the configuration; `rank_heads`: how many KV heads each of several
-    ranks has.
+    """Return what backends must know of the configuration.
+
+    `rank_heads`: KV heads of each of several ranks.
     """
     kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
     # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
@@ -559,7 +547,6 @@ def _planes(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, Tra
 
 
 def _plane(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
-    """Each imports what only it needs, and takes nothing yet."""
     if kind == "direct":
         from kvrelay.kv_transfer.direct import DirectBackend
 

@@ -71,7 +71,6 @@ def _declared(config: Any) -> list[tuple[str, tuple[object, ...], Meta | None]]:
 
 
 def _beyond(limits: Meta, value: float) -> str:
-    """Return what the value must be instead; empty if it is within the limits. NaN never is."""
     low, above, high = limits.ge, limits.gt, limits.le
     within = (low is None or value >= low) and (above is None or value > above)
     if within and (high is None or value <= high):

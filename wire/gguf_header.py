@@ -126,7 +126,6 @@ class _Cursor:
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str] | None:
-        """A whole vocabulary, 128,000 strings and more: read without a call of ours for each."""
         texts: list[str] = []
         content, at, wanted = self._bytes, self._at, self._string_lists
         for _ in range(count):
@@ -142,7 +141,6 @@ class _Cursor:
         return texts if wanted else None
 
     def _place(self) -> tuple[tuple[int, ...], int, int]:
-        """(shape in torch's order, GGML type, offset behind the header) of the next tensor."""
         dimensions = self._integer("I")
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {dimensions} dimensions")
@@ -151,7 +149,6 @@ class _Cursor:
 
 
 def _scalar(kind: int) -> str:
-    """The struct format of a number. A list within a list is refused too: no known file has one."""
     if kind not in _SCALARS:
         raise ValueError(f"unknown metadata type {kind}")
     return _SCALARS[kind]

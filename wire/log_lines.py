@@ -75,8 +75,6 @@ def formatter(log_format: str, process: str, worker: int | None = None) -> loggi
 
 
 class _TextLines(logging.Formatter):
-    """A line is a text, with a traceback behind it if there is one."""
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
         return shortened(super().formatMessage(record), _MAX_CHARS)
 
@@ -131,5 +129,4 @@ def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
 
 @lru_cache(maxsize=256)
 def _names(template: str) -> tuple[str, ...]:
-    """Of each conversion of a template the name before it, or nothing."""
     return tuple(found[1] or "" for found in _CONVERSION.finditer(template) if found[2])

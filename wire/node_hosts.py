@@ -60,9 +60,6 @@ def is_node_allowed(url: str, entries: Sequence[str], nodes: Iterable[str]) -> b
 
 
 def _host_of(url: str) -> str | _Address | None:
-    """None for what is no node's address, or can be read in two ways: nothing stands beside host
-    and port.
-    """
     found = _AT.fullmatch(urlsplit(url).netloc) if is_base_url(url) else None
     return None if found is None else _host(found[1])
 

@@ -122,7 +122,6 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _brackets_deep(kind: ConstraintKind, text: str) -> int:
-    """Count how deep brackets stand in each other, at most."""
     if kind == "regex":
         return _regex_deep(text)
     language = "json" if kind != "grammar" else "gbnf" if GBNF_RULE.search(text) else "lark"

@@ -233,7 +233,6 @@ class StepRoom:
         return left > 0 and (not self.taken or self._most(0) > 0)
 
     def _most(self, start: int) -> int:
-        """How many tokens of a prompt from `start` on there is time for."""
         if self.taken and self.enough_ms <= 0:
             return self.budget.padded(self.taken) - self.taken
         return (
