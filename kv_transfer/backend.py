@@ -50,6 +50,7 @@ __all__ = [
     "BackendThread",
     "Source",
     "wake_in_time",
+    "check_blocks",
     "why_not",
 ]
 
@@ -64,7 +65,7 @@ POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 BROKEN_S = 1000.0
 # Of a read that hangs it is told once.
 HANGING_S = 60.0
-# While peers may read here, a plane without own threads must be progressed; else only often enough
+# While peers may read here, a backend without own threads must be progressed; else only often enough
 # to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
@@ -213,11 +214,10 @@ class BackendThread:
         self._turned_at = time.monotonic()
         self._prepared: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._metadata: bytes | None = None
-        """Of a plane that is open."""
-        self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-backend", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and prepare the plane. Raises what its `prepare` raised."""
+        """Start the thread and prepare the backend. Raises what its `prepare` raised."""
         self._thread.start()
         error = self._prepared.get()
         if error is not None:
@@ -245,7 +245,7 @@ class BackendThread:
         self.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread and give the plane's resources back."""
+        """End the thread and give its resources back."""
         self.stop()
         self._thread.join(timeout_s)
 
@@ -262,7 +262,7 @@ class BackendThread:
                 self._turn()
         except Exception as error:
             # The edge of this thread: the step loop must hear of it.
-            log.exception("data plane ended")
+            log.exception("a transfer backend ended")
             self._on_error(error)
         finally:
             if self._metadata is not None:
@@ -272,7 +272,7 @@ class BackendThread:
         if self._metadata is None:
             try:
                 self._metadata = self._backend.open()
-            except Exception as error:  # noqa: BLE001 - the desk decides what it means that there is no such plane
+            except Exception as error:  # noqa: BLE001 - the listener decides what it means
                 done(error)
                 return
         done(self._metadata)
@@ -361,6 +361,14 @@ class BackendThread:
             return not in_flight
         self._tell(ReadEnded(read.peer, read.read_id))
         return True
+
+
+def check_blocks(whose: str, blocks: Sequence[int], num_blocks: int) -> None:
+    """Raise TransferError for blocks outside a pool."""
+    if not all(0 <= block < num_blocks for block in blocks):
+        raise TransferError(
+            f"{whose} blocks {list(blocks)} reach outside a pool of {num_blocks} blocks"
+        )
 
 
 def why_not(error: Exception) -> str:

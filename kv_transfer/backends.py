@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -21,12 +22,14 @@ from kvrelay.kv_transfer.backend import (
 from kvrelay.kv_transfer.checksums import Checksums
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.messages import HandshakeReply, RankCard
-from kvrelay.kv_transfer.rank_backends import AllRanksBackend
+from kvrelay.kv_transfer.rank_backends import AllRanksBackend, LedBackends
 from kvrelay.kv_transfer.ranks import (
     OPEN_S,
+    BackendTerms,
     Broke,
     Do,
     FromRank,
+    LinkAddress,
     News,
     Open,
     Opened,
@@ -37,9 +40,10 @@ from kvrelay.kv_transfer.ranks import (
     Summed,
 )
 from kvrelay.kv_transfer.shares import Heads, Share, order_of_heads, shares
+from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import ConfigError, Incompatible, KvrelayError
 
-__all__ = ["Backends"]
+__all__ = ["Backends", "join_connector", "make_backends", "terms_of"]
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +96,9 @@ class Backends:
         self._link = link
         self._listener = listener
         self._pools = [(heads, region)]  # of each rank
-        self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
-        self._opening: dict[
-            str, dict[int, bytes | Exception]
-        ] = {}  # what ranks have told of planes that are not yet
+        self._cards: dict[str, list[bytes]] = {}  # of open backends, by rank
+        # What ranks have told of backends that are being opened.
+        self._opening: dict[str, dict[int, bytes | Exception]] = {}
         self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
         first: queue.Queue[str] = queue.Queue()
@@ -311,8 +314,10 @@ class Backends:
 
     def silent_s(self) -> float:
         """Return the seconds since the slowest thread of this process was seen at work."""
-        planes_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
-        return planes_s if self._checksums is None else max(planes_s, self._checksums.silent_s())
+        backends_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
+        return (
+            backends_s if self._checksums is None else max(backends_s, self._checksums.silent_s())
+        )
 
     def _at_work(self) -> list[BackendThread]:
         with self._lock:
@@ -353,3 +358,55 @@ def _source(welcome: HandshakeReply, rank: int, kind: str, share: Share) -> Sour
     # A rank is a process of its own, so it has a generation of its own.
     generation = f"{welcome.generation}/{rank}" if rank else welcome.generation
     return Source(welcome.engine_id, generation, card.region, card.planes[kind], share)
+
+
+# The fastest first: so a pair of nodes chooses among those that both have.
+KINDS = ("direct", "nixl", "nccl")
+
+
+def join_connector(
+    rank: int, region: PoolRegion, address: LinkAddress, host: str, lost: Callable[[str], None]
+) -> LedBackends:
+    """Prepare the backends of a rank other than 0, which rank 0 opens.
+
+    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
+    rank 0 is lost.
+    """
+    terms = BackendTerms(address.terms.kinds, host, address.terms.meet_s, address.terms.patience_s)
+    return LedBackends(
+        rank, region, make_backends(f"{address.engine_id}-{rank}", region, terms), address, lost
+    )
+
+
+def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
+    """Return what backends must know of the configuration.
+
+    `rank_heads`: KV heads of each of several ranks.
+    """
+    kinds = KINDS if config.kv_connector == "auto" else (config.kv_connector,)
+    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
+    # has lost it.
+    summed_heads = rank_heads if config.kv_checksums else 0
+    return BackendTerms(
+        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
+    )
+
+
+def make_backends(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
+    """Return the backends of these terms, by kind; none has taken anything yet."""
+    return {kind: _backend(kind, name, region, terms) for kind in terms.kinds}
+
+
+def _backend(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
+    if kind == "direct":
+        from kvrelay.kv_transfer.direct import DirectBackend
+
+        return DirectBackend(region)
+    if kind == "nixl":
+        from kvrelay.kv_transfer.nixl import NixlBackend
+
+        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
+        return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
+    from kvrelay.kv_transfer.nccl import NcclBackend
+
+    return NcclBackend(region, terms.host, terms.meet_s, terms.patience_s)

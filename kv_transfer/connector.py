@@ -76,7 +76,7 @@ class Fetched:
     later.
     """
     read_s: float = 0.0
-    """Seconds in which the data plane was reading."""
+    """Seconds in which the backend was reading."""
     told_at: float | None = field(default=None, compare=False)
     """Of a growing ticket: monotonic second at which the news came that its KV was complete."""
 
@@ -114,7 +114,7 @@ class Way:
     """The backend by which a peer's KV is read, and why no better one is."""
 
     plane: str
-    """Name of the data plane."""
+    """Name of the backend."""
     missed: Mapping[str, str]
     """Backends that are preferred to it, and why each cannot be had."""
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset, pool_memory
-from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.backend import Source, check_blocks
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.host_memory import HostFile, mapped, place_of
 from kvrelay.kv_transfer.mapped_gpu import GpuPiece, GpuSide
@@ -74,7 +74,7 @@ class DirectBackend:
     helps_readers = False
 
     def __init__(self, region: PoolRegion) -> None:
-        """Takes nothing before `open`. The region's pool must outlive the plane."""
+        """Takes nothing before `open`. The region's pool must outlive the backend."""
         self._region = region
         self._side: Side = HostSide(region) if region.device == "cpu" else GpuSide(region)
         self._remotes: dict[str, _Remote] = {}
@@ -134,16 +134,8 @@ class DirectBackend:
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
-        num_blocks = remote.source.region.num_blocks
-        limits = (
-            ("remote", remote_blocks, num_blocks),
-            ("local", local_blocks, self._region.num_blocks),
-        )
-        for whose, blocks, limit in limits:
-            if not all(0 <= block < limit for block in blocks):
-                raise TransferError(
-                    f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks"
-                )
+        check_blocks("remote", remote_blocks, remote.source.region.num_blocks)
+        check_blocks("local", local_blocks, self._region.num_blocks)
         return self._side.start(remote.source, remote.pool, remote_blocks, local_blocks)
 
     def poll(self, handle: object) -> bool:
@@ -174,7 +166,7 @@ class DirectBackend:
 
 
 # One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The
-# plane's thread sleeps up to 1 ms between two calls.
+# backend's thread sleeps up to 1 ms between two calls.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
 

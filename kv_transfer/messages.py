@@ -50,7 +50,7 @@ class RankCard(msgspec.Struct, frozen=True):
     heads: Heads
     region: PoolRegion
     planes: dict[str, bytes]
-    """Its data planes that are open by name, with what a reader needs to use each: opaque here."""
+    """Its backends that are open by name, with what a reader needs to use each: opaque here."""
 
 
 class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
@@ -65,7 +65,7 @@ class HandshakeReply(msgspec.Struct, tag="welcome", frozen=True):
     checksums: bool = False
     """Whether it answers a reader that asks for checksums of blocks."""
     on_request: list[str] = []
-    """Its data planes that a reader can have opened by another HandshakeRequest."""
+    """Its backends that a reader can have opened by another HandshakeRequest."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

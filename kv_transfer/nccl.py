@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.backend import Source, check_blocks
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.nccl_control import PairControl
 from kvrelay.kv_transfer.nccl_library import NcclLibrary
@@ -95,14 +95,8 @@ class NcclBackend:
         source = self._sources.get(generation)
         if source is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
-        for whose, blocks, limit in (
-            ("remote", remote_blocks, source.region.num_blocks),
-            ("local", local_blocks, self._region.num_blocks),
-        ):
-            if not all(0 <= block < limit for block in blocks):
-                raise TransferError(
-                    f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks"
-                )
+        check_blocks("remote", remote_blocks, source.region.num_blocks)
+        check_blocks("local", local_blocks, self._region.num_blocks)
         try:
             encode(
                 Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes)
@@ -132,7 +126,9 @@ class NcclBackend:
     def progress(self) -> None:
         """Raise RuntimeError if the control thread has ended."""
         if self._control.broken is not None:
-            raise RuntimeError(f"the NCCL plane's control thread has ended: {self._control.broken}")
+            raise RuntimeError(
+                f"the NCCL backend's control thread has ended: {self._control.broken}"
+            )
 
     def close(self) -> None:
         """Hang up everywhere. A communicator that hangs keeps its staging, never the pool."""

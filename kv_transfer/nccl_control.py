@@ -117,7 +117,7 @@ class PairControl(SocketThread):
                 (frame,) = frames
                 self._answer(sender, decode(frame))
             except (msgspec.DecodeError, ValueError) as error:
-                log.warning("a reader of the NCCL plane is not understood: %s", error)
+                log.warning("a reader of the NCCL backend is not understood: %s", error)
 
     def _answer(self, sender: bytes, message: PairMessage) -> None:
         if isinstance(message, Meet):
@@ -166,7 +166,7 @@ class PairControl(SocketThread):
         source = self._sources.get(generation)
         if source is None:
             transfer.error = PeerLost(
-                "the connection to the source's NCCL plane has ended or was refused"
+                "the connection to the source's NCCL backend has ended or was refused"
             )
             return
         if source.pair is None or not source.pair.read(transfer):
@@ -181,7 +181,7 @@ class PairControl(SocketThread):
                 (frame,) = frames
                 message = decode(frame)
             except (msgspec.DecodeError, ValueError) as error:
-                log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
+                log.warning("the NCCL backend of %s is not understood: %s", source.where, error)
                 continue
             pair = source.pair
             if pair is None or message.pair != pair.name:  # of a pair that has ended

@@ -143,7 +143,7 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A read, as the data plane's handle. Either `done` or `error` is set once, by whoever ends it."""
+    """A read, as the backend's handle. Either `done` or `error` is set once, by whoever ends it."""
 
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]

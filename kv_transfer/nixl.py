@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.backend import Source, check_blocks
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
@@ -257,11 +257,7 @@ class NixlBackend:
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
-        if not all(0 <= block < remote.num_blocks for block in remote_blocks):
-            raise TransferError(
-                f"remote blocks {list(remote_blocks)} reach outside a pool of {remote.num_blocks} "
-                f"blocks"
-            )
+        check_blocks("remote", remote_blocks, remote.num_blocks)
         indices = [
             self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)
         ]

@@ -72,14 +72,14 @@ class _Peer:
     """The version that both speak, once it is welcomed."""
     welcome: HandshakeReply | None = None
     """The last one."""
-    plane: str = ""
-    """The plane that we read through, or are about to."""
+    kind: str = ""
+    """The backend that we read through, or are about to."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
     """Which rank of ours reads what through it; none until it is open at both ends."""
     heads: list[int] = field(default_factory=list)
     """Where checksums of our KV heads lie among its own; empty if it or we compare none."""
     joined: bool = False
-    """The plane can read, as far as is known."""
+    """The backend can read, as far as is known."""
     choices: list[str] = field(default_factory=list)
     """Backends that were not tried yet, the best first."""
     missed: dict[str, str] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Peers:
         if isinstance(command, Verify):
             self._renew(command.peer, [command.lease], now)
         elif isinstance(command, Read):
-            self._backends[self._peers[command.peer].plane].read(command)
+            self._backends[self._peers[command.peer].kind].read(command)
         elif isinstance(command, Ask):
             self._ask(command)
         elif command.token and self._sees_held(command.peer, command.lease):
@@ -139,11 +139,11 @@ class Peers:
     def way(self, peer: PeerKey) -> Way | None:
         """Return how this peer's KV is read; None while that is not known, or no more."""
         known = self._peers.get(peer)
-        if known is None or not known.plane:
+        if known is None or not known.kind:
             return None
-        better = takewhile(lambda kind: kind != known.plane, self._backends.wanted)
+        better = takewhile(lambda kind: kind != known.kind, self._backends.wanted)
         return Way(
-            known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed}
+            known.kind, {kind: known.missed[kind] for kind in better if kind in known.missed}
         )
 
     def take_leave(self) -> None:
@@ -178,11 +178,11 @@ class Peers:
             self._be_welcomed(peer, known, message, now)
         elif (
             isinstance(message, HandshakeReply)
-            and known.plane
+            and known.kind
             and not known.sources
             and _pools(message) == _pools(known.welcome)
         ):
-            known.welcome = message  # with the plane that we have asked for
+            known.welcome = message  # with the backend that we have asked for
             self._join(peer, known, now)
 
     def on_disconnect(self, peer: PeerKey, how: str, now: float) -> None:
@@ -196,7 +196,7 @@ class Peers:
             return
         known.vanished = True
         if known.sources:
-            self._backends[known.plane].peer_gone(peer)
+            self._backends[known.kind].peer_gone(peer)
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
     def tick(self, now: float) -> float:
@@ -218,11 +218,11 @@ class Peers:
                 )
         return min(map(_due, self._peers.values()), default=float("inf"))
 
-    # What the planes tell.
+    # What the backends tell.
 
     def on_opened(self, kind: str, now: float) -> None:
         for peer, known in list(self._peers.items()):
-            if known.lost is None and known.plane == kind and not known.sources:
+            if known.lost is None and known.kind == kind and not known.sources:
                 self._join(peer, known, now)
 
     def on_joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
@@ -230,13 +230,13 @@ class Peers:
         if known is None or known.lost is not None:
             return
         if error is not None:
-            self._try_next_plane(peer, known, error, now)
+            self._try_next(peer, known, error, now)
             return
         log.info(
             "KV of %s:%d comes by %s, protocol %d",
             peer.host,
             peer.port,
-            known.plane,
+            known.kind,
             known.protocol,
         )
         known.joined = True
@@ -256,10 +256,10 @@ class Peers:
         if known.lost is not None:
             del self._peers[peer]
             if known.sources:
-                self._backends[known.plane].drop_peer(peer)
+                self._backends[known.kind].drop_peer(peer)
         elif known.welcomed and not known.joined and known.sources:
-            self._backends[known.plane].drop_peer(peer)
-            self._backends[known.plane].add_peer(peer, known.sources)
+            self._backends[known.kind].drop_peer(peer)
+            self._backends[known.kind].add_peer(peer, known.sources)
 
     # LinkAddress.
 
@@ -322,36 +322,36 @@ class Peers:
         theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
         both = f"{', '.join(self._backends)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
-        self._try_next_plane(peer, known, none, now)
+        self._try_next(peer, known, none, now)
 
-    def _try_next_plane(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
+    def _try_next(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
         if not known.choices:
             self._lose(peer, error, now)
             return
-        if known.plane:
-            known.missed[known.plane] = error.message
-            log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
-        known.plane, known.sources = known.choices.pop(0), []
-        self._backends.open(known.plane)
+        if known.kind:
+            known.missed[known.kind] = error.message
+            log.info("no KV by %s from %s:%d: %s", known.kind, peer.host, peer.port, error.message)
+        known.kind, known.sources = known.choices.pop(0), []
+        self._backends.open(known.kind)
         self._ask_to_open(peer, known)
         self._join(peer, known, now)
 
     def _ask_to_open(self, peer: PeerKey, known: _Peer) -> None:
-        if known.plane and known.welcome is not None and known.plane in known.welcome.on_request:
-            self._control.send(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
+        if known.kind and known.welcome is not None and known.kind in known.welcome.on_request:
+            self._control.send(peer, msgspec.structs.replace(self._hello, opens=[known.kind]))
 
     def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
-        kind, welcome = known.plane, known.welcome
+        kind, welcome = known.kind, known.welcome
         assert welcome is not None
         if kind in self._backends.missing:
-            self._try_next_plane(peer, known, TransferError(self._backends.missing[kind]), now)
+            self._try_next(peer, known, TransferError(self._backends.missing[kind]), now)
         elif kind in welcome.on_request or not self._backends.is_open(kind):
             return
         elif any(kind not in card.planes for card in welcome.ranks):
             why = (
                 f"{peer.host}:{peer.port} could not open its KV connector {kind}; its log says why"
             )
-            self._try_next_plane(peer, known, TransferError(why), now)
+            self._try_next(peer, known, TransferError(why), now)
         else:
             known.sources = self._backends.sources(welcome, kind)
             self._backends[kind].add_peer(peer, known.sources)

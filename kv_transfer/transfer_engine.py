@@ -17,7 +17,7 @@ from itertools import chain
 import msgspec
 
 from kvrelay.kv_transfer.backend import BackendEvent, Joined, ReadEnded, ReadFailed, TransferBackend
-from kvrelay.kv_transfer.backends import Backends
+from kvrelay.kv_transfer.backends import Backends, make_backends, terms_of
 from kvrelay.kv_transfer.chunk_progress import ProgressTable, Question, QuestionTable
 from kvrelay.kv_transfer.connector import (
     Completion,
@@ -46,14 +46,13 @@ from kvrelay.kv_transfer.messages import (
     Renewed,
 )
 from kvrelay.kv_transfer.peers import Peers
-from kvrelay.kv_transfer.rank_backends import LedBackends
-from kvrelay.kv_transfer.ranks import BackendTerms, LinkAddress, RankLink
+from kvrelay.kv_transfer.ranks import RankLink
 from kvrelay.kv_transfer.tickets import refusal, signed
 from kvrelay.wire.config import TransferConfig
 from kvrelay.wire.errors import Incompatible, KvrelayError, PeerLost
 from kvrelay.wire.transfer import Fingerprint, Ticket
 
-__all__ = ["PLANES", "TransferEngine", "join_connector", "open_connector", "terms_of"]
+__all__ = ["TransferEngine", "open_connector"]
 
 MAX_ID_CHARS = 256
 # Two threads to join, and close() promises a second.
@@ -87,23 +86,24 @@ class TransferEngine:
         `region` and `backends` are this process's; `link` leads to the engine's other ranks. `wake`
         is called from any thread when `events` has something. Raises ConfigError.
         """
-        self._engine_id = engine_id
-        self._generation = uuid.uuid4().hex
+        self.engine_id = engine_id
+        """Stable name of this node among its peers."""
+        self.generation = uuid.uuid4().hex
+        """Fresh id of this process."""
         self._fingerprint = fingerprint
         self._region = region
         self._config = config
         self._wake = wake
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s)
-        self._words = LeaseWords(self._generation)
+        self._words = LeaseWords(self.generation)
         self._growths = ProgressTable()
         self._questions = QuestionTable(self._growths)
         self._offers: dict[str, Ticket] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
-        num_bytes = (
-            len(heads) * region.block_bytes
-        )  # of a block on all ranks, which hold equally many heads
+        # Of a block on all ranks, which hold equally many heads.
+        num_bytes = len(heads) * region.block_bytes
         self._fetches = FetchTable(
             FetchLimits(
                 config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes
@@ -113,6 +113,8 @@ class TransferEngine:
         self._heard_at = float("-inf")  # of any reader
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
+        self.address = self._control.address
+        """Host and port of the control channel that peers dial."""
         try:
             self._backends = Backends(
                 backends, self, region, heads[0], link, checksums=config.kv_checksums > 0
@@ -129,28 +131,12 @@ class TransferEngine:
             self._control,
             self._backends,
         )
-        self._callers: dict[
-            bytes, list[str]
-        ] = {}  # who waits for a HandshakeReply until these planes are open
+        # Readers that wait for a HandshakeReply until these backends are open.
+        self._callers: dict[bytes, list[str]] = {}
         self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
     # The connector interface: called from the step loop.
-
-    @property
-    def engine_id(self) -> str:
-        """Stable name of this node among its peers."""
-        return self._engine_id
-
-    @property
-    def generation(self) -> str:
-        """Fresh id of this process."""
-        return self._generation
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the control channel that peers dial."""
-        return self._control.address
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -181,13 +167,13 @@ class TransferEngine:
         self._backends.nudge()
         host, port = self.address
         ticket = Ticket(
-            remote_engine_id=self._engine_id,
+            remote_engine_id=self.engine_id,
             remote_block_ids=[list(block_ids)],
             remote_request_id=request_id,
             remote_host=host,
             remote_port=port,
             tp_size=self._fingerprint.tp_size,
-            generation=self._generation,
+            generation=self.generation,
             lease_epoch=lease.epoch,
             num_tokens=num_tokens,
             growing=ready is not None,
@@ -322,7 +308,7 @@ class TransferEngine:
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        # The planes first: who finds nobody at our address takes it that nothing of ours is on its
+        # The backends first: who finds nobody at our address takes it that nothing of ours is on its
         # way any more.
         self._backends.close(JOIN_S)
         self._control.close(JOIN_S)
@@ -450,15 +436,15 @@ class TransferEngine:
         return self._welcome()
 
     def _welcome(self) -> HandshakeReply:
-        planes, words = self._backends, self._words.place
+        backends, words = self._backends, self._words.place
         return HandshakeReply(
-            self._engine_id,
-            self._generation,
+            self.engine_id,
+            self.generation,
             self._fingerprint,
-            planes.ranks,
+            backends.ranks,
             words,
-            planes.can_sum,
-            planes.on_request,
+            backends.can_sum,
+            backends.on_request,
         )
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
@@ -485,10 +471,6 @@ def _blocks(ticket: Ticket) -> int:
     return sum(map(len, ticket.remote_block_ids))
 
 
-PLANES = ("direct", "nixl", "nccl")
-"""The fastest first: so a pair of nodes chooses among those that both have."""
-
-
 def open_connector(
     engine_id: str,
     fingerprint: Fingerprint,
@@ -503,59 +485,5 @@ def open_connector(
     `join_connector`. `wake` is called from any thread when `events` has something. Raises
     ConfigError.
     """
-    return TransferEngine(
-        engine_id,
-        fingerprint,
-        region,
-        config,
-        wake,
-        _planes(engine_id, region, terms_of(config)),
-        link,
-    )
-
-
-def join_connector(
-    rank: int, region: PoolRegion, meeting: LinkAddress, host: str, lost: Callable[[str], None]
-) -> LedBackends:
-    """Prepare the backends of a rank other than 0, which rank 0 opens.
-
-    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if
-    rank 0 is lost.
-    """
-    terms = BackendTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
-    return LedBackends(
-        rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost
-    )
-
-
-def terms_of(config: TransferConfig, rank_heads: int = 0) -> BackendTerms:
-    """Return what backends must know of the configuration.
-
-    `rank_heads`: KV heads of each of several ranks.
-    """
-    kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
-    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease
-    # has lost it.
-    summed_heads = rank_heads if config.kv_checksums else 0
-    return BackendTerms(
-        kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads
-    )
-
-
-def _planes(name: str, region: PoolRegion, terms: BackendTerms) -> dict[str, TransferBackend]:
-    return {kind: _plane(kind, name, region, terms) for kind in terms.kinds}
-
-
-def _plane(kind: str, name: str, region: PoolRegion, terms: BackendTerms) -> TransferBackend:
-    if kind == "direct":
-        from kvrelay.kv_transfer.direct import DirectBackend
-
-        return DirectBackend(region)
-    if kind == "nixl":
-        from kvrelay.kv_transfer.nixl import NixlBackend
-
-        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
-        return NixlBackend(f"{name}-{uuid.uuid4().hex}", region, terms.host)
-    from kvrelay.kv_transfer.nccl import NcclBackend
-
-    return NcclBackend(region, terms.host, terms.meet_s, terms.patience_s)
+    backends = make_backends(engine_id, region, terms_of(config))
+    return TransferEngine(engine_id, fingerprint, region, config, wake, backends, link)

@@ -18,10 +18,10 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from kvrelay.kv_transfer.backends import join_connector, terms_of
 from kvrelay.kv_transfer.connector import PoolRegion
 from kvrelay.kv_transfer.rank_backends import LedBackends
 from kvrelay.kv_transfer.ranks import LinkAddress, RankLink
-from kvrelay.kv_transfer.transfer_engine import join_connector, terms_of
 from kvrelay.node import rank_messages
 from kvrelay.node.engine_profile import RankProfiler
 from kvrelay.node.probes import ProbePattern

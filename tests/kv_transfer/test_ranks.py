@@ -19,11 +19,12 @@ from shared_plane import BLOCK_BYTES, BLOCKS, SharedPlane, pattern
 from woken import Woken
 
 from kvrelay.kv_transfer.backend import Source
+from kvrelay.kv_transfer.backends import terms_of
 from kvrelay.kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
 from kvrelay.kv_transfer.rank_backends import LedBackends
 from kvrelay.kv_transfer.ranks import LinkEnd, RankLink
 from kvrelay.kv_transfer.shares import Heads
-from kvrelay.kv_transfer.transfer_engine import TransferEngine, terms_of
+from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.wire.errors import ConfigError, PeerLost, TransferError
 
 KINDS = ("a", "b")

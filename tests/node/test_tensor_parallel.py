@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from benchmarks.local_cluster import free_ports
+from kvrelay.kv_transfer.backends import terms_of
 from kvrelay.kv_transfer.ranks import LinkAddress
-from kvrelay.kv_transfer.transfer_engine import terms_of
 from kvrelay.node import rank_messages
 from kvrelay.node import ranks as rank_processes
 from kvrelay.paged_engine.ranks import Alone
