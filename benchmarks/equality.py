@@ -108,7 +108,7 @@ def in_engine(
     requests = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(**{"seed": 0, **sampling(i, seeded, max_tokens)})
-        request = Request.of(Submit(f"{i}", prompt, params), time.monotonic())
+        request = Request.from_submit(Submit(f"{i}", prompt, params), time.monotonic())
         engine.scheduler.add(request)
         requests.append(request)
         while alone and engine.scheduler.has_work:

@@ -54,7 +54,7 @@ def answers(
     arrivals and steps.
     """
     requests = [
-        Request.of(
+        Request.from_submit(
             Submit(
                 f"r{index}",
                 prompt,
@@ -181,7 +181,7 @@ def soak() -> None:
         params = SamplingParams(
             rng.randint(1, 64), seed=index, temperature=rng.choice((0.0, 0.9)), **cut, **penalty
         )
-        live.append(Request.of(Submit(f"r{index}", prompt, params), time.monotonic()))
+        live.append(Request.from_submit(Submit(f"r{index}", prompt, params), time.monotonic()))
         engine.scheduler.add(live[-1])
         while engine.scheduler.load(time.monotonic()).waiting > 32:
             engine.step()

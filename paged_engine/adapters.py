@@ -33,7 +33,7 @@ __all__ = [
     "AdapterSlots",
     "AdapterStore",
     "Adapters",
-    "FollowedAdapters",
+    "FollowerAdapters",
     "Loaded",
     "Reading",
     "Site",
@@ -276,7 +276,7 @@ class AdapterReader:
         """
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
-            self.ranks.agree(
+            self.ranks.require_equal(
                 {
                     f"lora_modules {text}": each.digest
                     for text, each in zip(config.lora_modules, adapters, strict=True)
@@ -362,7 +362,7 @@ class Adapters:
         """
         digest = reading.digest
         self._tell(_Install(reading.slot, digest))
-        if not self._ranks.least(int(bool(digest))):
+        if not self._ranks.minimum(int(bool(digest))):
             self.slots.give_up(reading.slot)
             raise ConfigError(
                 "another rank has not read the same adapter there; see its log"
@@ -384,10 +384,10 @@ class Adapters:
 
     def _tell(self, message: _Read | _Install | _Remove) -> None:
         if self._ranks.size > 1:
-            self._ranks.tell(ABOUT_ADAPTERS + _encoder.encode(message))
+            self._ranks.broadcast(ABOUT_ADAPTERS + _encoder.encode(message))
 
 
-class FollowedAdapters:
+class FollowerAdapters:
     """The side of the other ranks: what `Adapters` does there, this does here."""
 
     def __init__(
@@ -406,7 +406,7 @@ class FollowedAdapters:
             case _Install(slot, digest):
                 reading = self._readings.pop(slot)
                 same = bool(digest) and reading.digest == digest
-                if self._reader.ranks.least(int(same)):
+                if self._reader.ranks.minimum(int(same)):
                     self._store.install(slot, reading.prepared)
             case _Remove(slot):
                 self._store.remove(slot)

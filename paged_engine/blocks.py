@@ -93,7 +93,7 @@ class BlockPool:
                 del self._free[block]
             self._references[block] += 1
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Fresh blocks, or None if there are fewer. What they held is forgotten."""
         if count > len(self._free):
             return None
@@ -147,7 +147,7 @@ class BlockPool:
         self._changes = Changes()
         return taken
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block of a request, given in the order of its tokens."""
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -216,9 +216,9 @@ class KeptBlocks:
         """
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
-    def released(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """Nobody will read the blocks held for this request."""
-        self._pool.give_back(self._held.pop(request_id, []))
+        self._pool.release(self._held.pop(request_id, []))
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:
         """A transfer may still write to these blocks, except the first `shared`: untouchable until
@@ -227,17 +227,17 @@ class KeptBlocks:
         self._unsettled[request_id] = list(blocks)
         self._pool.quarantine(blocks[shared:])
 
-    def set_aside(self, probe_id: str) -> None:
+    def quarantine_held(self, probe_id: str) -> None:
         """A transfer may still write to the blocks held for this probe: untouchable until
         `settled`.
         """
         self.quarantine(probe_id, self._held.pop(probe_id))
 
-    def settled(self, request_id: str) -> None:
+    def settle(self, request_id: str) -> None:
         """No transfer can touch the blocks of a failed or aborted fetch any more."""
         blocks = self._unsettled.pop(request_id, [])
         self._pool.leave_quarantine(blocks)
-        self._pool.give_back(blocks)
+        self._pool.release(blocks)
 
     @property
     def num_held(self) -> int:

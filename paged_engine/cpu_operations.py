@@ -93,7 +93,7 @@ class CpuOperations:
             )
         return Experts(gate_up, down, self._expert_rows[shapes])
 
-    def folds(self, dtype: torch.dtype) -> bool:
+    def folds_norms(self, dtype: torch.dtype) -> bool:
         # One operation less a step. Not in 16 bits, where the rounding of W * g would show.
         return dtype == torch.float32
 
@@ -179,7 +179,7 @@ class CpuOperations:
     def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
         return x[step.sampled_rows]
 
-    def meet(self, x: torch.Tensor) -> None:
+    def barrier(self, x: torch.Tensor) -> None:
         if self._ranks.size > 1:
             self._ranks.all_reduce(x.new_zeros(1))
 
@@ -230,7 +230,7 @@ class CpuAdapterOperations(CpuOperations):
     ) -> Linear:
         return AdaptedLinear(super().linear(weight, bias, scale), self._rows)
 
-    def folds(self, dtype: torch.dtype) -> bool:
+    def folds_norms(self, dtype: torch.dtype) -> bool:
         return False  # A was trained behind the norm's weight
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from kvrelay.paged_engine.operations import Norm, Operations, QkNorm
 from kvrelay.paged_engine.rope import rope_frequencies, rope_variant
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Decoder", "by_projection"]
+__all__ = ["Decoder", "split_fused"]
 
 _LAYERS = "model.layers."
 # Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its
@@ -68,7 +68,7 @@ class _Layer:
     down_norm: Norm | None
 
 
-def by_projection(
+def split_fused(
     config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint's tensors as our weights: by the names of weight_shapes, those that are stored
@@ -96,7 +96,7 @@ def by_projection(
 class Decoder:
     """Weights ready for the forward pass.
 
-    `weights` yields what `by_projection` does, in any order; each is dropped once it is packed.
+    `weights` yields what `split_fused` does, in any order; each is dropped once it is packed.
     Raises ConfigError naming the weights that are missing or have another shape than `config` says.
     """
 
@@ -237,7 +237,7 @@ class Decoder:
             norm is None
             or norm.weight is None
             or norm.bias is not None
-            or not self._operations.folds(self.dtype)
+            or not self._operations.folds_norms(self.dtype)
         ):
             return norm, list(weights)
         if any(weight.dtype != self.dtype for weight in weights):  # fp8
@@ -276,7 +276,7 @@ class Decoder:
                 # Nobody reads the other rows any more: of a prompt, only the last token goes on.
                 hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
                 if not len(hidden):
-                    ops.meet(qkv)  # see "What the end of a step means", paged_engine/ranks.py
+                    ops.barrier(qkv)  # see "What the end of a step means", paged_engine/ranks.py
                     return hidden
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
+from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowerAdapters
 from kvrelay.paged_engine.before_loading import checked_model, choose_device, dtype_of
 from kvrelay.paged_engine.blocks import BlockPool
-from kvrelay.paged_engine.decoder import by_projection
+from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.guide import Guide, Matcher
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.lora_files import Adapter
@@ -40,7 +40,7 @@ from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import Pace, StepCosts
 from kvrelay.wire.versions import RELEASE
 
-__all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
+__all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "broadcast_aside", "run_follower"]
 
 # Who waits so long for a step's tokens has seen when it ended; taking those that are there takes
 # less.
@@ -125,7 +125,7 @@ def _speculation(config: EngineConfig, runner: Runner) -> Speculation:
     if asked is None:
         return Speculation()
     lengths = asked.prompt_lookup_max, asked.prompt_lookup_min
-    return Speculation(asked.num_speculative_tokens, *lengths, allows=runner.draws_ahead)
+    return Speculation(asked.num_speculative_tokens, *lengths, can_speculate=runner.can_speculate)
 
 
 class Engine:
@@ -162,14 +162,14 @@ class Engine:
         self.costs: StepCosts | None = None
         """What steps cost, once they were measured (paged_engine/timed_steps.py)."""
         self._pace = Pace()
-        self.begin_anew()
+        self.reset()
         self._in_flight: _InFlight | None = None
         self.idles = False
         """A step runs on the device, and the newest call of step() had nothing to launch behind it."""
         self._idle_since = 0.0
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all requests, all cached KV and all counters."""
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
@@ -244,7 +244,7 @@ class Engine:
         unused.
         """
         model = self.model
-        return Guide.of(
+        return Guide.for_params(
             params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher
         )
 
@@ -261,7 +261,7 @@ class Engine:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
             if adapter is None:
                 raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
-        return Request.of(submit, now, adapter)
+        return Request.from_submit(submit, now, adapter)
 
     @property
     def is_done(self) -> bool:
@@ -281,7 +281,7 @@ class Engine:
         since = self._idle_since if self.idles else began
         updated: list[Request] = []
         before, self._in_flight = self._in_flight, None
-        if before is not None and self.scheduler.wants_tokens:
+        if before is not None and self.scheduler.needs_tokens:
             updated, before = self._take_tokens(before, handover), None
         plan = self.scheduler.schedule(began)
         if handover is not None:
@@ -350,7 +350,7 @@ class Engine:
             _, of_rows, their_logprobs = zip(*rows, strict=True)
             if request.finish is None:
                 updated.append(request)
-            count = self.scheduler.append_drawn(request, of_rows, now)
+            count = self.scheduler.append_sampled(request, of_rows, now)
             request.new_logprobs += [entry for entry in their_logprobs[:count] if entry is not None]
             self.counters.generated_tokens += count
         return updated
@@ -372,12 +372,12 @@ class Engine:
             request.num_counted = end
 
 
-def aside(ranks: Ranks, message: bytes) -> None:
+def broadcast_aside(ranks: Ranks, message: bytes) -> None:
     """Rank 0: tell the others something that is not about a step, in the order of the steps."""
-    ranks.tell(_ASIDE + message)
+    ranks.broadcast(_ASIDE + message)
 
 
-def follow(
+def run_follower(
     config: EngineConfig,
     ranks: TorchRanks,
     device: torch.device,
@@ -389,8 +389,8 @@ def follow(
     Raises RuntimeError if it is lost.
     """
     runner, reader, given = _open_runner(config, checked_model(config, device.type), device, ranks)
-    adapters = None if runner.adapters is None else FollowedAdapters(reader, runner.adapters, given)
-    while message := ranks.hear():
+    adapters = None if runner.adapters is None else FollowerAdapters(reader, runner.adapters, given)
+    while message := ranks.receive():
         if message.startswith(ABOUT_ADAPTERS):
             assert adapters is not None
             adapters.heard(message)
@@ -405,7 +405,9 @@ def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> tuple[Runner, AdapterReader, list[Adapter]]:
     alike = {name: str(getattr(config, name)) for name in _ALIKE}
-    ranks.agree({"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike})
+    ranks.require_equal(
+        {"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike}
+    )
     dtype = getattr(torch, dtype_of(config, model, device.type))
     reader = AdapterReader(model, dtype, config.max_lora_rank, ranks)
     given = reader.given(config)
@@ -425,7 +427,7 @@ def _loaded_runner(
     ):
         # Products in fp8 depend on the batch's size, and older GPUs have none.
         tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))
-    stored = by_projection(model, tensors)
+    stored = split_fused(model, tensors)
     weights = shard_weights(stored, model, ranks.rank, ranks.size)
     model = shard_config(model, ranks.size)
     if device.type == "cpu":

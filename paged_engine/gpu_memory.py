@@ -23,7 +23,7 @@ class GpuBudget:
     allowed_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device, utilization: float) -> GpuBudget:
+    def measure(cls, device: torch.device, utilization: float) -> GpuBudget:
         """Raises ConfigError if less than the allowed share of the card is free."""
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * utilization)

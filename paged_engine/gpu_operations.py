@@ -133,7 +133,7 @@ class GpuOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return gate_up, down
 
-    def folds(self, dtype: torch.dtype) -> bool:
+    def folds_norms(self, dtype: torch.dtype) -> bool:
         return False  # in 16 bits the rounding of W * g would show
 
     # --- a step
@@ -294,7 +294,7 @@ class GpuOperations:
     def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
         return x if step.sampled_rows is None else x[step.sampled_rows]
 
-    def meet(self, x: torch.Tensor) -> None:
+    def barrier(self, x: torch.Tensor) -> None:
         if self._ranks.size > 1:
             self._ranks.all_reduce(x.new_zeros(1))
 

@@ -128,7 +128,7 @@ class GpuRunner:
         # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_fp8(config, device)
-        budget = GpuBudget.of(device, config.gpu_memory_utilization)
+        budget = GpuBudget.measure(device, config.gpu_memory_utilization)
         dtype, quantize = dtype_of(config, model, device.type), config.quantization == "fp8"
         budget.check_weights(least_weight_bytes(model, ranks.size, dtype=dtype, quantize=quantize))
         return cls(config, model, weights, device, ranks, budget)
@@ -193,7 +193,7 @@ class GpuRunner:
         self._uploads = self._open_uploads(longest)
         self._run_largest_step(longest)
         pool_bytes = config.kv_cache_memory_bytes or budget.left_for_kv()
-        num_blocks = ranks.least(
+        num_blocks = ranks.minimum(
             blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name)
         )
         budget.check(num_blocks * block_bytes(model, self._block_size, kv_name))
@@ -239,9 +239,9 @@ class GpuRunner:
 
     # --- a step
 
-    def draws_ahead(self, request: Request) -> bool:
+    def can_speculate(self, request: Request) -> bool:
         """Not with what changes logits: how does not depend on the row alone."""
-        return request.guide is None and self._sampler.draws_ahead(
+        return request.guide is None and self._sampler.is_unadjusted(
             request.params, request.output_tokens
         )
 
@@ -250,7 +250,7 @@ class GpuRunner:
         planned = self._slots.step(chunks)
         guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(RankStep.of(planned, guided)))
+            self._ranks.broadcast(msgspec.msgpack.encode(RankStep.from_planned(planned, guided)))
         self._tell_slots(planned.admitted, planned.states)
         forward = self._forward_pass(planned.values, planned.sampling)
         launched = _InFlight(planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
@@ -274,7 +274,8 @@ class GpuRunner:
             return
         step = msgspec.msgpack.decode(message, type=RankStep)
         self._tell_slots(
-            [(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states
+            [(slot, Request.from_submit(submit, 0.0)) for slot, submit in step.admitted],
+            step.states,
         )
         values = step.values()
         forward = self._forward_pass(
@@ -298,7 +299,7 @@ class GpuRunner:
     def close(self) -> None:
         """Leave the group; rank 0 ends the others."""
         if self._ranks.rank == 0:
-            self._ranks.tell(b"")
+            self._ranks.broadcast(b"")
         # A NCCL group does not end before the last graph that holds its calls.
         torch.cuda.synchronize(self._device)
         self._graphs.close()
@@ -321,7 +322,7 @@ class GpuRunner:
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
         masks = masks_of(sampling, forward.logits.shape[1])
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(RankMasks.of(masks)))
+            self._ranks.broadcast(msgspec.msgpack.encode(RankMasks.from_masks(masks)))
         return masks
 
     @torch.inference_mode()

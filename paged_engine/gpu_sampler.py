@@ -113,7 +113,7 @@ class GpuSampler:
         )
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
-        """The slot samples next as a request of these parameters, which draws_ahead(), does at this
+        """The slot samples next as a request of these parameters, which is_unadjusted(), does at this
         token.
         """
         self._features[slot] = _features_of(params, token_index)
@@ -121,7 +121,7 @@ class GpuSampler:
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
 
     @staticmethod
-    def draws_ahead(params: SamplingParams, outputs: int) -> bool:
+    def is_unadjusted(params: SamplingParams, outputs: int) -> bool:
         """Whether logits are taken as they are, from token number `outputs` on: then a slot needs
         no notes.
         """

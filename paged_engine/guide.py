@@ -65,7 +65,7 @@ class Guide:
     """Of one request; `follow` it before asking anything."""
 
     @classmethod
-    def of(
+    def for_params(
         cls,
         params: SamplingParams,
         *,

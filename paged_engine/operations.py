@@ -73,7 +73,7 @@ class Operations(Protocol[Step]):
         hidden, inner].
         """
 
-    def folds(self, dtype: torch.dtype) -> bool:
+    def folds_norms(self, dtype: torch.dtype) -> bool:
         """Whether a norm's weight shall be multiplied into the product behind it: W (g * x) = (W *
         g) x.
         """
@@ -142,7 +142,7 @@ class Operations(Protocol[Step]):
     def sampled(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """The rows of x that are sampled, [S, features]."""
 
-    def meet(self, x: torch.Tensor) -> None:
+    def barrier(self, x: torch.Tensor) -> None:
         """No rank gets past this before all have come so far; `x` is on the device."""
 
     def logits(self, x: torch.Tensor, linear: Any) -> torch.Tensor:

@@ -50,13 +50,13 @@ class Ranks(Protocol):
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """[rows, columns]: all ranks' x [rows, shard] side by side, cut to `columns`."""
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of all ranks' values."""
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def require_equal(self, facts: Mapping[str, str]) -> None:
         """Raise ConfigError, on all ranks, if one of them was told something else than rank 0."""
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Rank 0: give every other rank this message; an empty one ends them."""
 
     def close(self) -> None:
@@ -74,13 +74,13 @@ class Alone:
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         return x
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return value
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def require_equal(self, facts: Mapping[str, str]) -> None:
         """Nobody to disagree."""
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Nobody to tell."""
 
     def close(self) -> None:
@@ -136,19 +136,19 @@ class TorchRanks:
         _all_gather(gathered, x.contiguous())
         return gathered.view(self.size, rows, shard).transpose(0, 1).reshape(rows, -1)[:, :columns]
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         least = torch.tensor(value)
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self._messages)
         return int(least)
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def require_equal(self, facts: Mapping[str, str]) -> None:
         theirs = facts
         if self.rank == 0:
-            self.tell(msgspec.json.encode(facts))
+            self.broadcast(msgspec.json.encode(facts))
         else:
-            theirs = msgspec.json.decode(self.hear(), type=dict[str, str])
+            theirs = msgspec.json.decode(self.receive(), type=dict[str, str])
         wrong = [name for name in facts if facts[name] != theirs.get(name)]
-        if self.least(int(not wrong)):
+        if self.minimum(int(not wrong)):
             return
         what = (
             f"{wrong[0]} is {facts[wrong[0]]} here and {theirs.get(wrong[0])} on rank 0"
@@ -159,7 +159,7 @@ class TorchRanks:
             f"the ranks differ: {what}; start all of them with the same model and flags"
         )
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
         first = bytearray(_FRAME_BYTES)
         head = length + message[: _FRAME_BYTES - _LENGTH_BYTES]
@@ -169,7 +169,7 @@ class TorchRanks:
         if rest:
             self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """Other ranks: the next message of rank 0."""
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._broadcast(frame)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrelay.paged_engine.adapters import Loaded
     from kvrelay.paged_engine.speculation import DraftPace, NgramIndex
 
-__all__ = ["Endings", "Request", "State"]
+__all__ = ["StopConditions", "Request", "State"]
 
 
 class State(enum.Enum):
@@ -101,7 +101,7 @@ class Request:
     guide: Guide | None = None  # which tokens may come next, if not all
 
     @classmethod
-    def of(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
+    def from_submit(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
         """A fresh request; `now` is the engine's monotonic clock, `adapter` the one that it names."""
         return cls(
             request_id=submit.request_id,
@@ -237,7 +237,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Endings:
+class StopConditions:
     """Of one model in one context length."""
 
     eos: Collection[int]

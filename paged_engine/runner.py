@@ -92,7 +92,7 @@ class Runner(Protocol):
     meanwhile.
     """
 
-    def draws_ahead(self, request: Request) -> bool:
+    def can_speculate(self, request: Request) -> bool:
         """Whether proposals of this request's next tokens can be sampled in one step with the token
         before them.
         """
@@ -122,7 +122,7 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     """Slot; -1 for none."""
 
     @classmethod
-    def of(cls, chunk: Chunk) -> ChunkValues:
+    def from_chunk(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
         scored = (chunk.scored.start - chunk.start, len(chunk.scored))
         request = chunk.request
@@ -224,7 +224,7 @@ class CpuRunner:
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
-    def draws_ahead(self, request: Request) -> bool:
+    def can_speculate(self, request: Request) -> bool:
         """A guide follows one text; all else is a function of the tokens so far."""
         return request.guide is None
 
@@ -245,10 +245,10 @@ class CpuRunner:
         return self._run(chunks)[0]
 
     def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
-        values = [ChunkValues.of(chunk) for chunk in chunks]
+        values = [ChunkValues.from_chunk(chunk) for chunk in chunks]
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(values))
-        return self._compute(values, ScoredRows.of(chunks))
+            self._ranks.broadcast(msgspec.msgpack.encode(values))
+        return self._compute(values, ScoredRows.from_chunks(chunks))
 
     def follow(self, message: bytes) -> None:
         """Compute what rank 0 computes; it alone samples."""
@@ -257,7 +257,7 @@ class CpuRunner:
     def close(self) -> None:
         """Leave the group; rank 0 ends the others."""
         if self._ranks.rank == 0:
-            self._ranks.tell(b"")
+            self._ranks.broadcast(b"")
         self._ranks.close()
 
     def _compute(

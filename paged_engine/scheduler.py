@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from kvrelay.paged_engine.blocks import BlockPool, KeptBlocks
-from kvrelay.paged_engine.request import Endings, Request, State
+from kvrelay.paged_engine.request import Request, State, StopConditions
 from kvrelay.paged_engine.speculation import Speculation
 from kvrelay.paged_engine.step_plan import Chunk, Fetch, StepPlan
-from kvrelay.paged_engine.waiting import WaitingLine
+from kvrelay.paged_engine.waiting import WaitingQueue
 from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Finish, Load
 from kvrelay.wire.step_costs import StepBudget, StepRoom
@@ -51,10 +51,10 @@ class Scheduler:
         it.
         """
         self._max_num_seqs = max_num_seqs
-        self._endings = Endings(frozenset(eos_token_ids), max_model_len)
+        self._stop_conditions = StopConditions(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingLine(self._requests, block_size)
+        self._waiting = WaitingQueue(self._requests, block_size)
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
@@ -104,7 +104,7 @@ class Scheduler:
             self._end(request, Finish.ABORT)
         return request
 
-    def fetched(self, request_id: str, generated: Sequence[int] = ()) -> None:
+    def finish_fetch(self, request_id: str, generated: Sequence[int] = ()) -> None:
         """The KV of a fetching request is in its blocks; `generated`: what it has generated where
         it was computed.
         """
@@ -120,10 +120,10 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
-        if generated and (over := self._endings.over(request)) is not None:
+        if generated and (over := self._stop_conditions.over(request)) is not None:
             self._end(request, over)
 
-    def fetch_failed(self, request_id: str, reason: str, verified: int = 0) -> None:
+    def fail_fetch(self, request_id: str, reason: str, verified: int = 0) -> None:
         """The rest of the KV will not come: compute it here, in other blocks.
 
         `verified`: of the blocks that were fetched, so many first ones are right, and nothing writes
@@ -135,10 +135,10 @@ class Scheduler:
             assert fetch is not None
             self._keep_verified(self._fetching.pop(request_id), fetch.num_tokens, verified)
         elif request.state is State.WAITING:
-            self._waiting.leave(request)
+            self._waiting.remove(request)
             self._wait(request)
 
-    def give_up(self, request_id: str, reason: str) -> None:
+    def end_failed_fetch(self, request_id: str, reason: str) -> None:
         """End a fetching request whose KV will not come. Its blocks stay untouchable until they are
         settled.
         """
@@ -149,7 +149,7 @@ class Scheduler:
     def _keep_verified(self, request: Request, fetched: int, verified: int) -> None:
         known, cached = len(request.token_ids), request.num_published
         kept = min(cached + verified, min(fetched, known - 1) // self._block_size)
-        self._set_aside(request, kept)
+        self._quarantine(request, kept)
         if kept > cached:
             self.kept_blocks += kept - cached
             request.num_computed = kept * self._block_size
@@ -167,7 +167,7 @@ class Scheduler:
             if request.fetch is not None
             else self._cached_prefix(request, len(request.token_ids) - 1)
         )
-        self._waiting.join(request, len(cached) * self._block_size)
+        self._waiting.add(request, len(cached) * self._block_size)
 
     # --- probes: blocks of no request
 
@@ -178,13 +178,13 @@ class Scheduler:
         """
         return 0 if self._waiting else self.pool.free // 2
 
-    def lend(self, probe_id: str, count: int) -> list[int] | None:
+    def lend_blocks(self, probe_id: str, count: int) -> list[int] | None:
         """Fresh blocks: `kept` has them until released, or set aside and settled. None if they
         cannot be spared.
         """
         if count > self.spare_blocks:
             return None
-        blocks = self.pool.take(count)
+        blocks = self.pool.allocate(count)
         assert blocks is not None
         self.kept.hold(probe_id, blocks)
         return blocks
@@ -201,14 +201,14 @@ class Scheduler:
             (each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn
         )
         for request in decodes:
-            self._go_on(request, plan.chunks, None)
+            self._schedule_running(request, plan.chunks, None)
         room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
         for request in prompts:
             # Nor must a long prompt that has begun delay one whose turn comes before its own.
             if self.preemptions == preemptions:
                 self._admit(plan, room, now, before=request)
             if room.is_open:
-                self._go_on(request, plan.chunks, room)
+                self._schedule_running(request, plan.chunks, room)
         if self.preemptions != preemptions:
             return plan
         self._admit(plan, room, now)
@@ -216,22 +216,26 @@ class Scheduler:
             self.budget.tokens - sum(c.count for c in plan.chunks),
             self._max_num_seqs - len(plan.chunks),
         )
-        chunks = self.speculation.extended(
-            plan.chunks, max(0, left), self._endings.max_model_len, self._room_for
+        chunks = self.speculation.with_proposals(
+            plan.chunks, max(0, left), self._stop_conditions.max_model_len, self._room_for
         )
         return StepPlan(chunks, plan.fetches, plan.offers)
 
-    def _go_on(self, request: Request, chunks: list[Chunk], room: StepRoom | None) -> None:
-        if request.state is not State.RUNNING or self._endings.awaited(request):
+    def _schedule_running(
+        self, request: Request, chunks: list[Chunk], room: StepRoom | None
+    ) -> None:
+        if request.state is not State.RUNNING or self._stop_conditions.awaited(request):
             return
         tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
         if not tokens:
             return
-        chunk = Chunk.next_of(request, tokens)
+        chunk = Chunk.next_for(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
             # Not one whose last token is on its way: its blocks are free soon, or will be held for
             # a reader.
-            going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
+            going_on = [
+                r for r in self._running if not (r.offered or self._stop_conditions.awaited(r))
+            ]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
                 return
@@ -249,11 +253,11 @@ class Scheduler:
         )
 
     @property
-    def wants_tokens(self) -> bool:
+    def needs_tokens(self) -> bool:
         """Whether the tokens of the step under way should be awaited before the next step is
         scheduled.
         """
-        return self.speculation.wants_tokens(self._running, self._max_num_seqs)
+        return self.speculation.needs_tokens(self._running, self._max_num_seqs)
 
     def _admit(
         self, plan: StepPlan, room: StepRoom, now: float, before: Request | None = None
@@ -272,7 +276,7 @@ class Scheduler:
                 break
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
-            chunk = Chunk.next_of(request, room.take(request.uncomputed, request.num_computed))
+            chunk = Chunk.next_for(request, room.take(request.uncomputed, request.num_computed))
             grown = self._grow(
                 request, len(request.token_ids) if request.hold else chunk.start + chunk.count
             )
@@ -292,7 +296,7 @@ class Scheduler:
         needed = self._blocks_for(len(request.token_ids)) - len(shared)
         if needed > self.pool.free_after(shared):
             return False
-        self._waiting.leave(request)
+        self._waiting.remove(request)
         self.pool.share(shared)
         if shared is forked:
             self.forked_blocks += len(forked)
@@ -315,9 +319,9 @@ class Scheduler:
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
-        self._waiting.leave(request)
+        self._waiting.remove(request)
         self.pool.share(shared)
-        fresh = self.pool.take(needed)
+        fresh = self.pool.allocate(needed)
         assert fresh is not None
         request.blocks = [*shared, *fresh]
         request.num_published = len(shared)
@@ -336,7 +340,7 @@ class Scheduler:
         )
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        fresh = self.pool.take(max(0, self._blocks_for(tokens) - len(request.blocks)))
+        fresh = self.pool.allocate(max(0, self._blocks_for(tokens) - len(request.blocks)))
         if fresh is None:
             return False
         request.blocks += fresh
@@ -362,12 +366,12 @@ class Scheduler:
             request.num_scored = chunk.scored.stop
         self._publish(request)
 
-    def append_drawn(self, request: Request, drawn: Sequence[int], now: float) -> int:
+    def append_sampled(self, request: Request, drawn: Sequence[int], now: float) -> int:
         """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how
         many were added.
         """
         known = len(request.token_ids)
-        for count, token_id in enumerate(self.speculation.borne_out(request, drawn)):
+        for count, token_id in enumerate(self.speculation.accept(request, drawn)):
             if count:
                 request.num_pending += 1
                 if (
@@ -387,12 +391,12 @@ class Scheduler:
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
-        over = self._endings.before(request)
+        over = self._stop_conditions.before(request)
         if over is None:
             request.token_ids.append(token_id)
             request.new_tokens.append(token_id)
             request.appended(now)
-            over = self._endings.over(request)
+            over = self._stop_conditions.over(request)
         if over is not None:
             self._end(request, over)
         return request.finish
@@ -401,7 +405,7 @@ class Scheduler:
         if request.state is State.RUNNING:
             self._running.remove(request)
         elif request.state is State.WAITING:
-            self._waiting.leave(request)
+            self._waiting.remove(request)
         request.finish = why
         del self._requests[request.request_id]
         if request.tpot_ms:
@@ -409,7 +413,7 @@ class Scheduler:
             wanted = request.tpot_ms, request.expected_output
             self._announced.left(*wanted, request.output_tokens, complete=complete)
         if request.request_id in self._fetching:
-            self._set_aside(self._fetching.pop(request.request_id))
+            self._quarantine(self._fetching.pop(request.request_id))
         elif request.hold and (
             why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)
         ):
@@ -419,7 +423,7 @@ class Scheduler:
             self._drop_blocks(request)
         request.state = State.DONE
 
-    def _set_aside(self, request: Request, kept: int = 0) -> None:
+    def _quarantine(self, request: Request, kept: int = 0) -> None:
         shared = max(0, request.num_published - kept)
         self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
@@ -427,7 +431,7 @@ class Scheduler:
         request.num_computed = request.num_published * self._block_size
 
     def _drop_blocks(self, request: Request) -> None:
-        self.pool.give_back(request.blocks)
+        self.pool.release(request.blocks)
         request.blocks, request.num_published, request.num_computed = [], 0, 0
 
     def _publish(self, request: Request) -> None:

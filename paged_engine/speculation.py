@@ -105,7 +105,7 @@ class Speculation:
     tokens: int = 0
     longest: int = 1
     shortest: int = 1
-    allows: Callable[[Request], bool] = field(default=lambda request: True)
+    can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
     """Whether the sampler of this device can draw several rows of the request at once."""
     drafts: int = 0
     """Chunks with proposals whose draws are known."""
@@ -122,7 +122,7 @@ class Speculation:
         limit = min(limit, self.tokens, request.params.max_tokens - request.output_tokens - 1)
         if request.draft_pace is not None:
             limit = min(limit, request.draft_pace.allowed(request.output_tokens))
-        if limit <= 0 or not self.allows(request):
+        if limit <= 0 or not self.can_speculate(request):
             return ()
         if request.lookup is None:
             request.lookup, request.draft_pace = (
@@ -131,7 +131,7 @@ class Speculation:
             )
         return tuple(request.lookup.propose(request.token_ids, limit))
 
-    def extended(
+    def with_proposals(
         self,
         chunks: Sequence[Chunk],
         rows: int,
@@ -157,7 +157,7 @@ class Speculation:
             extended.append(chunk)
         return extended
 
-    def wants_tokens(self, running: Sequence[Request], seats: int) -> bool:
+    def needs_tokens(self, running: Sequence[Request], seats: int) -> bool:
         """Whether proposals depend on tokens under way: after others, or behind a text that
         suggests some.
         """
@@ -166,7 +166,7 @@ class Speculation:
             r.proposals or (suggests and r.num_pending and self.proposals(r, 1)) for r in running
         )
 
-    def borne_out(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
+    def accept(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
         """Of the tokens drawn at the rows of a launched chunk, those that are the request's. Ends
         its proposals.
         """

@@ -37,7 +37,7 @@ class Chunk:
         return self.request.token_ids[self.start : self.start + self.count] + list(self.proposals)
 
     @classmethod
-    def next_of(cls, request: Request, budget: int) -> Chunk:
+    def next_for(cls, request: Request, budget: int) -> Chunk:
         """The tokens of a request that are not computed yet, at most `budget` of them."""
         count = min(request.uncomputed, budget)
         start = request.num_computed
@@ -57,7 +57,7 @@ class ScoredRows:
     """The largest number of likeliest tokens that one of them asks for."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk]) -> ScoredRows | None:
+    def from_chunks(cls, chunks: Sequence[Chunk]) -> ScoredRows | None:
         """None if no chunk has any."""
         scored = [chunk for chunk in chunks if chunk.scored]
         if not scored:

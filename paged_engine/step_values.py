@@ -178,7 +178,7 @@ class Slots:
             ],
             states=states,
             sampling=[request for _, request in sampled],
-            scored=ScoredRows.of(chunks),
+            scored=ScoredRows.from_chunks(chunks),
         )
 
     def _sampled(self, chunk: Chunk, seat: _Seat, row: int) -> tuple[list[int], list[SlotState]]:
@@ -277,7 +277,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     guided: bool  # the tokens are chosen when a RankMasks has come
 
     @classmethod
-    def of(cls, planned: PlannedStep, guided: bool) -> RankStep:
+    def from_planned(cls, planned: PlannedStep, guided: bool) -> RankStep:
         arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
         admitted = [(slot, _submit(request)) for slot, request in planned.admitted]
         return cls([(a.shape, a.tobytes()) for a in arrays], admitted, planned.states, guided)
@@ -295,7 +295,7 @@ class RankMasks(msgspec.Struct, frozen=True, array_like=True):
     words: bytes
 
     @classmethod
-    def of(cls, masks: RowMasks | None) -> RankMasks:
+    def from_masks(cls, masks: RowMasks | None) -> RankMasks:
         return cls([], b"") if masks is None else cls(masks.rows, masks.words.tobytes())
 
     def masks(self) -> RowMasks | None:

@@ -100,7 +100,7 @@ class TimedSteps:
             blocks = [0] * -(-filled // self.engine.pool.block_size)
             fetch = Ticket(remote_block_ids=[blocks], num_tokens=filled)
         params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
-        request = Request.of(
+        request = Request.from_submit(
             Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic()
         )
         request.block_hashes(
@@ -119,7 +119,7 @@ class TimedSteps:
         arrivals = _Arrivals()
         updated = self.engine.step(arrivals)
         for fetch in arrivals.fetches:
-            self.engine.scheduler.fetched(fetch.request.request_id)
+            self.engine.scheduler.finish_fetch(fetch.request.request_id)
         return updated
 
     def drain(self) -> None:
@@ -333,7 +333,7 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
         costs.step, costs.row * 1e3, costs.row_context * 1e3,
         costs.prompts, costs.prompt_token * 1e3, costs.prompt_context * 1e3, gap_ms,
     )  # fmt: skip
-    engine.begin_anew()
+    engine.reset()
     engine.costs = costs
     budget = engine.scheduler.budget
     engine.scheduler.budget = replace(

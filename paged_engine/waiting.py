@@ -17,14 +17,14 @@ from collections.abc import Mapping
 
 from kvrelay.paged_engine.request import Request, State
 
-__all__ = ["OVERTAKEN", "WaitingLine"]
+__all__ = ["OVERTAKEN", "WaitingQueue"]
 
 # With 2, a request waits for at most thrice its own tokens more than if it had come alone behind
 # those that were there.
 OVERTAKEN = 2
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting requests in the order of their turns. `live` are all requests that have not ended, by
     id.
     """
@@ -48,7 +48,7 @@ class WaitingLine:
     def __bool__(self) -> bool:
         return bool(self._line)
 
-    def join(self, request: Request, cached: int = 0) -> None:
+    def add(self, request: Request, cached: int = 0) -> None:
         """It waits, before all whose turn comes later. So many of its first tokens need not be
         computed.
         """
@@ -61,7 +61,7 @@ class WaitingLine:
             self._set_turn(request)
         bisect.insort(self._line, request, key=lambda each: each.turn)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """It waits no more."""
         self._line.remove(request)
         self._count(request, -1)

@@ -67,7 +67,7 @@ def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
         real: Callable[..., None], scheduler: Scheduler, request: Request, *kept: int
     ) -> None:
         real(scheduler, request, *kept)
-        scheduler.kept.settled(request.request_id)
+        scheduler.kept.settle(request.request_id)
 
     around(patch, Scheduler, "_set_aside", at_once)
 

@@ -141,23 +141,23 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
     reader = RealNode("reader", "nixl")
     try:
         with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
-            mine = scheduler.lend("r", scheduler.spare_blocks)
+            mine = scheduler.lend_blocks("r", scheduler.spare_blocks)
             assert mine is not None
             reader.desk.watch("r", source.offer("r", mine))
             reader.renewed("r")
             source.stop()
             reader.desk.fetch("r", mine, mine)
             assert isinstance(reader.wait(1)[0], FetchFailed)
-            scheduler.kept.set_aside("r")
-            others = scheduler.pool.take(scheduler.pool.free)
+            scheduler.kept.quarantine_held("r")
+            others = scheduler.pool.allocate(scheduler.pool.free)
             assert others is not None
             reader.pool[others] = 255
             source.go_on()
             assert reader.wait(1) == [Settled("r")]
             assert reader.pool[mine].any()
             assert bool((reader.pool[others] == 255).all())
-            scheduler.kept.settled("r")
-            assert sorted(scheduler.pool.take(scheduler.pool.free) or []) == sorted(mine)
+            scheduler.kept.settle("r")
+            assert sorted(scheduler.pool.allocate(scheduler.pool.free) or []) == sorted(mine)
     finally:
         reader.desk.close()
 

@@ -117,7 +117,7 @@ def test_bad_bodies_and_missing_files(raw, kind, words):
 def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
     fetch = Ticket(adapter=name, adapter_digest=digest)
     submit = Submit("r", [1], SamplingParams(1, seed=0), fetch=fetch)
-    return Request.of(submit, 0.0, None if adapter is None else Loaded(0, adapter))
+    return Request.from_submit(submit, 0.0, None if adapter is None else Loaded(0, adapter))
 
 
 def test_kv_is_taken_of_the_same_name_and_content_alone():

@@ -25,7 +25,7 @@ class StandInEngine:
     model = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
 
     def guide(self, params, matcher):
-        return Guide.of(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
+        return Guide.for_params(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ class Desk:
         params = SamplingParams(
             9, seed=0, constraint=Constraint("regex", regex, field="guided_regex")
         )
-        request = Request.of(
+        request = Request.from_submit(
             Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0
         )
         self.compiling.begin(request)

@@ -60,11 +60,11 @@ class Cache:
         hashes = chain(prompt, blocks)
         shared = self.pool.lookup(hashes)
         self.pool.share(shared)
-        fresh = self.pool.take(blocks - len(shared))
+        fresh = self.pool.allocate(blocks - len(shared))
         assert fresh is not None
         for at, block in enumerate(fresh, len(shared)):
             self.pool.publish(block, hashes[at], hashes[at - 1] if at else None)
-        self.pool.give_back([*shared, *fresh])
+        self.pool.release([*shared, *fresh])
         self.truth = {h for p in range(10) for h in chain(p, 9) if self.pool.lookup([h])}
 
     def tell(self) -> tuple[int, bytes]:
@@ -156,7 +156,7 @@ def test_changes_are_what_has_changed(told: list[list[tuple[int, int]]]) -> None
 
 def test_nobody_asks_and_nothing_is_noted() -> None:
     pool = BlockPool(3)
-    (block,) = pool.take(1) or []
+    (block,) = pool.allocate(1) or []
     pool.publish(block, chain(1, 1)[0])
     assert not pool.changed
 

@@ -109,7 +109,7 @@ def sides(request, tmp_path_factory):
 
 def new_request(name: str, prompt: list[int], **submit) -> Request:
     params = SamplingParams(submit.pop("max_tokens"), seed=3, temperature=0.7, ignore_eos=True)
-    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+    return Request.from_submit(Submit(name, prompt, params, **submit), 0.0)
 
 
 def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, Ticket]:
@@ -149,7 +149,7 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     rng = random.Random(length)
     prompt = [rng.randrange(300) for _ in range(length)]
     # Shift the two pools against each other, so that equal block ids cannot hide a mistake.
-    spare = d.engine.scheduler.pool.take(length % 5) or []
+    spare = d.engine.scheduler.pool.allocate(length % 5) or []
     first, params = prefill(p, f"p{length}", prompt)
     sent = p.blocks(p.engine.scheduler.kept.held(f"p{length}") or [])
     req = decode(d, f"d{length}", prompt, first.token_ids[length:], params)
@@ -157,12 +157,12 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     assert isinstance(event, Fetched), event
     assert torch.equal(d.blocks(req.blocks), sent)
     assert sent.any()
-    d.engine.scheduler.fetched(req.request_id)
+    d.engine.scheduler.finish_fetch(req.request_id)
     drain(d)
     released = p.next_event()
     assert released == Released(f"p{length}", expired=False)
-    p.engine.scheduler.kept.released(f"p{length}")
-    d.engine.scheduler.pool.give_back(spare)
+    p.engine.scheduler.kept.release(f"p{length}")
+    d.engine.scheduler.pool.release(spare)
     for side in sides:
         side.engine.scheduler.check()
         assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
@@ -200,10 +200,10 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     assert isinstance(event, Fetched), event
     assert event.completion == Completion(held.new_tokens)
     assert torch.equal(d.blocks(req.blocks), sent)
-    d.engine.scheduler.fetched("early-d", event.completion.generated)
+    d.engine.scheduler.finish_fetch("early-d", event.completion.generated)
     drain(d)
     assert p.next_event() == Released("early-p", expired=False)
-    p.engine.scheduler.kept.released("early-p")
+    p.engine.scheduler.kept.release("early-p")
     assert req.token_ids == aggregated(p, prompt)
     for side in sides:
         side.engine.scheduler.check()
@@ -220,10 +220,10 @@ def test_a_prefix_that_the_decode_node_has_is_not_moved(sides):
         event = d.next_event()
         assert isinstance(event, Fetched), event
         sizes.append(event.num_bytes)
-        d.engine.scheduler.fetched(req.request_id)
+        d.engine.scheduler.finish_fetch(req.request_id)
         drain(d)
         assert isinstance(p.next_event(), Released)
-        p.engine.scheduler.kept.released(f"again-p{turn}")
+        p.engine.scheduler.kept.release(f"again-p{turn}")
     assert sizes == [6 * p.engine.pool.block_bytes, p.engine.pool.block_bytes]
 
 
@@ -233,13 +233,13 @@ def test_a_fetch_of_released_kv_fails_and_the_tokens_are_the_same(sides):
     first, params = prefill(p, "gone-p", prompt)
     p.connector.release("gone-p")
     assert isinstance(p.next_event(), Released)
-    p.engine.scheduler.kept.released("gone-p")
+    p.engine.scheduler.kept.release("gone-p")
     req = decode(d, "gone-d", prompt, first.token_ids[len(prompt) :], params)
     event = d.next_event()
     assert isinstance(event, FetchFailed), event
-    d.engine.scheduler.fetch_failed("gone-d", event.reason)
+    d.engine.scheduler.fail_fetch("gone-d", event.reason)
     drain(d)
     assert d.next_event() == Settled("gone-d")
-    d.engine.scheduler.kept.settled("gone-d")
+    d.engine.scheduler.kept.settle("gone-d")
     assert req.token_ids == aggregated(p, prompt)
     assert d.engine.scheduler.pool.free == d.engine.scheduler.pool.total

@@ -32,7 +32,7 @@ def make(costs: StepCosts = COSTS, blocks: int = 40, **options) -> Scheduler:
 
 def request(name: str, prompt: list[int], max_tokens: int = 50, **submit) -> Request:
     params = SamplingParams(max_tokens, seed=0, temperature=0)
-    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+    return Request.from_submit(Submit(name, prompt, params, **submit), 0.0)
 
 
 class Run:
@@ -70,9 +70,9 @@ class Run:
         if what == "abort":
             self.scheduler.abort(chosen.request_id)
         elif what == "fetched" and chosen.state is State.FETCHING:
-            self.scheduler.fetched(chosen.request_id, [3])
+            self.scheduler.finish_fetch(chosen.request_id, [3])
         elif what == "failed" and chosen.fetch is not None:
-            self.scheduler.fetch_failed(chosen.request_id, "PeerLost: gone", index % 3)
+            self.scheduler.fail_fetch(chosen.request_id, "PeerLost: gone", index % 3)
 
     def step(self) -> None:
         plan = self.scheduler.schedule(0.0)
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_fetched_is_no_backlog_until_the_fetch_fails():
     scheduler.add(request("fetches", [2] * 40, fetch=fetch))
     before = scheduler.load(0.0)
     assert before.waiting_tokens == 8
-    scheduler.fetch_failed("fetches", "PeerLost: gone")
+    scheduler.fail_fetch("fetches", "PeerLost: gone")
     after = scheduler.load(0.0)
     assert (after.waiting_tokens, after.promised_tokens) == (48, before.promised_tokens)
     assert after.backlog_ms == COSTS.prompts_ms(48, 8 * 4 + 40 * 20)

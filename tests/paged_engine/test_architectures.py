@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_engine import SAMPLED, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.decoder import by_projection
+from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.paged_engine.model_tensors import tensor_shapes, weight_shapes
@@ -63,8 +63,8 @@ def test_logits_of_all_positions_equal_transformers_in_any_chunks(tiny) -> None:
     engine = make(folder, max_num_batched_tokens=256)
     tokens = prompt(150)
     theirs = logits_of(model, tokens)
-    req = Request.of(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
-    req.blocks = engine.scheduler.pool.take(10) or []
+    req = Request.from_submit(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
+    req.blocks = engine.scheduler.pool.allocate(10) or []
     ends = [1, 2, 3, 17, 40, 64, 65, 129, 150]
     for start, end in zip([0, *ends], ends, strict=False):
         ours = engine._runner.run([Chunk(req, start, end - start, True)])[0]
@@ -132,7 +132,7 @@ def test_all_tensors_of_a_checkpoint_are_wanted_and_an_odd_one_is_refused(
     make_tiny(architecture, tmp_path, **overrides)
     config = read_model_config(str(tmp_path))
     assert config.architecture == architecture
-    weights = dict(by_projection(config, read_tensors(str(tmp_path), config)))
+    weights = dict(split_fused(config, read_tensors(str(tmp_path), config)))
     assert {ours: tuple(weight.shape) for ours, weight in weights.items()} == weight_shapes(config)
     stored = load_file(tmp_path / "model.safetensors")
     odd = f"{min(tensor_shapes(config)).rpartition('.')[0]}.odd"

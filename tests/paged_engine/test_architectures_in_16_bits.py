@@ -130,7 +130,9 @@ def test_log_probabilities_are_those_of_fp32(
             pytest.skip(str(error))
         raise
     params = SamplingParams(16, temperature=0.0, seed=1, logprobs=1, ignore_eos=True)
-    requests = [Request.of(Submit(f"r{n}", prompt(n), params), 0.0) for n in (1, 17, 64, 150, 200)]
+    requests = [
+        Request.from_submit(Submit(f"r{n}", prompt(n), params), 0.0) for n in (1, 17, 64, 150, 200)
+    ]
     for request in requests:
         engine.scheduler.add(request)
     while engine.has_work:
@@ -139,8 +141,8 @@ def test_log_probabilities_are_those_of_fp32(
     exact = make("cpu", "float32", max_num_batched_tokens=256)
     errors, gaps = [], []
     for request in requests:
-        twin = Request.of(Submit("twin", request.token_ids[:-1], params), 0.0)
-        twin.blocks = exact.scheduler.pool.take(14) or []
+        twin = Request.from_submit(Submit("twin", request.token_ids[:-1], params), 0.0)
+        twin.blocks = exact.scheduler.pool.allocate(14) or []
         for place, given in enumerate(request.new_logprobs):
             end = request.prompt_tokens + place
             start = 0 if place == 0 else end - 1
@@ -148,7 +150,7 @@ def test_log_probabilities_are_those_of_fp32(
             chosen = theirs[request.token_ids[end]]
             errors.append(abs(given.logprob - float(chosen)) / float(theirs.std()))
             gaps.append(float((theirs.max() - chosen) / theirs.std()))
-        exact.scheduler.pool.give_back(twin.blocks)
+        exact.scheduler.pool.release(twin.blocks)
     errors.sort()
     gaps.sort()
     assert len(errors) == 5 * 16

@@ -18,22 +18,22 @@ def _hashes(count: int, salt: int = 0) -> list[bytes]:
 def test_takes_all_or_nothing():
     pool = BlockPool(5)
     assert pool.total == pool.free == 4
-    assert pool.take(5) is None
+    assert pool.allocate(5) is None
     assert pool.free == 4
-    assert sorted(pool.take(4) or []) == [1, 2, 3, 4]
-    assert pool.take(1) is None
-    assert pool.take(0) == []
+    assert sorted(pool.allocate(4) or []) == [1, 2, 3, 4]
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
 
 
 def test_a_published_block_is_found_until_it_is_reused():
     pool = BlockPool(4)
     hashes = _hashes(2)
-    first, second = pool.take(2) or []
+    first, second = pool.allocate(2) or []
     pool.publish(first, hashes[0])
     pool.publish(second, hashes[1])
-    pool.give_back([first, second])
+    pool.release([first, second])
     assert pool.lookup(hashes) == [first, second]
-    taken = pool.take(2) or []  # the never-hashed block first, then the tail before the head
+    taken = pool.allocate(2) or []  # the never-hashed block first, then the tail before the head
     assert second in taken
     assert first not in taken
     assert pool.lookup(hashes) == [first]
@@ -44,13 +44,13 @@ def test_least_recently_used_prefix_goes_first():
     pool = BlockPool(3)
     a, b = _hashes(1, 1)[0], _hashes(1, 2)[0]
     for block_hash in (a, b):
-        (block,) = pool.take(1) or []
+        (block,) = pool.allocate(1) or []
         pool.publish(block, block_hash)
-        pool.give_back([block])
+        pool.release([block])
     touched = pool.lookup([a])
     pool.share(touched)
-    pool.give_back(touched)
-    pool.take(1)
+    pool.release(touched)
+    pool.allocate(1)
     assert pool.lookup([a]) == touched
     assert pool.lookup([b]) == []
 
@@ -58,12 +58,12 @@ def test_least_recently_used_prefix_goes_first():
 def test_a_shared_block_is_free_when_the_last_user_leaves():
     pool = BlockPool(3)
     hashes = _hashes(1)
-    blocks = pool.take(1) or []
+    blocks = pool.allocate(1) or []
     pool.publish(blocks[0], hashes[0])
     pool.share(blocks)
-    pool.give_back(blocks)
+    pool.release(blocks)
     assert pool.free == 1
-    pool.give_back(blocks)
+    pool.release(blocks)
     assert pool.free == 2
     pool.check()
 
@@ -71,7 +71,7 @@ def test_a_shared_block_is_free_when_the_last_user_leaves():
 def test_equal_content_is_published_once():
     pool = BlockPool(4)
     (block_hash,) = _hashes(1)
-    first, second = pool.take(2) or []
+    first, second = pool.allocate(2) or []
     pool.publish(first, block_hash)
     pool.publish(second, block_hash)
     assert pool.lookup([block_hash]) == [first]
@@ -93,7 +93,7 @@ def test_random_use_keeps_every_invariant(seed):
             wanted = len(hashes) - len(shared)
             room = pool.free_after(shared)
             pool.share(shared)
-            fresh = pool.take(wanted)
+            fresh = pool.allocate(wanted)
             assert (fresh is None) == (wanted > room)
             blocks = shared + (fresh or [])
             for block in blocks:
@@ -104,13 +104,13 @@ def test_random_use_keeps_every_invariant(seed):
             users.append(blocks)
         elif users:
             blocks = users.pop(rng.randrange(len(users)))
-            pool.give_back(blocks)
+            pool.release(blocks)
             for block in blocks:
                 truth[block] -= 1
         pool.check()
         assert pool.free == sum(1 for count in truth.values() if not count)
     for blocks in users:
-        pool.give_back(blocks)
+        pool.release(blocks)
     assert pool.free == pool.total
 
 
@@ -137,16 +137,16 @@ def test_a_reset_pool_finds_nothing_and_gives_every_block_again():
     pool = BlockPool(4)
     pool.note_changes()
     used, free = _hashes(1, 1)[0], _hashes(1, 2)[0]
-    first, second = pool.take(2) or []
+    first, second = pool.allocate(2) or []
     pool.publish(first, used)
     pool.publish(second, free)
-    pool.give_back([second])
+    pool.release([second])
     pool.reset()
     assert (pool.lookup([used]), pool.lookup([free]), pool.cached) == ([], [], 0)
     assert (pool.free, pool.changes().cleared, pool.changes().cleared) == (2, True, False)
     pool.check()
-    pool.give_back([first])
-    assert sorted(pool.take(3) or []) == [1, 2, 3]
+    pool.release([first])
+    assert sorted(pool.allocate(3) or []) == [1, 2, 3]
     pool.check()
 
 
@@ -155,11 +155,11 @@ def test_what_is_in_a_block_is_noted_until_it_is_forgotten_and_only_where_somebo
     hashes, text = _hashes(2), BlockText([1, 2], "lora", "salt")
     pool.note_changes(texts=True)
     assert pool.notes_texts
-    blocks = pool.take(2) or []
+    blocks = pool.allocate(2) or []
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.publish(block, block_hash, None, text)
-    pool.give_back(blocks)
-    pool.take(1)
+    pool.release(blocks)
+    pool.allocate(1)
     changes = pool.changes()
     assert changes.texts.keys() == changes.stored.keys()
     assert list(changes.texts.values()) == [text]

@@ -51,7 +51,9 @@ def submit(engine: Engine, name: str, tokens: list[int], **params) -> Request:
     defaults = {"max_tokens": 24, "seed": 5, "temperature": 0.0, "ignore_eos": True}
     generated, fork_of = params.pop("generated", []), params.pop("fork_of", None)
     sampling = SamplingParams(**(defaults | params))
-    req = Request.of(Submit(name, tokens, sampling, generated=generated, fork_of=fork_of), 0.0)
+    req = Request.from_submit(
+        Submit(name, tokens, sampling, generated=generated, fork_of=fork_of), 0.0
+    )
     engine.scheduler.add(req)
     return req
 
@@ -77,11 +79,11 @@ def test_logits_equal_transformers(architecture, tiny):
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0]
     for end in (1, 2, 17, 64, 150):
-        req = Request.of(Submit("r", tokens[:end], SamplingParams(1, seed=0)), 0.0)
-        req.blocks = engine.scheduler.pool.take(10) or []
+        req = Request.from_submit(Submit("r", tokens[:end], SamplingParams(1, seed=0)), 0.0)
+        req.blocks = engine.scheduler.pool.allocate(10) or []
         ours = engine._runner.run([Chunk(req, 0, end, True)])[0]
         assert float((ours - theirs[end - 1]).abs().max()) < 1e-3
-        engine.scheduler.pool.give_back(req.blocks)
+        engine.scheduler.pool.release(req.blocks)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -219,8 +221,8 @@ def test_bfloat16_stays_close_to_fp32(tiny):
     folder, model = tiny["Qwen3ForCausalLM"]
     engine = make(folder, dtype="bfloat16")
     tokens = prompt(60)
-    req = Request.of(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
-    req.blocks = engine.scheduler.pool.take(4) or []
+    req = Request.from_submit(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
+    req.blocks = engine.scheduler.pool.allocate(4) or []
     ours = engine._runner.run([Chunk(req, 0, 60, True)])[0]
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0, -1]

@@ -1,4 +1,4 @@
-"""What a request does when its KV does not come: it keeps what is verified and computes the rest, or
+"""What a request does when its KV does not come: it keeps what is proven and computes the rest, or
 ends.
 
 The random schedules run over a memory that knows of each position which tokens its KV was computed
@@ -49,7 +49,7 @@ def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = Tr
     )
     generated = [] if early else [next_token(prompt)]
     params = SamplingParams(max_tokens, seed=0, temperature=0)
-    return Request.of(Submit(name, prompt, params, generated=generated, fetch=ticket), 0.0)
+    return Request.from_submit(Submit(name, prompt, params, generated=generated, fetch=ticket), 0.0)
 
 
 def start_fetch(scheduler: Scheduler) -> Fetch:
@@ -69,9 +69,9 @@ def chunks(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize(("verified", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("proven", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
 def test_what_is_proven_is_kept_and_the_rest_is_computed(
-    verified: int, kept: int, prefix_cache: bool
+    proven: int, kept: int, prefix_cache: bool
 ) -> None:
     """The third block is not full: nobody could find it again, and one token must be computed
     anyway.
@@ -80,14 +80,14 @@ def test_what_is_proven_is_kept_and_the_rest_is_computed(
     req = fetching("r", list(range(40)))
     scheduler.add(req)
     fetch = start_fetch(scheduler)
-    scheduler.fetch_failed("r", "PeerLost: gone", verified)
+    scheduler.fail_fetch("r", "PeerLost: gone", proven)
     scheduler.check()
     assert req.blocks == fetch.local_blocks[:kept]
     assert scheduler.pool.quarantined == 3 - kept
     assert scheduler.kept_blocks == kept
     assert scheduler.pool.cached == (kept if prefix_cache else 0)
     assert chunks(scheduler) == [(kept * BLOCK, 40 - kept * BLOCK)]
-    scheduler.kept.settled("r")
+    scheduler.kept.settle("r")
     while scheduler.has_work:
         chunks(scheduler)
     assert req.token_ids == answered(list(range(40)), 5)
@@ -99,7 +99,7 @@ def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed() -> None:
     scheduler = make()
     scheduler.add(fetching("r", list(range(32))))
     start_fetch(scheduler)
-    scheduler.fetch_failed("r", "PeerLost: gone", 2)
+    scheduler.fail_fetch("r", "PeerLost: gone", 2)
     assert chunks(scheduler) == [(16, 16)]
 
 
@@ -107,7 +107,7 @@ def test_with_the_first_token_known_all_whole_blocks_are_kept() -> None:
     scheduler = make()
     scheduler.add(fetching("r", list(range(32)), early=False))
     start_fetch(scheduler)
-    scheduler.fetch_failed("r", "PeerLost: gone", 2)
+    scheduler.fail_fetch("r", "PeerLost: gone", 2)
     assert chunks(scheduler) == [(32, 1)]
 
 
@@ -115,12 +115,12 @@ def test_proven_blocks_come_behind_those_that_were_cached() -> None:
     scheduler = make()
     scheduler.add(fetching("before", list(range(20)), max_tokens=1))
     start_fetch(scheduler)
-    scheduler.fetched("before", [EOS])
+    scheduler.finish_fetch("before", [EOS])
     req = fetching("r", list(range(60)))
     scheduler.add(req)
     fetch = start_fetch(scheduler)
     assert fetch.remote_blocks == [501, 502, 503]
-    scheduler.fetch_failed("r", "PeerLost: gone", 1)
+    scheduler.fail_fetch("r", "PeerLost: gone", 1)
     assert chunks(scheduler) == [(32, 28)]
     assert scheduler.kept_blocks == 1
 
@@ -130,10 +130,10 @@ def test_without_room_for_the_rest_it_waits_and_finds_the_proven_blocks_again() 
     req = fetching("r", list(range(60)))
     scheduler.add(req)
     start_fetch(scheduler)
-    scheduler.fetch_failed("r", "PeerLost: gone", 1)
+    scheduler.fail_fetch("r", "PeerLost: gone", 1)
     assert req.state is State.WAITING
     assert chunks(scheduler) == []
-    scheduler.kept.settled("r")
+    scheduler.kept.settle("r")
     assert chunks(scheduler) == [(16, 44)]
     assert scheduler.preemptions == 0
 
@@ -143,12 +143,12 @@ def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until
     req = fetching("r", list(range(40)))
     scheduler.add(req)
     start_fetch(scheduler)
-    scheduler.give_up("r", "PeerLost: gone")
+    scheduler.end_failed_fetch("r", "PeerLost: gone")
     scheduler.check()
     assert (req.finish, req.fetch_error) == (Finish.ERROR, "PeerLost: gone")
     assert scheduler.pool.quarantined == 3
     assert not scheduler.has_work
-    scheduler.kept.settled("r")
+    scheduler.kept.settle("r")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -181,7 +181,7 @@ class Memory:
 def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
     seed: int, prefix_cache: bool
 ) -> None:
-    """Fetches fail with some blocks verified; the others are written to until they are settled, and
+    """Fetches fail with some blocks proven; the others are written to until they are settled, and
     later reused.
     """
     rng = random.Random(seed)
@@ -215,30 +215,30 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
             name = rng.choice(sorted(reading))
             fetch, (req, prompt, _) = reading.pop(name), asked[name]
             first = len(req.blocks) - len(fetch.local_blocks)
-            verified = rng.randint(0, len(fetch.local_blocks))
+            proven = rng.randint(0, len(fetch.local_blocks))
             if rng.random() < 0.3:
                 memory.write(fetch.local_blocks, prompt, first, right=True)
-                scheduler.fetched(name, [next_token(prompt)])
+                scheduler.finish_fetch(name, [next_token(prompt)])
             else:
-                memory.write(fetch.local_blocks[:verified], prompt, first, right=True)
-                landing[name] = (fetch.local_blocks[verified:], first + verified)
+                memory.write(fetch.local_blocks[:proven], prompt, first, right=True)
+                landing[name] = (fetch.local_blocks[proven:], first + proven)
                 if rng.random() < 0.2:
-                    scheduler.give_up(name, "x")
+                    scheduler.end_failed_fetch(name, "x")
                 else:
-                    scheduler.fetch_failed(name, "x", verified)
+                    scheduler.fail_fetch(name, "x", proven)
         for name, (blocks, first) in list(landing.items()):
             memory.write(blocks, [0] * 10_000, first, right=False)
             if rng.random() < 0.3:
-                scheduler.kept.settled(name)
+                scheduler.kept.settle(name)
                 del landing[name]
         scheduler.check()
     for name in landing:
-        scheduler.kept.settled(name)
+        scheduler.kept.settle(name)
     ended = 0
     for _ in range(2000):
         for name in [name for name, (req, _, _) in asked.items() if req.state is State.FETCHING]:
-            scheduler.fetch_failed(name, "x")
-            scheduler.kept.settled(name)
+            scheduler.fail_fetch(name, "x")
+            scheduler.kept.settle(name)
             reading.pop(name, None)
         if not scheduler.has_work:
             break

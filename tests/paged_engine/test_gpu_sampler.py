@@ -58,7 +58,7 @@ def pair(slot: int, prompt: list[int], generated: list[int] | None = None, **par
         VOCAB
     )
     submit = Submit(f"r{slot}", prompt, own, generated=generated or [])
-    return Pair(Request.of(submit, 0.0), Request.of(submit, 0.0), slot)
+    return Pair(Request.from_submit(submit, 0.0), Request.from_submit(submit, 0.0), slot)
 
 
 def everything(rng: random.Random, vocab: int) -> dict[str, object]:
@@ -198,7 +198,7 @@ def test_masked_rows_equal_the_cpus(device):
         params = everything(rng, vocab) | {"allowed_token_ids": allowed, "bad_words": bad}
         new = pair(slot, [5, 6], [slot], **params)
         for request in (new.known, new.behind):
-            request.guide = Guide.of(
+            request.guide = Guide.for_params(
                 request.params, vocab_size=vocab, eos_token_ids=EOS, matcher=None
             )
         ours.admit(slot, new.behind)
@@ -415,7 +415,7 @@ def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, devi
         pair(slot, [2, 3, slot], [4] * slot, logprobs=2, **params).known for slot in range(3)
     ]
     for slot, request in enumerate(requests):
-        assert ours.draws_ahead(request.params, request.output_tokens)
+        assert ours.is_unadjusted(request.params, request.output_tokens)
         ours.admit(slot, request)
 
     def sample(rows: list[tuple[int, Request, list[int]]]) -> list[int]:
@@ -458,6 +458,6 @@ def test_who_adjusts_logits_does_not_draw_ahead(device):
         {"presence_penalty": 0.1},
         {"repetition_penalty": 1.2},
     ):
-        assert not ours.draws_ahead(pair(0, [1], **params).known.params, 0)
+        assert not ours.is_unadjusted(pair(0, [1], **params).known.params, 0)
     minimum = pair(0, [1], min_tokens=3).known.params
-    assert [ours.draws_ahead(minimum, outputs) for outputs in (0, 2, 3)] == [False, False, True]
+    assert [ours.is_unadjusted(minimum, outputs) for outputs in (0, 2, 3)] == [False, False, True]

@@ -82,9 +82,11 @@ def vocabulary() -> Grammars:
 
 def guide_of(grammars: Grammars, constraint: Constraint) -> Request:
     params = SamplingParams(max_tokens=200, seed=3, constraint=constraint)
-    request = Request.of(Submit("r", prompt(9), params), 0.0)
+    request = Request.from_submit(Submit("r", prompt(9), params), 0.0)
     matcher = TimedMatcher(grammars.matcher(constraint))
-    request.guide = Guide.of(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
+    request.guide = Guide.for_params(
+        params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher
+    )
     return request
 
 
@@ -96,7 +98,7 @@ def guided(
     **params,
 ) -> Request:
     own = SamplingParams(**({"max_tokens": 200, "seed": 3} | params)).check(VOCAB)
-    request = Request.of(
+    request = Request.from_submit(
         Submit(name, prompt(9, seed=len(name)), own, generated=generated or []), 0.0
     )
     request.guide = engine.guide(own, grammars.matcher(own.constraint) if own.constraint else None)
@@ -391,7 +393,9 @@ def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
     def choice(number: int, alone: bool) -> Request:
         own = SamplingParams(50, seed=3, choice=number, temperature=2.0, constraint=constraint)
         fork_of = "c0" if number and not alone else None
-        request = Request.of(Submit(f"c{number}", prompt(70, seed=1), own, fork_of=fork_of), 0.0)
+        request = Request.from_submit(
+            Submit(f"c{number}", prompt(70, seed=1), own, fork_of=fork_of), 0.0
+        )
         request.guide = engine.guide(own, grammars.matcher(constraint))
         engine.scheduler.add(request)
         if alone:

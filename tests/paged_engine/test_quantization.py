@@ -334,7 +334,7 @@ def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layou
             EngineConfig(model=str(folder), device="cpu", kv_cache_memory_bytes=4 << 20, threads=1)
         )
         sampling = SamplingParams(max_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
-        request = Request.of(Submit("r", list(range(3, 90)), sampling), 0.0)
+        request = Request.from_submit(Submit("r", list(range(3, 90)), sampling), 0.0)
         engine.scheduler.add(request)
         while engine.has_work:
             engine.step()

@@ -20,7 +20,7 @@ PROMPT = [5] * 20
 
 
 def request(**submit) -> Request:
-    return Request.of(Submit("r", PROMPT, SamplingParams(9, seed=0), **submit), 10.0)
+    return Request.from_submit(Submit("r", PROMPT, SamplingParams(9, seed=0), **submit), 10.0)
 
 
 def step(req: Request, start: int, launched: float, token_at: float) -> None:
@@ -139,7 +139,7 @@ def behind(folder: Path, launch_s: float) -> tuple[Engine, Device, Request, Requ
     engine = Engine(EngineConfig(str(folder), device="cpu", enable_prefix_caching=False))
     device = Device(engine, launch_s, 0.1)
     first, second = (
-        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0)
+        Request.from_submit(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0)
         for name in ("a", "b")
     )
     engine.scheduler.add(first)

@@ -34,7 +34,7 @@ def request(
     name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit
 ) -> Request:
     params = SamplingParams(max_tokens, seed=0, choice=choice, temperature=0)
-    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+    return Request.from_submit(Submit(name, prompt, params, **submit), 0.0)
 
 
 def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
@@ -134,7 +134,7 @@ def test_after_a_reset_nothing_from_before_is_found():
     drain(scheduler)
     assert again.cached_tokens == 96
     assert again.token_ids == after.token_ids
-    scheduler.kept.released("ended")
+    scheduler.kept.release("ended")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -187,8 +187,8 @@ def test_held_blocks_stay_until_released():
     assert held is not None
     assert len(held) == 3
     assert scheduler.kept.num_held == 3 == scheduler.pool.total - scheduler.pool.free
-    scheduler.kept.released("r")
-    scheduler.kept.released("r")
+    scheduler.kept.release("r")
+    scheduler.kept.release("r")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -228,7 +228,7 @@ def test_a_fetched_request_decodes_from_its_first_token():
     fetch = start_fetch(scheduler)
     assert (fetch.remote_blocks, len(fetch.local_blocks)) == ([500, 501, 502], 3)
     assert step(scheduler) == []
-    scheduler.fetched("r")
+    scheduler.finish_fetch("r")
     assert step(scheduler) == [("r", 40, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
@@ -241,7 +241,7 @@ def test_the_first_token_may_come_with_the_kv():
     req = fetching("r", prompt, early=True)
     scheduler.add(req)
     start_fetch(scheduler)
-    scheduler.fetched("r", [next_token(prompt)])
+    scheduler.finish_fetch("r", [next_token(prompt)])
     assert req.new_tokens == [next_token(prompt)]
     assert step(scheduler) == [("r", 40, 1)]
     drain(scheduler)
@@ -282,7 +282,7 @@ def test_an_offered_request_is_not_preempted():
         step(scheduler)
         assert younger.state is not State.WAITING
     assert scheduler.kept.held("younger") is not None
-    scheduler.kept.released("younger")
+    scheduler.kept.release("younger")
     drain(scheduler)
     assert older.token_ids == expected([3] * (2 * BLOCK - 1), 40)
 
@@ -294,7 +294,7 @@ def test_only_what_the_prefix_cache_lacks_is_fetched():
     scheduler.add(fetching("r", list(range(40))))
     fetch = start_fetch(scheduler)
     assert fetch.remote_blocks == [502]
-    scheduler.fetched("r")
+    scheduler.finish_fetch("r")
     drain(scheduler)
     assert scheduler.pool.free == scheduler.pool.total
 
@@ -306,7 +306,7 @@ def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
     req.token_ids.pop()
     scheduler.add(req)
     start_fetch(scheduler)
-    scheduler.fetched("r")
+    scheduler.finish_fetch("r")
     assert step(scheduler) == [("r", 31, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
@@ -318,17 +318,17 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_quarantined():
     req = fetching("r", prompt)
     scheduler.add(req)
     fetch = start_fetch(scheduler)
-    scheduler.fetch_failed("r", "the peer is gone")
+    scheduler.fail_fetch("r", "the peer is gone")
     scheduler.check()
     assert scheduler.pool.quarantined == 3
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
     assert req.fetch_error == "the peer is gone"
     assert scheduler.pool.total - scheduler.pool.free == 3
-    taken = scheduler.pool.take(scheduler.pool.free) or []
+    taken = scheduler.pool.allocate(scheduler.pool.free) or []
     assert not set(taken) & set(fetch.local_blocks)
-    scheduler.pool.give_back(taken)
-    scheduler.kept.settled("r")
+    scheduler.pool.release(taken)
+    scheduler.kept.settle("r")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
     assert scheduler.pool.quarantined == 0
@@ -341,7 +341,7 @@ def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
     scheduler.abort("r")
     scheduler.check()
     assert scheduler.pool.free < scheduler.pool.total
-    scheduler.kept.settled("r")
+    scheduler.kept.settle("r")
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler.has_work
 
@@ -349,8 +349,8 @@ def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
 def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_waits():
     scheduler = make(blocks=10)
     assert scheduler.spare_blocks == 4
-    assert scheduler.lend("probe-1", 5) is None
-    blocks = scheduler.lend("probe-1", 4)
+    assert scheduler.lend_blocks("probe-1", 5) is None
+    blocks = scheduler.lend_blocks("probe-1", 4)
     assert blocks is not None
     assert len(blocks) == 4
     assert scheduler.kept.num_held == 4
@@ -359,24 +359,24 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
     scheduler.add(request("waits", [5] * 100))
     step(scheduler)
     assert scheduler.spare_blocks == 0
-    assert scheduler.lend("probe-2", 1) is None
-    scheduler.kept.released("probe-1")
+    assert scheduler.lend_blocks("probe-2", 1) is None
+    scheduler.kept.release("probe-1")
     drain(scheduler)
     assert scheduler.pool.free == scheduler.pool.total
 
 
 def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
     scheduler = make(blocks=10)
-    blocks = scheduler.lend("probe-1", 4)
-    scheduler.kept.set_aside("probe-1")
+    blocks = scheduler.lend_blocks("probe-1", 4)
+    scheduler.kept.quarantine_held("probe-1")
     scheduler.check()
     assert (scheduler.pool.quarantined, scheduler.kept.num_held, scheduler.pool.free) == (4, 0, 5)
-    others = scheduler.pool.take(5)
+    others = scheduler.pool.allocate(5)
     assert others is not None
     assert blocks is not None
     assert not set(others) & set(blocks)
-    scheduler.pool.give_back(others)
-    scheduler.kept.settled("probe-1")
+    scheduler.pool.release(others)
+    scheduler.kept.settle("probe-1")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
 
@@ -417,7 +417,7 @@ def test_others_pass_a_fork_that_waits():
         scheduler.launched(chunk)
         scheduler.append(chunk.request, 5, 0.0)
     assert scheduler.load(0.0).waiting_tokens == 40 - 32
-    scheduler.fetched("r")
+    scheduler.finish_fetch("r")
     assert step(scheduler) == [("other", 3, 1), ("r", 40, 1), ("r.1", 32, 8)]
 
 
@@ -461,7 +461,7 @@ def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_an
     scheduler.launched(plan.chunks[0])
     assert scheduler.append(req, EOS, 0.0) is Finish.STOP
     assert len(scheduler.kept.held("r") or ()) == 3
-    scheduler.kept.released("r")
+    scheduler.kept.release("r")
 
 
 def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
@@ -546,12 +546,12 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         if in_flight and rng.random() < 0.6:
             name = in_flight.pop(rng.randrange(len(in_flight)))
             if rng.random() < 0.6:
-                scheduler.fetched(name, [next_token(live[name][1])])
+                scheduler.finish_fetch(name, [next_token(live[name][1])])
             else:
-                scheduler.fetch_failed(name, "lost")
+                scheduler.fail_fetch(name, "lost")
                 settling.append(name)
         if settling and rng.random() < 0.3:
-            scheduler.kept.settled(settling.pop(rng.randrange(len(settling))))
+            scheduler.kept.settle(settling.pop(rng.randrange(len(settling))))
         if live and rng.random() < 0.08:
             name = rng.choice(sorted(live))
             req = scheduler.abort(name)
@@ -567,33 +567,36 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 if scheduler.kept.held(name) is not None:
                     held.add(name)
         if held and rng.random() < 0.3:
-            scheduler.kept.released(held.pop())
-        if rng.random() < 0.1 and scheduler.lend(f"probe-{turn}", rng.randint(1, 6)) is not None:
+            scheduler.kept.release(held.pop())
+        if (
+            rng.random() < 0.1
+            and scheduler.lend_blocks(f"probe-{turn}", rng.randint(1, 6)) is not None
+        ):
             if rng.random() < 0.5:
                 held.add(f"probe-{turn}")
             else:
-                scheduler.kept.set_aside(f"probe-{turn}")
+                scheduler.kept.quarantine_held(f"probe-{turn}")
                 settling.append(f"probe-{turn}")
         scheduler.check()
     for chunk in pending:
         scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     for name in in_flight:
-        scheduler.fetched(name, [next_token(live[name][1])])
+        scheduler.finish_fetch(name, [next_token(live[name][1])])
     for name in settling:
-        scheduler.kept.settled(name)
+        scheduler.kept.settle(name)
     for name in held:
-        scheduler.kept.released(name)
+        scheduler.kept.release(name)
     while scheduler.has_work:
         step(scheduler)
         for name, entry in list(live.items()):
             if entry[0].finish is not None:
                 done.append(live.pop(name))
-                scheduler.kept.released(name)
+                scheduler.kept.release(name)
         plan_fetches = [r for r in live.values() if r[0].state is State.FETCHING]
         for entry in plan_fetches:
-            scheduler.fetched(entry[0].request_id, [next_token(entry[1])])
+            scheduler.finish_fetch(entry[0].request_id, [next_token(entry[1])])
     for name in list(live):
-        scheduler.kept.released(name)
+        scheduler.kept.release(name)
     assert scheduler.pool.free == scheduler.pool.total
     assert len(done) > 20
     for req, prompt, count in done:

@@ -190,7 +190,7 @@ class Simulated:
 
     def step(self) -> None:
         scheduler = self.scheduler
-        if self.in_flight and scheduler.wants_tokens:
+        if self.in_flight and scheduler.needs_tokens:
             self.take(self.in_flight)
             self.in_flight = []
         preemptions = scheduler.preemptions
@@ -226,7 +226,7 @@ class Simulated:
 
     def take(self, launched: list[tuple[Chunk, list[int]]]) -> None:
         for chunk, drawn in launched:
-            self.scheduler.append_drawn(chunk.request, drawn, 0.0)
+            self.scheduler.append_sampled(chunk.request, drawn, 0.0)
             self.scheduler.check()
 
     def told(self, tokens: list[int], count: int) -> list[int]:
@@ -293,7 +293,9 @@ def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Req
         speculation=Speculation(4, 3, 2),
         **(defaults | options),
     )
-    req = Request.of(Submit("r", tokens, SamplingParams(max_tokens, seed=0, temperature=0)), 0.0)
+    req = Request.from_submit(
+        Submit("r", tokens, SamplingParams(max_tokens, seed=0, temperature=0)), 0.0
+    )
     scheduler.add(req)
     (chunk,) = scheduler.schedule(0.0).chunks
     scheduler.launched(chunk)
@@ -313,7 +315,7 @@ LOOP = [5, 6, 7, 5, 6]
 
 def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
     scheduler, req = alone(LOOP, 50)
-    assert scheduler.append_drawn(req, [7], 0.0) == 1
+    assert scheduler.append_sampled(req, [7], 0.0) == 1
     chunk = next_chunk(scheduler)
     assert (chunk.start, chunk.count, chunk.proposals, chunk.token_ids) == (
         5,
@@ -321,7 +323,7 @@ def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
         (5, 6, 7, 5),
         [7, 5, 6, 7, 5],
     )
-    assert scheduler.append_drawn(req, [5, 6, 9, 5, 6], 0.0) == 3
+    assert scheduler.append_sampled(req, [5, 6, 9, 5, 6], 0.0) == 3
     assert req.token_ids == [*LOOP, 7, 5, 6, 9]
     chunk = next_chunk(scheduler)
     assert (chunk.start, chunk.proposals, chunk.token_ids) == (8, (), [9])
@@ -331,10 +333,10 @@ def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
 
 def test_a_stop_token_in_the_middle_ends_the_request_there():
     scheduler, req = alone([5, EOS, 7, 5, EOS], 50)
-    scheduler.append_drawn(req, [7], 0.0)
+    scheduler.append_sampled(req, [7], 0.0)
     chunk = next_chunk(scheduler)
     assert chunk.proposals == (5, EOS, 7, 5)
-    assert scheduler.append_drawn(req, [5, EOS, 7, 5, 9], 0.0) == 2
+    assert scheduler.append_sampled(req, [5, EOS, 7, 5, 9], 0.0) == 2
     assert req.finish is Finish.STOP
     assert req.token_ids[-2:] == [5, EOS]
     assert scheduler.pool.free == scheduler.pool.total
@@ -360,7 +362,7 @@ def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(
 ):
     scheduler, req = alone([5], max_tokens, **options)
     for token in (6, 7, 5, 6):  # a token at a time, whatever the budget
-        scheduler.append_drawn(req, [token], 0.0)
+        scheduler.append_sampled(req, [token], 0.0)
         if req.token_ids != LOOP:
             chunk = next_chunk(scheduler)
             assert chunk.proposals == ()
@@ -369,35 +371,35 @@ def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(
 
 def test_without_a_free_block_proposals_fill_the_last_one():
     scheduler, req = alone([*range(20, 32), 5, 6, 5], 50, blocks=2)
-    scheduler.append_drawn(req, [6], 0.0)
+    scheduler.append_sampled(req, [6], 0.0)
     assert scheduler.pool.free == 0
     assert next_chunk(scheduler).proposals == ()
     scheduler, req = alone([*range(20, 30), 5, 6, 5], 50, blocks=2)
-    scheduler.append_drawn(req, [6], 0.0)
+    scheduler.append_sampled(req, [6], 0.0)
     assert next_chunk(scheduler).proposals == (5, 6)
     assert scheduler.preemptions == 0
 
 
 def test_a_request_whose_proposals_are_under_way_waits_for_them():
     scheduler, req = alone(LOOP, 50)
-    assert scheduler.wants_tokens, "the next proposals depend on the token under way"
+    assert scheduler.needs_tokens, "the next proposals depend on the token under way"
     assert scheduler.schedule(0.0).chunks[0].proposals == (), "who does not wait gets none"
     scheduler, req = alone(LOOP, 50)
-    scheduler.append_drawn(req, [7], 0.0)
+    scheduler.append_sampled(req, [7], 0.0)
     assert next_chunk(scheduler).proposals
-    assert scheduler.wants_tokens
+    assert scheduler.needs_tokens
     assert scheduler.schedule(0.0).chunks == []
-    scheduler.append_drawn(req, [9, 5, 6, 7, 5], 0.0)
-    assert not scheduler.wants_tokens
+    scheduler.append_sampled(req, [9, 5, 6, 7, 5], 0.0)
+    assert not scheduler.needs_tokens
     assert next_chunk(scheduler).token_ids == [9]
 
 
 def test_a_request_that_is_preempted_with_proposals_under_way_keeps_only_tokens():
     scheduler, req = alone(LOOP, 50)
-    scheduler.append_drawn(req, [7], 0.0)
+    scheduler.append_sampled(req, [7], 0.0)
     next_chunk(scheduler)
     scheduler._preempt(req)
-    scheduler.append_drawn(req, [5, 6, 7, 5, 6], 0.0)
+    scheduler.append_sampled(req, [5, 6, 7, 5, 6], 0.0)
     assert (req.state, req.num_computed, req.num_published, req.blocks) == (State.WAITING, 0, 0, [])
     assert req.token_ids == [*LOOP, 7, 5, 6, 7, 5, 6]
     chunk = next_chunk(scheduler)
@@ -407,7 +409,7 @@ def test_a_request_that_is_preempted_with_proposals_under_way_keeps_only_tokens(
 def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():
     scheduler, req = alone(LOOP, 50)
     scheduler.speculation.allows = lambda request: request is not req
-    scheduler.append_drawn(req, [7], 0.0)
+    scheduler.append_sampled(req, [7], 0.0)
     assert next_chunk(scheduler).proposals == ()
 
 
@@ -416,8 +418,8 @@ def test_a_step_of_many_requests_shares_its_rows() -> None:
     chunks = []
     for at in range(24):
         submit = Submit(f"r{at}", [7, 8] * 10, SamplingParams(100, seed=0, temperature=0))
-        chunks.append(Chunk(Request.of(submit, 0.0), 19, 1, samples=True))
-    extended = speculation.extended(chunks, 1000, 1000, lambda request, tokens: tokens)
+        chunks.append(Chunk(Request.from_submit(submit, 0.0), 19, 1, samples=True))
+    extended = speculation.with_proposals(chunks, 1000, 1000, lambda request, tokens: tokens)
     counts = [len(chunk.proposals) for chunk in extended]
     assert sum(counts) + 24 == ROWS
     assert max(counts) - min(counts) <= 1

@@ -108,18 +108,18 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
 
     def take(sampled: list[tuple[Request, int]]) -> None:
         for request, rows in itertools.groupby(sampled, key=lambda row: row[0]):
-            scheduler.append_drawn(request, [token for _, token in rows], 0.0)
+            scheduler.append_sampled(request, [token for _, token in rows], 0.0)
 
     for turn in range(250):
         if turn < 150 and rng.random() < 0.4:
             prompt = [rng.randrange(6, 90) for _ in range(rng.randint(1, 30))]
             params = SamplingParams(rng.randint(1, 20), seed=0, temperature=0)
-            request = Request.of(Submit(f"r{turn}", prompt, params), float(turn))
+            request = Request.from_submit(Submit(f"r{turn}", prompt, params), float(turn))
             scheduler.add(request)
             requests.append((request, prompt))
         if rng.random() < 0.03 and requests:
             scheduler.abort(rng.choice(requests)[0].request_id)
-        if scheduler.wants_tokens:
+        if scheduler.needs_tokens:
             take(before)
             before = []
         plan = scheduler.schedule(float(turn))
@@ -155,7 +155,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
 
 def test_decode_steps_are_told_apart():
     slots = Slots(2, max_blocks=4, block_size=4)
-    request = Request.of(Submit("a", [7] * 6, SamplingParams(4, seed=0)), 0.0)
+    request = Request.from_submit(Submit("a", [7] * 6, SamplingParams(4, seed=0)), 0.0)
     request.blocks = [3, 2]
     assert not slots.step([Chunk(request, 0, 6, True)]).values.is_decode
     assert slots.step([Chunk(request, 6, 1, True)]).values.is_decode
@@ -167,7 +167,9 @@ def test_rows_of_an_adapter_stand_side_by_side():
     chunks = []
     for index, (adapter, count) in enumerate([(1, 1), (-1, 1), (0, 3), (1, 1), (-1, 2)]):
         loaded = None if adapter < 0 else Loaded(adapter, AdapterFacts(f"a{adapter}", "0", 4))
-        req = Request.of(Submit(f"r{index}", [3] * count, SamplingParams(4, seed=0)), 0.0, loaded)
+        req = Request.from_submit(
+            Submit(f"r{index}", [3] * count, SamplingParams(4, seed=0)), 0.0, loaded
+        )
         req.blocks = [index + 1]
         chunks.append(Chunk(req, 0, count, True))
     planned = slots.step(chunks)

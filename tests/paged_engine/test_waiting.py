@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.paged_engine.waiting import OVERTAKEN, WaitingLine
+from kvrelay.paged_engine.waiting import OVERTAKEN, WaitingQueue
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.transfer import Ticket
@@ -20,7 +20,7 @@ BLOCK, BUDGET = 16, 64
 def request(name: str, tokens: int, priority: int = 0, **submit) -> Request:
     prompt = [random.Random(name).randrange(1 << 20) for _ in range(tokens)]
     params = SamplingParams(1, seed=0, temperature=0)
-    return Request.of(Submit(name, prompt, params, priority=priority, **submit), 0.0)
+    return Request.from_submit(Submit(name, prompt, params, priority=priority, **submit), 0.0)
 
 
 def make(blocks: int = 4096, **options) -> Scheduler:
@@ -77,7 +77,7 @@ def test_a_cached_prompt_counts_by_what_is_left_to_compute():
     scheduler.add(known)
     assert ends(scheduler) == ["known"]
     scheduler.add(request("new", 300))
-    scheduler.add(Request.of(Submit("again", known.token_ids[:400], known.params), 0.0))
+    scheduler.add(Request.from_submit(Submit("again", known.token_ids[:400], known.params), 0.0))
     assert scheduler.load(0.0).waiting_tokens == 300 + 16
     assert step(scheduler)[0] == ("again", 16)
 
@@ -91,10 +91,10 @@ def test_priority_goes_before_length():
 
 def test_what_is_fetched_keeps_the_order_of_arrival():
     live: dict[str, Request] = {}
-    line = WaitingLine(live, BLOCK)
+    line = WaitingQueue(live, BLOCK)
     for name, tokens in (("first", 400), ("second", 20), ("third", 100)):
         ticket = Ticket(remote_block_ids=[[]], num_tokens=tokens)
-        line.join(request(name, tokens, fetch=ticket))
+        line.add(request(name, tokens, fetch=ticket))
     assert [each.request_id for each in line.candidates()] == ["first", "second", "third"]
     assert line.tokens == 0
 
@@ -103,7 +103,9 @@ def test_a_fork_never_comes_before_its_parent():
     scheduler = make()
     scheduler.add(request("parent", 300))
     parent = scheduler.get("parent")
-    fork = Request.of(Submit("fork", list(parent.token_ids), parent.params, fork_of="parent"), 0.0)
+    fork = Request.from_submit(
+        Submit("fork", list(parent.token_ids), parent.params, fork_of="parent"), 0.0
+    )
     scheduler.add(fork)
     assert fork.turn > parent.turn
     assert ends(scheduler) == ["parent", "fork"]
@@ -114,10 +116,10 @@ def test_a_fork_never_comes_before_its_parent():
 def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(
     arrivals: list[tuple[int, int]],
 ):
-    line = WaitingLine({}, BLOCK)
+    line = WaitingQueue({}, BLOCK)
     waiting = [request(str(at), tokens, priority) for at, (tokens, priority) in enumerate(arrivals)]
     for each in waiting:
-        line.join(each)
+        line.add(each)
     line.check()
     for at, each in enumerate(waiting):
         overtaking = [

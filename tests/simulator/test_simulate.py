@@ -236,7 +236,7 @@ def test_a_node_announces_what_the_engines_scheduler_does() -> None:
         )  # type: ignore[arg-type]
         assert (node.load(0.0).spill_ms, scheduler.load(0.0).spill_ms) == (250.0, 250.0)
         assert node.submit(Stream(0.0, tokens, 100), leg, 0.0, told=told)
-        scheduler.add(Request.of(submit, 0.0))
+        scheduler.add(Request.from_submit(submit, 0.0))
         if number == 0:
             chunks = launched(scheduler).chunks
     for now in (0.0, 5.0):
