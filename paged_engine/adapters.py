@@ -1,18 +1,17 @@
-"""LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out; on all
-its ranks.
+"""LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out.
 
-Files are read by a thread of each rank; the loop only copies what is ready. Rank 0 leads: it tells
-the others to begin, and later what to do with it; all of them meet there, so that an adapter is in
-a slot on every rank or on none. Owns no request: which of them use a slot is the scheduler's to
-say.
+A slot holds one adapter's matrices on the device. An adapter that is unloaded or replaced keeps its
+slot until its last request is done, so where adapters are replaced at run time there is one slot
+more than may be loaded. A thread of each rank reads files; rank 0 leads, and an adapter is in a
+slot on every rank or on none.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -54,14 +53,12 @@ class Loaded:
 
     @property
     def identity(self) -> str:
-        """Of its KV: name and content."""
+        """Return name and digest: what its KV is hashed with."""
         return f"{self.facts.name}@{self.facts.digest}"
 
 
 class AdapterSlots:
-    """`limit` adapters have names at a time; there are `slots` slots for them and for those that
-    are ending.
-    """
+    """A table of which adapter is in which slot; at most `limit` are loaded. Pure."""
 
     def __init__(self, limit: int, slots: int) -> None:
         self.limit = limit
@@ -72,16 +69,15 @@ class AdapterSlots:
 
     @property
     def loaded(self) -> list[AdapterFacts]:
-        """The adapters that requests may name, in the order of their loading."""
+        """Return the adapters that requests may name, in order of loading."""
         return [loaded.facts for loaded in self._named.values()]
 
     def named(self, name: str) -> Loaded | None:
-        """The adapter of this name."""
         return self._named.get(name)
 
     def reserve(self, name: str, *, in_place: bool) -> int:
-        """A slot for an adapter that is about to be read. Raises ValueError, with a sentence, if
-        there is none.
+        """Return a slot for an adapter that is about to be read. Raises ValueError if there is
+        none.
         """
         if name in self._loading.values():
             raise ValueError(f"adapter {name!r} is being loaded already; wait for that")
@@ -104,29 +100,29 @@ class AdapterSlots:
         return slot
 
     def fill(self, slot: int, facts: AdapterFacts) -> None:
-        """A reserved slot has its adapter; one of the same name takes no more requests."""
+        """Put an adapter into a reserved slot and retire its namesake."""
         del self._loading[slot]
         self.retire(facts.name)
         self._named[facts.name] = Loaded(slot, facts)
 
-    def give_up(self, slot: int) -> None:
-        """Nothing comes into a reserved slot."""
+    def cancel(self, slot: int) -> None:
+        """Free a reserved slot."""
         del self._loading[slot]
         self._free.append(slot)
 
     def retire(self, name: str) -> None:
-        """No request begins with this adapter any more. Unknown names are ignored."""
+        """Let no request begin with this adapter any more. Unknown names are ignored."""
         loaded = self._named.pop(name, None)
         if loaded is not None:
             self._ending.add(loaded.slot)
 
     @property
     def ending(self) -> bool:
-        """Whether a slot waits for its last requests."""
+        """Return whether a slot waits for its last requests."""
         return bool(self._ending)
 
     def free_unused(self, used: Collection[int]) -> list[int]:
-        """The slots that were waiting and that no live request uses: they are free from now on."""
+        """Free retired slots that no live request uses, and return them."""
         freed = sorted(self._ending.difference(used))
         self._ending.difference_update(freed)
         self._free += freed
@@ -145,8 +141,9 @@ _CUT_INPUTS = (".o_proj", ".down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One linear layer of the decoder. `modules` are the projections in it, `rows` how many outputs
-    each has.
+    """A linear layer of the decoder: its projections and how many outputs (`rows`) each has.
+
+    Projections of a site share their input, so their A's are stacked, and their B's too.
     """
 
     modules: tuple[str, ...]
@@ -155,9 +152,7 @@ class Site:
 
 
 def sites_of(model: ModelConfig) -> list[dict[str, Site]]:
-    """Of each layer: its linear layers by the names of `Decoder.sites`. A mixture's experts have
-    none.
-    """
+    """Return each layer's sites by the names of `Decoder.sites`. A mixture's experts have none."""
     shapes = weight_shapes(replace(model, quantization=None))
     layers = []
     for index in range(model.num_layers):
@@ -173,7 +168,7 @@ def sites_of(model: ModelConfig) -> list[dict[str, Site]]:
 
 
 def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) -> Adapter:
-    """What rank `rank` of `size` holds of an adapter of the whole model."""
+    """Return a rank's share: B's rows for its outputs, A's columns for its inputs."""
 
     def cut(module: str, matrix: torch.Tensor) -> torch.Tensor:
         ((_, part),) = shard_weights([(f"{module}.weight", matrix)], model, rank, size)
@@ -191,10 +186,10 @@ def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) ->
 def stacked(
     modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
 ) -> Matrices | None:
-    """A [projections * rank, in] and B [all outputs, rank] of a site, padded with zeros; None if it
-    is not adapted.
+    """Return A [projections * rank, in] and B [outputs, rank] of a site; None if not adapted.
 
-    The rows of B that belong to projection i are for the outputs of the i-th `rank` rows of A.
+    Lower ranks are padded with zeros. Rows of B for projection i belong to the i-th `rank` rows of
+    A.
     """
     if not any(module in modules for module in site.modules):
         return None
@@ -218,47 +213,28 @@ class AdapterStore(Protocol):
     """A rank's slots on its device."""
 
     def prepare(self, adapter: Adapter) -> Any:
-        """This rank's matrices as `install` wants them. May run beside the steps, in another
-        thread.
-        """
+        """Return this rank's matrices for `install`. May run in another thread beside the steps."""
 
     def install(self, slot: int, prepared: Any) -> None:
-        """Into a slot that no request uses, before the next step."""
+        """Put matrices into a slot that no request uses, before the next step."""
 
-    def remove(self, slot: int) -> None:
-        """A slot's adapter is gone."""
+    def remove(self, slot: int) -> None: ...
 
 
-class _Read(msgspec.Struct, tag="read", frozen=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    verb: Literal["read", "install", "remove"]
     slot: int
-    path: str
-
-
-class _Install(msgspec.Struct, tag="install", frozen=True):
-    slot: int
-    digest: str
-
-
-class _Remove(msgspec.Struct, tag="remove", frozen=True):
-    slot: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[_Read | _Install | _Remove] = msgspec.msgpack.Decoder(
-    _Read | _Install | _Remove
-)
+    detail: str = ""  # read: the path; install: the digest, empty if rank 0 failed to read
 
 
 def slots_of(config: EngineConfig) -> int:
-    """Slots on the device: one more than adapters may be loaded where they can be replaced at run
-    time.
-    """
+    """Return the number of slots on the device; one to spare if adapters load at run time."""
     return config.adapter_slots + config.allow_runtime_lora
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """What a rank needs to read an adapter. `model` is the whole model."""
+    """A reader of adapters for one rank; `model` is the whole model."""
 
     model: ModelConfig
     dtype: torch.dtype
@@ -266,14 +242,12 @@ class AdapterReader:
     ranks: Ranks
 
     def read(self, path: str) -> Adapter:
-        """This rank's share. Raises ConfigError."""
+        """Return this rank's share. Raises ConfigError."""
         whole = read_adapter(path, self.model, self.max_rank, self.dtype)
         return shard_adapter(whole, self.model, self.ranks.rank, self.ranks.size)
 
     def given(self, config: EngineConfig) -> list[Adapter]:
-        """The adapters that are named at start. Raises ConfigError, also if another rank finds
-        other ones.
-        """
+        """Read the adapters named at start. Raises ConfigError, also if ranks find different ones."""
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
             self.ranks.require_equal(
@@ -287,18 +261,17 @@ class AdapterReader:
 
 @dataclass(slots=True)
 class Reading:
-    """An adapter that a thread reads. `wait` gives it, once."""
+    """An adapter that a thread reads."""
 
     name: str
     slot: int
+    done: Callable[[], None] | None = None
     thread: threading.Thread | None = None
     facts: AdapterFacts | None = None
     prepared: Any = None
     failure: str = "reading it broke; the log of this node says how"
-    done: Callable[[], None] = field(default=lambda: None)
 
     def begin(self, path: str, reader: AdapterReader, store: AdapterStore) -> None:
-        """Start the thread."""
         self.thread = threading.Thread(
             target=self._read, args=(path, reader, store), name=f"adapter-{self.slot}", daemon=True
         )
@@ -311,21 +284,20 @@ class Reading:
             self.facts = AdapterFacts(self.name, adapter.digest, adapter.rank)
         except ConfigError as why:
             self.failure = why.message
-        finally:  # whatever it was, whoever asked must hear of it
-            self.done()
+        finally:
+            if self.done is not None:
+                self.done()
 
     @property
     def digest(self) -> str:
-        """Of what was read, when the thread has ended; empty if that failed."""
+        """Wait for the thread and return the adapter's digest; "" if reading failed."""
         assert self.thread is not None
         self.thread.join()
         return "" if self.facts is None else self.facts.digest
 
 
 class Adapters:
-    """Rank 0's side, and that of an engine of one rank. All methods belong to the thread that
-    steps.
-    """
+    """Rank 0's adapters. Only the thread that steps may call its methods."""
 
     def __init__(
         self,
@@ -334,7 +306,6 @@ class Adapters:
         store: AdapterStore,
         given: Sequence[Adapter],
     ) -> None:
-        """`given`: those that `config` names."""
         self._reader, self._store, self._ranks = reader, store, reader.ranks
         self.slots = AdapterSlots(config.adapter_slots, slots_of(config))
         for slot, ((name, _), adapter) in enumerate(zip(config.adapters, given, strict=True)):
@@ -343,27 +314,24 @@ class Adapters:
         _install_given(store, given)
 
     def named(self, name: str) -> Loaded | None:
-        """The adapter of this name, if requests may begin with it."""
         return self.slots.named(name)
 
     def begin(self, name: str, path: str, *, in_place: bool, done: Callable[[], None]) -> Reading:
         """Begin to read an adapter; `done` is called from a thread, and then `finish` is due.
 
-        Raises ValueError, with a sentence, if there is no slot for it.
+        Raises ValueError if there is no slot for it.
         """
-        reading = Reading(name, self.slots.reserve(name, in_place=in_place), done=done)
-        self._tell(_Read(reading.slot, path))
+        reading = Reading(name, self.slots.reserve(name, in_place=in_place), done)
+        self._broadcast(_Message("read", reading.slot, path))
         reading.begin(path, self._reader, self._store)
         return reading
 
     def finish(self, reading: Reading) -> AdapterFacts:
-        """Put what was read into its slot. Raises ConfigError if a rank could not read it, or has
-        read another.
-        """
+        """Install what was read. Raises ConfigError if a rank could not read it or read another."""
         digest = reading.digest
-        self._tell(_Install(reading.slot, digest))
+        self._broadcast(_Message("install", reading.slot, digest))
         if not self._ranks.minimum(int(bool(digest))):
-            self.slots.give_up(reading.slot)
+            self.slots.cancel(reading.slot)
             raise ConfigError(
                 "another rank has not read the same adapter there; see its log"
                 if digest
@@ -375,20 +343,20 @@ class Adapters:
         return reading.facts
 
     def remove_unused(self, live: Iterable[Request]) -> None:
-        """Free the slots of adapters that have ended, once no live request uses them."""
+        """Free the slots of retired adapters that no live request uses."""
         if not self.slots.ending:
             return
         for slot in self.slots.free_unused(set.union(*slots_in_use(live))):
-            self._tell(_Remove(slot))
+            self._broadcast(_Message("remove", slot))
             self._store.remove(slot)
 
-    def _tell(self, message: _Read | _Install | _Remove) -> None:
+    def _broadcast(self, message: _Message) -> None:
         if self._ranks.size > 1:
-            self._ranks.broadcast(ABOUT_ADAPTERS + _encoder.encode(message))
+            self._ranks.broadcast(ABOUT_ADAPTERS + msgspec.msgpack.encode(message))
 
 
 class FollowerAdapters:
-    """The side of the other ranks: what `Adapters` does there, this does here."""
+    """The adapters of a rank other than 0."""
 
     def __init__(
         self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]
@@ -397,23 +365,23 @@ class FollowerAdapters:
         _install_given(store, given)
         self._readings: dict[int, Reading] = {}
 
-    def heard(self, message: bytes) -> None:
-        """Rank 0 has said something about adapters."""
-        match _decoder.decode(message.removeprefix(ABOUT_ADAPTERS)):
-            case _Read(slot, path):
-                reading = self._readings[slot] = Reading("", slot)
-                reading.begin(path, self._reader, self._store)
-            case _Install(slot, digest):
-                reading = self._readings.pop(slot)
-                same = bool(digest) and reading.digest == digest
-                if self._reader.ranks.minimum(int(same)):
-                    self._store.install(slot, reading.prepared)
-            case _Remove(slot):
-                self._store.remove(slot)
+    def on_message(self, message: bytes) -> None:
+        todo = msgspec.msgpack.decode(message.removeprefix(ABOUT_ADAPTERS), type=_Message)
+        slot = todo.slot
+        if todo.verb == "read":
+            reading = self._readings[slot] = Reading("", slot)
+            reading.begin(todo.detail, self._reader, self._store)
+        elif todo.verb == "install":
+            reading = self._readings.pop(slot)
+            same = bool(todo.detail) and reading.digest == todo.detail
+            if self._reader.ranks.minimum(int(same)):
+                self._store.install(slot, reading.prepared)
+        else:
+            self._store.remove(slot)
 
 
 def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
-    """Slots of the adapters of requests: of those that run or fetch, and of those that wait."""
+    """Return the adapter slots of running or fetching requests, and those of waiting ones."""
     running: set[int] = set()
     waiting: set[int] = set()
     for request in requests:

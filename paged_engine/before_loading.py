@@ -1,9 +1,7 @@
-"""What is known before a weight is downloaded or read: whether a device can serve a model as
-configured, and how much memory that takes at least.
+"""Check before a weight is read or downloaded: can a device serve a model, and in how much memory?
 
-Refuses early what would be refused late: needs the settings and config.json alone (of a GGUF model
-its header). Never imports torch, so that any process may ask; which devices there are is the
-caller's to say.
+Needs the settings and config.json alone (or a GGUF header). Imports torch only to look for a
+device.
 """
 
 from __future__ import annotations
@@ -50,27 +48,22 @@ _SCALE_BYTES = 4
 
 
 def default_block_tokens(device: str) -> int:
-    """Tokens in a block on `cpu` or `cuda` unless another size is asked for (the reasons are in
-    ARCHITECTURE.md).
-    """
+    """Return the default tokens per block on `cpu` or `cuda`."""
     return 16 if device == "cpu" else 64
 
 
 def bytes_per_head(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one KV head in a block, over all layers."""
+    """Return the bytes of one KV head in a block, over all layers."""
     vector = config.head_dim * _ITEM_BYTES[dtype] + (_SCALE_BYTES if dtype == FP8 else 0)
     return config.num_layers * 2 * block_size * vector
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block, over all layers."""
     return config.num_kv_heads * bytes_per_head(config, block_size, dtype)
 
 
 def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: str) -> int:
-    """Count the blocks that fit. Raises ConfigError if that is not enough for one block beside the
-    null block.
-    """
+    """Return how many blocks fit. Raises ConfigError unless one fits beside the null block."""
     block = block_bytes(config, block_size, dtype)
     blocks = pool_bytes // block
     if blocks < 2:
@@ -85,8 +78,7 @@ def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: s
 def longest_context(
     wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
 ) -> int:
-    """Find the longest prompt plus answer that the model and a pool allow, or check the one
-    `wanted` (0: none).
+    """Return the longest prompt plus answer that model and pool allow; check `wanted` (0: none).
 
     Raises ConfigError naming the largest context that would fit if `wanted` does not.
     """
@@ -105,11 +97,10 @@ def longest_context(
 
 
 def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize: bool) -> int:
-    """Count the bytes that the weights of one of `ranks` ranks take at least; `config` has the
-    sizes of that rank.
+    """Return the fewest bytes that one rank's weights take; `config` has that rank's sizes.
 
-    `quantize`: linear layers become fp8 while loading; the small ones and experts do not, but all
-    are counted so.
+    `quantize`: linear layers become fp8 while loading. Small ones and experts do not, but are
+    counted so.
     """
     total, shapes = 0, weight_shapes(config)
     for name, shape in shapes.items():
@@ -122,9 +113,7 @@ def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize:
 
 
 def checked_model(config: EngineConfig, device: str) -> ModelConfig:
-    """Read the model's config, whole. Raises ConfigError if `cpu` or `cuda` cannot serve it as
-    configured.
-    """
+    """Read the model's config. Raises ConfigError if the device cannot serve it as configured."""
     model = read_model_config(config.model, config.load_format)
     if config.max_model_len > model.max_position:
         raise ConfigError(
@@ -149,9 +138,7 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    """Name what the model is computed in. Raises ConfigError if the device does not serve the dtype
-    asked for.
-    """
+    """Return the dtype of the computation. Raises ConfigError if the device does not serve it."""
     wanted = config.dtype
     if device == "cpu":
         # fp32 unless asked otherwise: bf16 products are ten times slower on CPUs without bf16
@@ -167,13 +154,11 @@ def dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
 
 
 def kv_dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    """Name what KV is kept in. Raises ConfigError as `dtype_of` does."""
     return FP8 if config.kv_cache_dtype == "fp8" else dtype_of(config, model, device)
 
 
 def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple[int, int]:
-    """Count the bytes of weights and of KV pool that each rank takes at least, of the whole
-    `model`.
+    """Return the fewest bytes of weights and of KV pool that each rank takes.
 
     On a GPU the pool is what was asked for, or one context of `max_model_len` (two blocks if none
     was named).
@@ -196,9 +181,7 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises
-    ConfigError.
-    """
+    """Return the device for `auto`, `cpu` or `cuda`; `index` is a GPU's. Raises ConfigError."""
     import torch
 
     # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's

@@ -1,8 +1,8 @@
-"""Block accounting: ids, reference counts, prefix hashes. Pure Python; never touches a tensor.
+"""Block accounting: ids, reference counts, prefix hashes. Pure Python; touches no tensor.
 
-A block is free (in LRU order; it may still carry the hash of what it holds), used (by one or more
-requests), held (kept for a reader elsewhere) or quarantined (a transfer may still write to it).
-Block 0 is the null block, never given.
+A block is free (in LRU order; its hash may still be known), used by requests, held (kept for a
+reader elsewhere) or quarantined (a transfer may still write to it). Block 0, the null block, is
+never given out.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True)
 class Changes:
-    """Which hashes have become findable, each with its parent's (None: it is a prompt's first), and
-    which no more.
-    """
+    """Hashes that became findable (with each one's parent, None at the start) or no longer are."""
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
     texts: dict[BlockHash, BlockText] = field(default_factory=dict)
-    """Of those that are stored, where texts are noted."""
+    """Contents of stored blocks, where texts are noted."""
     cleared: bool = False
-    """Before all that, nothing was findable any more."""
+    """Everything was forgotten before these changes."""
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.cleared)
 
 
 class BlockPool:
-    """All blocks of one KV pool. `num_blocks` counts the null block too."""
+    """All blocks of one KV pool; `num_blocks` counts the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -50,30 +48,26 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
         self.notes_texts = False
-        """Whether `publish` should be told what is in a block."""
 
     @property
     def total(self) -> int:
-        """Blocks that can be given out at all."""
         return self.num_blocks - 1
 
     @property
     def free(self) -> int:
-        """Blocks that can be given out now."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks whose content can be found by its hash."""
+        """Return how many blocks can be found by hash."""
         return len(self._block_of)
 
     @property
     def quarantined(self) -> int:
-        """Blocks that a lost transfer may still write to."""
         return len(self._quarantined)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`. Takes nothing."""
+        """Return the blocks of the longest cached prefix of `hashes`, without taking them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -83,7 +77,7 @@ class BlockPool:
         return found
 
     def free_after(self, shared: Iterable[int]) -> int:
-        """Free blocks that would remain if `shared` (from lookup) were taken."""
+        """Return how many blocks would be free once `shared` (from lookup) were taken."""
         return len(self._free) - sum(1 for block in shared if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -94,7 +88,7 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Fresh blocks, or None if there are fewer. What they held is forgotten."""
+        """Take fresh blocks; None if there are fewer. Their old contents are forgotten."""
         if count > len(self._free):
             return None
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -110,7 +104,7 @@ class BlockPool:
         parent: BlockHash | None = None,
         text: BlockText | None = None,
     ) -> None:
-        """Make a full, used block findable. The first block of equal content wins."""
+        """Make a full, used block findable. Of equal blocks the first wins."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
@@ -121,9 +115,7 @@ class BlockPool:
                     self._changes.texts[block_hash] = text
 
     def reset(self) -> None:
-        """Forget what every block holds. Who uses blocks keeps them, and nobody finds them any
-        more.
-        """
+        """Forget all hashes. Requests keep their blocks, but nobody else finds them."""
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
@@ -131,24 +123,21 @@ class BlockPool:
             self._changes = Changes(cleared=True)
 
     def note_changes(self, *, texts: bool = False) -> None:
-        """Take down from now on what becomes findable and what no more; somebody takes it away with
-        `changes`.
-        """
+        """Record from now on what becomes findable and what no longer is."""
         self._changes, self.notes_texts = Changes(), texts
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to take away."""
         return bool(self._changes)
 
     def changes(self) -> Changes:
-        """What has changed since the last call: of each hash, how it is now."""
+        """Return the changes since the last call: each hash's newest state."""
         taken = self._changes or Changes()
         self._changes = Changes()
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block of a request, given in the order of its tokens."""
+        """Drop one reference to each block of a request, given in the order of its tokens."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
@@ -158,17 +147,13 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Count used blocks as untouchable; they stay used until give_back after
-        `leave_quarantine`.
-        """
+        """Mark used blocks as untouchable; they stay used until released."""
         self._quarantined.update(blocks)
 
     def leave_quarantine(self, blocks: Iterable[int]) -> None:
-        """The transfer that could touch these blocks is over."""
         self._quarantined.difference_update(blocks)
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         used = [block for block in range(1, self.num_blocks) if self._references[block]]
         assert len(used) + len(self._free) == self.total, (len(used), len(self._free), self.total)
         assert not any(self._references[block] for block in self._free)
@@ -193,8 +178,10 @@ class BlockPool:
 
 
 class KeptBlocks:
-    """Each goes in once and comes back to the pool once, by the id of the request or probe that had
-    them.
+    """Blocks of ended requests and probes that are not free yet, by request or probe id. Pure.
+
+    *Held* blocks are kept under a lease, for a reader. *Unsettled* ones are in quarantine, because
+    a transfer that nobody waits for may still write to them.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -203,50 +190,40 @@ class KeptBlocks:
         self._unsettled: dict[str, list[int]] = {}
 
     def hold(self, request_id: str, blocks: list[int]) -> None:
-        """Keep them until `released`."""
         self._held[request_id] = blocks
 
     def held(self, request_id: str) -> list[int] | None:
-        """The blocks held for this request, in token order."""
         return self._held.get(request_id)
 
     def held_for(self, call_id: str) -> list[str]:
-        """Ids of held requests that are `call_id` or were made for the call of that id (`<call
-        id>-<suffix>`).
-        """
+        """Return ids of held requests that are `call_id` or begin with it (`<call id>-<suffix>`)."""
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def release(self, request_id: str) -> None:
-        """Nobody will read the blocks held for this request."""
+        """Free the blocks held for a request."""
         self._pool.release(self._held.pop(request_id, []))
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:
-        """A transfer may still write to these blocks, except the first `shared`: untouchable until
-        `settled`.
-        """
+        """Keep blocks until `settle`; a transfer may write to all but the first `shared`."""
         self._unsettled[request_id] = list(blocks)
         self._pool.quarantine(blocks[shared:])
 
     def quarantine_held(self, probe_id: str) -> None:
-        """A transfer may still write to the blocks held for this probe: untouchable until
-        `settled`.
-        """
+        """Quarantine the blocks held for a probe, to which a transfer may still write."""
         self.quarantine(probe_id, self._held.pop(probe_id))
 
     def settle(self, request_id: str) -> None:
-        """No transfer can touch the blocks of a failed or aborted fetch any more."""
+        """Free quarantined blocks: no transfer can touch them any more."""
         blocks = self._unsettled.pop(request_id, [])
         self._pool.leave_quarantine(blocks)
         self._pool.release(blocks)
 
     @property
     def num_held(self) -> int:
-        """Blocks kept under a lease."""
         return sum(len(blocks) for blocks in self._held.values())
 
     @property
     def blocks(self) -> list[int]:
-        """All of them."""
         return [
             block
             for kept in (self._held, self._unsettled)

@@ -1,6 +1,4 @@
-"""The decoder's operations in torch, for the CPU. Also the twin that the GPU's kernels are compared
-with.
-"""
+"""The decoder's operations in torch, for the CPU. Twins of the GPU's kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CpuStep:
-    """One step's tokens as tensors; T tokens of all scheduled requests, one after the other."""
+    """The T tokens of a step as tensors, request by request."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, position in its own sequence
@@ -48,7 +46,7 @@ class CpuStep:
 
 
 def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
-    """Fewest rows for which the bits of a row do not depend on the others in any of these products.
+    """Return the fewest rows from which a row's bits do not depend on the others.
 
     Raises ConfigError where they always do, because the CPU path promises to be batch-invariant.
     """
@@ -59,7 +57,7 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 
 
 class CpuOperations:
-    """See paged_engine/operations.py for what each of them means."""
+    """`Operations` on a CPU."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -190,29 +188,23 @@ class CpuOperations:
 
 
 Prepared = list[dict[str, PackedLora]]
-"""Of each layer its adapted sites."""
-
-
-@dataclass(slots=True)
-class _Rows:
-    now: Sequence[tuple[int, torch.Tensor]] = ()
 
 
 class AdaptedLinear(Linear):
     """A linear layer and what each slot's adapter adds to it."""
 
-    def __init__(self, base: Linear, rows: _Rows) -> None:
+    def __init__(self, base: Linear, operations: CpuAdapterOperations) -> None:
         self.out_features, self.in_features, self.device = (
             base.out_features,
             base.in_features,
             base.device,
         )
-        self.bias, self._base, self._rows = base.bias, base, rows
+        self.bias, self._base, self._operations = base.bias, base, operations
         self.slots: dict[int, PackedLora] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._base(x)
-        for slot, rows in self._rows.now:
+        for slot, rows in self._operations.adapted_rows:
             if slot in self.slots:
                 self.slots[slot].add(y, x, rows)
         return y
@@ -223,27 +215,28 @@ class CpuAdapterOperations(CpuOperations):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__(config, dtype, ranks)
-        self._rows = _Rows()
+        self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()
+        """Adapter slots and their rows, in the layer that is being computed."""
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
     ) -> Linear:
-        return AdaptedLinear(super().linear(weight, bias, scale), self._rows)
+        return AdaptedLinear(super().linear(weight, bias, scale), self)
 
     def folds_norms(self, dtype: torch.dtype) -> bool:
         return False  # A was trained behind the norm's weight
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
-        self._rows.now = step.adapted
+        self.adapted_rows = step.adapted
         return super().embed(step, table)
 
     def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
-        self._rows.now = step.adapted_samples
+        self.adapted_rows = step.adapted_samples
         return super().sampled(step, x)
 
 
 class CpuAdapters:
-    """The slots of one rank. See `AdapterStore` in paged_engine/adapters.py."""
+    """`AdapterStore` on a CPU; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,
@@ -252,9 +245,7 @@ class CpuAdapters:
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """`linears` are `Decoder.sites`. Raises ConfigError where products of these shapes are not
-        batch-invariant.
-        """
+        """Raise ConfigError where products of these shapes are not batch-invariant."""
         self._sites, self._linears, self._rank, self._dtype = (
             sites_of(model),
             linears,

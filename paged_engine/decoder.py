@@ -1,8 +1,6 @@
-"""The decoder-only transformer of all our architectures: one file, differences declared in
-ModelConfig.
+"""Decoder-only models of every supported architecture in one file. Knows no device.
 
-Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests,
-scheduling or sampling, and leaves to its Operations how a device computes.
+What a layer computes is here; how a device computes it is in its `Operations`.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class _Layer:
 def split_fused(
     config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint's tensors as our weights: by the names of weight_shapes, those that are stored
-    in one tensor apart.
+    """Yield a checkpoint's tensors as our weights, those stored in one tensor apart.
 
     Raises ConfigError if a tensor has another shape than `config` says.
     """
@@ -97,7 +94,7 @@ class Decoder:
     """Weights ready for the forward pass.
 
     `weights` yields what `split_fused` does, in any order; each is dropped once it is packed.
-    Raises ConfigError naming the weights that are missing or have another shape than `config` says.
+    Raises ConfigError naming weights that are missing or have the wrong shape.
     """
 
     def __init__(
@@ -247,21 +244,19 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return the logits [S, vocab] of the sampled rows."""
+        """Write the step's KV into `pool` and return logits [S, vocab] of the sampled rows."""
         return self.logits(self.hidden(step, pool))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [rows, vocab] of rows that hidden() has returned."""
+        """Return the logits [rows, vocab] of hidden states."""
         if not len(hidden):
             return hidden.new_empty(0, self.config.vocab_size)
         return self._operations.logits(self._operations.norm(hidden, self._norm), self._lm_head)
 
     @torch.inference_mode()
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return the hidden state [S, hidden] of the sampled
-        rows.
-        """
+        """Write the step's KV into `pool` and return hidden states [S, hidden] of the sampled rows."""
         ops = self._operations
         rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
@@ -303,8 +298,8 @@ class Decoder:
         )
 
     def sites(self) -> list[dict[str, Any]]:
-        """Of each layer, the linear layers that can take an adapter: qkv, o and, without experts,
-        up and down.
+        """Return each layer's linear layers that take adapters: qkv, o, and up, down without
+        experts.
         """
         layers = []
         for layer in self._layers:
@@ -318,7 +313,7 @@ class Decoder:
         return layers
 
     def linears(self) -> list[Any]:
-        """One linear layer of each shape; experts see to themselves."""
+        """Return one linear layer of each shape, without experts."""
         linears = [self._lm_head]
         for layer in self._layers:
             assert layer is not None

@@ -1,6 +1,4 @@
-"""Random weights of the right shapes, for speed tests without a checkpoint. Equal on every node,
-whatever its CPU.
-"""
+"""Random weights of the right shapes, for speed tests without a checkpoint. Equal on every CPU."""
 
 from __future__ import annotations
 
@@ -15,20 +13,16 @@ from kvrelay.paged_engine.model_tensors import tensor_shapes
 __all__ = ["dummy_tensors"]
 
 _POOL = 4_194_301
-"""Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix
-are alike.
-"""
 _STD = 0.02
 
 
 def dummy_tensors(
     config: ModelConfig, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and
-    shapes alone.
+    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1.
 
-    Copying from one pool writes 8 billion values at the speed of the device's memory; drawing each
-    would take minutes.
+    A function of names and shapes alone. Copying from one random pool takes seconds for 8 billion
+    values; drawing each would take minutes.
     """
     values = _pool()
     dtype: torch.dtype = getattr(torch, config.dtype)

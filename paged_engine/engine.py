@@ -1,8 +1,7 @@
-"""The engine of one node: model, pool, scheduler and sampler joined into one step. No HTTP, no
-peers, no roles.
+"""The engine of one node: model, KV pool, scheduler and sampler joined into one step.
 
-It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`), but not how: the
-process around it (node/engine_process.py) moves the bytes, and is the engine's `Handover`.
+KV may come from other nodes (`fetch`) or be kept for them (`hold`). The process around the engine
+(node/engine_process.py) moves the bytes as its `Handover`.
 """
 
 from __future__ import annotations
@@ -83,11 +82,10 @@ class Counters:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Steps by the tokens that they compute, in classes."""
+    """Steps by the classes of their tokens, STEP_TOKENS."""
     step_tokens: int = 0
 
-    def launched(self, tokens: int) -> None:
-        """A step that computes so many tokens."""
+    def count_step(self, tokens: int) -> None:
         self.step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
         self.step_tokens += tokens
 
@@ -97,19 +95,17 @@ class AdapterNotLoaded(LookupError):
 
 
 class Handover(Protocol):
-    """What the engine asks of whoever moves KV between nodes. Each returns at once."""
+    """Whoever moves KV between nodes. Each method returns at once."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Read remote blocks into local ones, which nobody writes to any more."""
+        """Read remote blocks into local ones, to which nobody else writes any more."""
 
     def offer(self, request: Request) -> None:
-        """The request holds its KV for a reader. Its prompt's blocks are known, and none can be
-        read yet.
-        """
+        """Announce a request that holds its KV for a reader; none of its blocks can be read yet."""
 
     def grow(self, request: Request, tokens: int) -> None:
-        """KV of the first `tokens` tokens of an offered request can be read: the device has written
-        it.
+        """Announce that the device has written KV of the first `tokens` tokens of an offered
+        request.
         """
 
 
@@ -129,9 +125,7 @@ def _speculation(config: EngineConfig, runner: Runner) -> Speculation:
 
 
 class Engine:
-    """Loads the model and serves requests step by step. Raises ConfigError when the configuration
-    cannot work.
-    """
+    """A loaded model that serves requests step by step."""
 
     def __init__(
         self,
@@ -139,8 +133,8 @@ class Engine:
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run
-        `follow`.
+        """Load the model; as rank 0 of `ranks`, whose others call `run_follower`. Raises
+        ConfigError.
         """
         self._clock = clock
         self.device = choose_device(config.device)
@@ -149,7 +143,6 @@ class Engine:
             config, self.model, self.device, ranks or Alone()
         )
         self.adapters: Adapters | None = None
-        """None in an engine without slots for any."""
         if self._runner.adapters is not None:
             self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
@@ -160,12 +153,12 @@ class Engine:
         )
         self._config = config
         self.costs: StepCosts | None = None
-        """What steps cost, once they were measured (paged_engine/timed_steps.py)."""
+        """Costs of steps, once measure_steps has measured them."""
         self._pace = Pace()
         self.reset()
         self._in_flight: _InFlight | None = None
         self.idles = False
-        """A step runs on the device, and the newest call of step() had nothing to launch behind it."""
+        """Whether a step runs on the device and step() had nothing to launch behind it."""
         self._idle_since = 0.0
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
@@ -185,23 +178,21 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now, without news from outside."""
+        """Return whether a step could do something now, without news from outside."""
         return self.scheduler.has_work or self._in_flight is not None
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """Prompt tokens to which the device pads a step, in order."""
+        """Return the prompt tokens to which the device pads a step, in order."""
         return self._runner.shapes
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step is launched while the one before it runs on the device."""
+        """Return whether a step is launched while the previous one runs on the device."""
         return self._runner.runs_ahead
 
     def load(self, now: float) -> Load:
-        """Return what the scheduler tells to routers, with the prompts of the step that the device
-        computes now.
-        """
+        """Return the load told to routers, with the prompts of the step in flight."""
         step = self._in_flight
         if step is None:
             return self.scheduler.load(now)
@@ -209,14 +200,12 @@ class Engine:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step is running on the device."""
         return self._in_flight is not None
 
     def check(self, submit: Submit) -> None:
-        """What the engine relies on. The HTTP side has checked it; one slip there must not end
-        everybody's engine.
+        """Raise ValueError for a request that would break the engine.
 
-        Raises ValueError.
+        The HTTP side has checked it; one slip there must not end everybody's engine.
         """
         tokens = [*submit.prompt_token_ids, *submit.generated]
         vocab_size, fetch = self.model.vocab_size, submit.fetch
@@ -240,22 +229,17 @@ class Engine:
                 )
 
     def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
-        """What a request with these parameters needs as its `guide`; `matcher`: its constraint's,
-        unused.
-        """
+        """Return the guide of a request with these parameters and this unused matcher, if any."""
         model = self.model
         return Guide.for_params(
             params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher
         )
 
     def close(self) -> None:
-        """End the other ranks."""
         self._runner.close()
 
     def request(self, submit: Submit, now: float) -> Request:
-        """A fresh request with its adapter, for the scheduler; `now` as in `Request.of`. Raises
-        AdapterNotLoaded.
-        """
+        """Return a request for the scheduler, with its adapter. Raises AdapterNotLoaded."""
         adapter = None
         if submit.adapter:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
@@ -265,72 +249,72 @@ class Engine:
 
     @property
     def is_done(self) -> bool:
-        """Whether the tokens of the step that runs on the device are there."""
+        """Return whether the tokens of the step in flight are there."""
         return self._in_flight is None or self._in_flight.launched.is_done
 
     def step(self, handover: Handover | None = None, *, wait: bool = True) -> list[Request]:
-        """Launch the next step, then take the tokens of the one before; the requests that have new
-        tokens or ended.
+        """Schedule and launch a step, then take the previous one's tokens; return updated requests.
 
-        On a GPU the host stays one step ahead, except where the next step's proposals depend on the
-        tokens of this one. On a CPU a launch computes at once, and its tokens are taken at once.
-        Without `wait` it returns, and `idles`, where there is nothing to launch and the tokens are
-        still to come: who arrives meanwhile is launched behind.
+        On a GPU the host stays one step ahead, except where the next step's proposals depend on
+        this one's tokens. On a CPU a launch computes at once. Without `wait` it returns early, with
+        `idles` set, where there is nothing to launch and tokens are still to come: whoever arrives
+        meanwhile is launched behind.
         """
         began = self._clock()
         since = self._idle_since if self.idles else began
         updated: list[Request] = []
-        before, self._in_flight = self._in_flight, None
-        if before is not None and self.scheduler.needs_tokens:
-            updated, before = self._take_tokens(before, handover), None
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None and self.scheduler.needs_tokens:
+            updated, previous = self._postprocess(previous, handover), None
         plan = self.scheduler.schedule(began)
         if handover is not None:
             for request in plan.offers:
                 handover.offer(request)
-        may_idle = not (wait or plan.chunks or plan.fetches)
-        self.idles = (
-            may_idle
-            and before is not None
-            and not before.launched.is_done
-            and began - before.at < _PATIENCE_S
-        )
+        self.idles = not (wait or plan.chunks or plan.fetches) and self._is_pending(previous, began)
         if self.idles:
-            self._in_flight, self._idle_since = before, since
+            self._in_flight, self._idle_since = previous, since
             return []
-        if before is None:
+        if previous is None:
             self._fetch(plan, handover)
-        if plan.chunks:
-            self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks, began)
-            self.counters.launched(sum([chunk.count for chunk in plan.chunks]))
-            for chunk in plan.chunks:
-                self._count(chunk)
-                chunk.request.launched(chunk.start, began)
-                self.scheduler.launched(chunk)
-        if before is not None:
+        self._run(plan.chunks, began)
+        if previous is not None:
             launched = self._clock()
-            updated = self._take_tokens(before, handover)
-            # Had the step before ended sooner than this one's launch, nobody would know when.
+            updated = self._postprocess(previous, handover)
+            # Had the previous step ended before this one's launch, nobody would know when.
             if self._tokens_at - launched > _WAITED_S:
                 for chunk in plan.chunks:
-                    chunk.request.started(began, self._tokens_at)
+                    chunk.request.mark_started(began, self._tokens_at)
         if self._in_flight is not None:
             self._in_flight.launched.sample()
-        if before is not None:
-            # Only now may others write to blocks that have just become free: the step that has
-            # ended was the last one which could touch them.
+        if previous is not None:
+            # Only now may transfers write to blocks that have just become free: the previous step
+            # was the last one that could touch them.
             self._fetch(plan, handover)
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
-            updated += self._take_tokens(done, handover)
+            updated += self._postprocess(done, handover)
         self.counters.step_s += self._clock() - since
         return updated
+
+    def _is_pending(self, step: _InFlight | None, now: float) -> bool:
+        return step is not None and not step.launched.is_done and now - step.at < _PATIENCE_S
 
     def _fetch(self, plan: StepPlan, handover: Handover | None) -> None:
         for fetch in plan.fetches:
             assert handover is not None, "a request with a fetch needs a connector"
             handover.fetch(fetch)
 
-    def _take_tokens(self, step: _InFlight, handover: Handover | None) -> list[Request]:
+    def _run(self, chunks: list[Chunk], now: float) -> None:
+        if not chunks:
+            return
+        self._in_flight = _InFlight(self._runner.launch(chunks), chunks, now)
+        self.counters.count_step(sum([chunk.count for chunk in chunks]))
+        for chunk in chunks:
+            self._count(chunk)
+            chunk.request.mark_launched(chunk.start, now)
+            self.scheduler.mark_launched(chunk)
+
+    def _postprocess(self, step: _InFlight, handover: Handover | None) -> list[Request]:
         tokens, logprobs = step.launched.wait()
         since, now = max(step.at, self._tokens_at), self._clock()
         self._tokens_at = now
@@ -345,13 +329,13 @@ class Engine:
             for request, entries in step.launched.scores():
                 request.prompt_logprobs += entries
         updated = []
-        drawn = zip(step.launched.requests, tokens, logprobs, strict=True)
-        for request, rows in itertools.groupby(drawn, key=lambda row: row[0]):
-            _, of_rows, their_logprobs = zip(*rows, strict=True)
+        rows = zip(step.launched.requests, tokens, logprobs, strict=True)
+        for request, request_rows in itertools.groupby(rows, key=lambda row: row[0]):
+            _, sampled, row_logprobs = zip(*request_rows, strict=True)
             if request.finish is None:
                 updated.append(request)
-            count = self.scheduler.append_sampled(request, of_rows, now)
-            request.new_logprobs += [entry for entry in their_logprobs[:count] if entry is not None]
+            count = self.scheduler.append_sampled(request, sampled, now)
+            request.new_logprobs += [entry for entry in row_logprobs[:count] if entry is not None]
             self.counters.generated_tokens += count
         return updated
 
@@ -373,7 +357,7 @@ class Engine:
 
 
 def broadcast_aside(ranks: Ranks, message: bytes) -> None:
-    """Rank 0: tell the others something that is not about a step, in the order of the steps."""
+    """Send the other ranks a message that is not about a step, in the order of the steps."""
     ranks.broadcast(_ASIDE + message)
 
 
@@ -383,17 +367,16 @@ def run_follower(
     device: torch.device,
     heard: Callable[[KVPool, bytes], None],
 ) -> None:
-    """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each
-    `aside`.
+    """Compute what rank 0 computes until it ends; `heard` is called for each aside.
 
-    Raises RuntimeError if it is lost.
+    Raises PeerLost if it is lost.
     """
     runner, reader, given = _open_runner(config, checked_model(config, device.type), device, ranks)
     adapters = None if runner.adapters is None else FollowerAdapters(reader, runner.adapters, given)
     while message := ranks.receive():
         if message.startswith(ABOUT_ADAPTERS):
             assert adapters is not None
-            adapters.heard(message)
+            adapters.on_message(message)
         elif message.startswith(_ASIDE):
             heard(runner.pool, message[len(_ASIDE) :])
         else:

@@ -1,7 +1,7 @@
-"""From llama.cpp's names in a GGUF file to a ModelConfig and tensors with Hugging Face's names and
-layout.
+"""GGUF files: metadata to ModelConfig, tensors de-quantized under Hugging Face names.
 
-Owns the mapping alone; the bytes are gguf_file.py's.
+The header is read by wire/gguf_header.py: gguf.GGUFReader takes 2 s of CPU time for SmolLM2's, ours
+0.01 s. The gguf package de-quantizes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is in torch's order (rows first), `kind` its quantization, for
-    example Q4_1.
-    """
+    """Where one tensor lies: its quantization (`kind`, for example Q4_1) and shape, rows first."""
 
     kind: str
     shape: tuple[int, ...]
@@ -53,8 +51,7 @@ class GgufTensor:
 class GgufFile:
     """An open, memory-mapped GGUF file (version 2 or 3, little-endian).
 
-    Raises ConfigError, naming the file, if it is not one, is cut short, or is one part of a split
-    model.
+    Raises ConfigError if it is not one, is cut short, or is one part of a split model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +68,7 @@ class GgufFile:
             raise ConfigError(f"{path} is not a readable GGUF file: {why}") from why
 
     def load(self, name: str) -> torch.Tensor:
-        """The tensor: F32, F16 and BF16 as stored, every quantization as float32."""
+        """Return a tensor: F32, F16 and BF16 as stored, every quantization as float32."""
         import torch  # who only asks for the header need not wait for it
 
         tensor = self.tensors[name]
@@ -138,8 +135,7 @@ _NAMES = {
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """The model's sizes from metadata, its biases and tied embedding from the tensors that are
-    there.
+    """Return the ModelConfig of a GGUF file.
 
     Raises ConfigError for an architecture or a rope scaling that the engine does not have.
     """
@@ -189,9 +185,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor), one in memory at a time. ConfigError if a tensor is
-    missing or unknown.
-    """
+    """Yield (Hugging Face name, tensor). Raises ConfigError if one is missing or unknown."""
     names = {name: _gguf_name(name) for name in tensor_shapes(config)}
     check_names(set(file.tensors) - {_ROPE_FACTORS}, names.values(), str(file.path))
     interleaved = _arch(Fields(file.metadata, str(file.path))) == "llama"

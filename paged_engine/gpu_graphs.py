@@ -1,10 +1,9 @@
-"""The CUDA graphs of a GPU: of decode steps by batch size, of steps with short prompts by shape, of
-the sampler.
+"""CUDA graphs: decode steps by batch size, steps with short prompts by shape, and the sampler.
 
-Without them such a step takes what the host needs to launch its kernels, several times what the GPU
-has to do. All are captured before the first request, over buffers at fixed addresses
-(paged_engine/gpu_graphs.py), in one memory: they run one after the other. The sampler is a graph
-of its own, so that something can be done to the logits before it.
+Without them a step takes what the host needs to launch its kernels, several times the GPU's own
+time. All graphs are captured before the first request, over buffers at fixed addresses, in one
+memory: they run one after the other. The sampler has graphs of its own, so that logits can be
+changed before it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 
 
 class StepUploads:
-    """Everything is queued on the current stream; nothing waits for the device."""
+    """A step's integers on their way to the device: pinned memory, one copy, fixed buffers.
+
+    Owns the block tables of slots. Everything is queued on the current stream; nothing waits for
+    the device.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,7 @@ class StepUploads:
         shapes: Sequence[StepShape],
         device: torch.device,
     ) -> None:
-        """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped()
-        takes.
-        """
+        """Allocate buffers. `chunks_only`: decodes are computed as chunks of one token."""
         self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
         self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
@@ -84,13 +85,11 @@ class StepUploads:
 
     @property
     def decode_slots(self) -> torch.Tensor:
-        """int32: the slot in which each row of the newest decode step samples; at a fixed address."""
+        """Return int32 slots of the newest decode step's rows, at a fixed address."""
         return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
-        """The persistent buffers of the graph for `rows` decodes, of which some have adapters or
-        none has.
-        """
+        """Return the persistent buffers of the graph for `rows` decodes."""
         return GpuStep(
             decodes=0 if self._chunks_only else rows,
             token_ids=self._rows[0, :rows],
@@ -108,7 +107,7 @@ class StepUploads:
         )
 
     def decode_tables(self, rows: int) -> None:
-        """Launch what makes the block tables of a decode step of its slots'."""
+        """Launch the kernel that builds a decode step's block tables."""
         slots, contexts, newest = self._sequences[:, :rows]
         step_tables(
             slots,
@@ -120,9 +119,7 @@ class StepUploads:
         )
 
     def decodes(self, values: StepValues) -> None:
-        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but
-        the null block.
-        """
+        """Upload a decode step into the graphs' buffers; rows beyond it are padding."""
         count = values.rows.shape[1]
         self._turn = (self._turn + 1) % _UPLOADS
         pinned = self._pinned_decodes[self._turn]
@@ -136,9 +133,10 @@ class StepUploads:
             self.append(self._send(values.new_blocks)[0])
 
     def chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
-        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows.
+        """Upload a step without a graph; return its tensors and the slots of its sampled rows.
 
-        The rows whose logits are wanted are the sampled ones, then the scored ones."""
+        Rows whose logits are wanted are the sampled ones, then the scored ones.
+        """
         decodes = 0 if self._chunks_only else values.decodes
         wanted = np.concatenate((values.sampled_rows, values.scored_rows))
         return self._chunk_step(
@@ -146,8 +144,9 @@ class StepUploads:
         )
 
     def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
-        """Bring the step into one of the shapes and upload it; its tensors are at the same
-        addresses in all steps of a shape. What samples is told to `decode_slots` too.
+        """Pad a step to a shape and upload it to that shape's fixed addresses.
+
+        Slots that sample go to `decode_slots`, too.
         """
         padding = shape.samples - len(values.sampled_slots)
         step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
@@ -228,7 +227,6 @@ class StepUploads:
         return step, slots
 
     def append(self, new_blocks: torch.Tensor) -> None:
-        """Into the slots' block tables."""
         append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
 
     def _send(self, *arrays: np.ndarray, into: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -267,9 +265,7 @@ class _OfBatch:
 
 
 class GpuGraphs:
-    """`forward` computes the logits of a step, all in the same memory: those of row i lie in row i
-    of it.
-    """
+    """All CUDA graphs. `forward` writes the logits of row i into row i of one memory."""
 
     @torch.inference_mode()
     def __init__(
@@ -281,7 +277,7 @@ class GpuGraphs:
         max_num_seqs: int,
         adapters: bool,
     ) -> None:
-        """Capture all; the largest first. `adapters`: each with adapters, too."""
+        """Capture all graphs, the largest first; with `adapters` each of them twice."""
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
         # All batches up to 8, then steps of 8.
@@ -299,8 +295,10 @@ class GpuGraphs:
             }
 
     def logits(self, values: StepValues) -> torch.Tensor | None:
-        """Upload and compute the step: the logits [sampled rows, vocab], whose slots are
-        `decode_slots` of the uploads. None, and nothing done, if there is no graph for such a step.
+        """Upload and compute a step; return logits [sampled rows, vocab].
+
+        Their slots are `decode_slots` of the uploads. None, and nothing done, if there is no graph
+        for such a step.
         """
         rows = len(values.sampled_rows)
         if values.is_decode:
@@ -318,15 +316,13 @@ class GpuGraphs:
         return self._of_batch[self._size(rows)].logits[:rows]
 
     def sample(self, plan: SamplePlan) -> torch.Tensor:
-        """The tokens int64 [rows] of what logits() has computed last; for plans that adjust
-        nothing.
-        """
+        """Return int64 tokens [rows] of the newest logits(), for plans that adjust nothing."""
         sampler, tokens = self._of_batch[self._size(plan.rows)].samplers[plan.cut]
         sampler.replay()
         return tokens[: plan.rows]
 
     def close(self) -> None:
-        """Drop all graphs, and with them what they hold of libraries."""
+        """Drop all graphs and what they hold of libraries."""
         self._of_shape.clear()
         self._of_batch.clear()
 

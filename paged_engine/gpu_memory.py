@@ -15,7 +15,7 @@ __all__ = ["GpuBudget"]
 
 @dataclass(frozen=True, slots=True)
 class GpuBudget:
-    """Made before anything is allocated."""
+    """What the operator allows of a GPU's memory, taken before anything is allocated."""
 
     device: torch.device
     total_bytes: int
@@ -24,7 +24,7 @@ class GpuBudget:
 
     @classmethod
     def measure(cls, device: torch.device, utilization: float) -> GpuBudget:
-        """Raises ConfigError if less than the allowed share of the card is free."""
+        """Raise ConfigError if less than the allowed share of the card is free."""
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * utilization)
         if allowed > free:
@@ -37,9 +37,7 @@ class GpuBudget:
         return cls(device, total, free, allowed)
 
     def check_weights(self, least_bytes: int) -> None:
-        """Raise ConfigError if weights of that size leave nothing, before minutes are spent on
-        loading them.
-        """
+        """Raise ConfigError if weights of that size leave nothing, before they are loaded."""
         if least_bytes >= self.allowed_bytes:
             raise ConfigError(
                 f"the weights need at least {gib(least_bytes)} on each GPU, and "
@@ -55,9 +53,7 @@ class GpuBudget:
         return torch.cuda.max_memory_allocated(self.device) + max(0, outside_torch) + RESERVE_BYTES
 
     def left_for_kv(self) -> int:
-        """Bytes for the KV pool, after the largest step has run. Raises ConfigError if nothing is
-        left.
-        """
+        """Return the bytes left for KV after the largest step has run. Raises ConfigError if none."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         left = self.allowed_bytes - self._needed()
@@ -72,9 +68,7 @@ class GpuBudget:
         return left
 
     def check(self, pool_bytes: int) -> None:
-        """Raise ConfigError if a KV pool of a size that the operator named does not fit on the
-        card.
-        """
+        """Raise ConfigError if a KV pool of a size that the operator named does not fit."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         spare = (
@@ -93,7 +87,6 @@ class GpuBudget:
             )
 
     def report(self, tokens: int) -> str:
-        """One line for the log."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return (
             f"GPU memory: {gib(self.free_bytes - free)} of {gib(self.total_bytes)} in use, the KV "

@@ -1,5 +1,7 @@
-"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, all of them fit for a CUDA
-graph.
+"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs.
+
+A step in which no row has an adapter runs the very kernels of an engine without adapters: the host
+knows which it is, and there are graphs of each kind. A row's adapter is read on the device.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _LEAST_QUANTIZED = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """One step's tokens. Rows of one-token sequences come first, then those of the prefill chunks.
+    """One step's tokens: rows of one-token sequences, then those of the prefill chunks.
 
     T tokens, S sequences of which the first D have one token. All tensors are int32 on the device.
     """
@@ -63,10 +65,7 @@ class GpuStep:
 
 
 class GpuOperations:
-    """See paged_engine/operations.py for what each of them means.
-
-    `sampled` int64 [slots] holds the newest token of every slot, as the sampler leaves it.
-    """
+    """`Operations` on a GPU; `sampled` int64 [slots] holds each slot's newest token."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class GpuOperations:
     ) -> None:
         self._config, self._ranks = config, ranks
         self._sampled = sampled
-        self._batch_invariant, self._quantize = batch_invariant, quantize
+        self.batch_invariant, self._quantize = batch_invariant, quantize
         # Programmatic dependent launch: a kernel's start overlaps the end of the one before
         # (kernels/skinny_gemm.py).
         self._pdl = pdl_works(sampled.device)
@@ -100,7 +99,7 @@ class GpuOperations:
         self._logits: torch.Tensor | None = None
 
     def plan(self, step: GpuStep, block_size: int) -> None:
-        """What all layers share: how the decodes' keys are cut among the multiprocessors."""
+        """Cut the decodes' keys among the multiprocessors, for all layers."""
         if step.decodes:
             for window, workspace in self._workspaces.items():
                 plan_decode(
@@ -121,12 +120,12 @@ class GpuOperations:
         fits = min(weight.shape) >= _LEAST_QUANTIZED and not any(size % 16 for size in weight.shape)
         if self._quantize and fits:
             return Fp8Linear.quantized(weight, bias)
-        return GpuLinear(weight, bias, batch_invariant=self._batch_invariant)
+        return GpuLinear(weight, bias, batch_invariant=self.batch_invariant)
 
     def output_layer(self, weight: torch.Tensor) -> Linear:
         # Never quantized: it decides the tokens.
         rows = vocab_shard(len(weight), self._ranks.rank, self._ranks.size)
-        return GpuLinear(weight[rows], batch_invariant=self._batch_invariant)
+        return GpuLinear(weight[rows], batch_invariant=self.batch_invariant)
 
     def experts(
         self, gate_up: torch.Tensor, down: torch.Tensor
@@ -286,7 +285,7 @@ class GpuOperations:
             act=self._config.activation,
             residual=hidden if ranks.rank == 0 else None,
             out=hidden,
-            batch_invariant=self._batch_invariant,
+            batch_invariant=self.batch_invariant,
             pdl=self._pdl,
         )
         return ranks.all_reduce(summed)
@@ -314,25 +313,20 @@ class GpuOperations:
 
 
 Prepared = list[dict[str, Matrices]]
-"""Of each layer its adapted sites: A and B in pinned memory."""
-
-
-@dataclass(slots=True)
-class _Rows:
-    now: torch.Tensor | None = None
+"""Each layer's adapted sites: A and B in pinned memory."""
 
 
 class AdaptedLinear:
-    """A linear layer and what the adapters of its rows add to it. Methods as GpuLinear's."""
+    """A linear layer and what the adapters of its rows add to it, with GpuLinear's methods."""
 
-    def __init__(self, base: Linear, rows: _Rows, *, batch_invariant: bool) -> None:
+    def __init__(self, base: Linear, operations: GpuAdapterOperations) -> None:
         self.out_features, self.in_features = base.out_features, base.in_features
-        self._base, self._rows, self._batch_invariant = base, rows, batch_invariant
+        self._base, self._operations = base, operations
         self._widths: tuple[int, ...] = ()
         self._down = self._up = torch.empty(0)
 
     def make_room(self, site: Site, slots: int, rank: int, dtype: torch.dtype) -> None:
-        """Memory for the matrices of all slots; layers without take no adapter."""
+        """Allocate the matrices of all slots; layers without take no adapter."""
         assert (sum(site.rows), site.in_features) == (self.out_features, self.in_features)
         self._widths, device = site.rows, self._base.device
         self._down = torch.zeros(
@@ -356,10 +350,12 @@ class AdaptedLinear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        rows = self._rows.now
+        rows = self._operations.row_adapters
         if rows is None or not self._widths:
             return self._base(x, residual=residual, out=out, pdl=pdl)
-        tiles = default_tiles(INVARIANT_ROWS if self._batch_invariant else len(x), x.shape[1])
+        tiles = default_tiles(
+            INVARIANT_ROWS if self._operations.batch_invariant else len(x), x.shape[1]
+        )
         # Before the layer's own product, which can fetch its first weights meanwhile.
         low = shrink(x, self._down, rows, pdl=pdl, tiles=tiles)
         y = self._base(x, residual=residual, out=out, pdl=pdl)
@@ -374,7 +370,7 @@ class AdaptedLinear:
         plus_one: bool = False,
         pdl: bool = False,
     ) -> torch.Tensor:
-        if self._rows.now is None:
+        if self._operations.row_adapters is None:
             return self._base.normed(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
         return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), pdl=pdl)
 
@@ -389,7 +385,7 @@ class AdaptedLinear:
         out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        if self._rows.now is None:
+        if self._operations.row_adapters is None:
             return self._base.gated(
                 x, act, norm_weight=norm_weight, eps=eps, plus_one=plus_one, out=out, pdl=pdl
             )
@@ -403,32 +399,30 @@ class GpuAdapterOperations(GpuOperations):
     """GpuOperations whose linear layers take adapters."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As GpuOperations."""
         super().__init__(*arguments, **options)
-        self._rows = _Rows()
-        self._of_samples: torch.Tensor | None = None
+        self.row_adapters: torch.Tensor | None = None
+        """[rows] adapter slots in the layer that is being computed; None where no row has one."""
+        self._sample_adapters: torch.Tensor | None = None
 
     def plan(self, step: GpuStep, block_size: int) -> None:
         super().plan(step, block_size)
-        self._rows.now = self._of_samples = step.adapters
+        self.row_adapters = self._sample_adapters = step.adapters
         if step.adapters is not None and step.sampled_rows is not None:
-            self._of_samples = step.adapters[step.sampled_rows]
+            self._sample_adapters = step.adapters[step.sampled_rows]
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
     ) -> Linear:
         base = super().linear(weight, bias, scale)
-        return cast(
-            "Linear", AdaptedLinear(base, self._rows, batch_invariant=self._batch_invariant)
-        )
+        return cast("Linear", AdaptedLinear(base, self))
 
     def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
-        self._rows.now = self._of_samples
+        self.row_adapters = self._sample_adapters
         return super().sampled(step, x)
 
 
 class GpuAdapters:
-    """The slots of one rank. See `AdapterStore` in paged_engine/adapters.py."""
+    """`AdapterStore` on a GPU; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,
@@ -440,7 +434,7 @@ class GpuAdapters:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take the memory of all slots. `linears` are `Decoder.sites`."""
+        """Allocate the memory of all slots."""
         self._sites, self._linears, self._dtype, self._device = (
             sites_of(model),
             linears,
@@ -470,4 +464,4 @@ class GpuAdapters:
                 linears[name].put(slot, given.get(name))
 
     def remove(self, slot: int) -> None:
-        """Nothing: whoever comes next overwrites all of it."""
+        """Do nothing: the next adapter overwrites all of the slot."""

@@ -1,10 +1,8 @@
-"""The GPU's runner: steps are launched ahead of the host, all but those with long prompts as CUDA
-graphs.
+"""The GPU's runner: steps are launched ahead of the host, all but long prompts as CUDA graphs.
 
 A step is three things in the stream: one upload of a few integers per row, the forward pass, the
-sampler. Nothing of it waits for the host: a decode's token is read on the device from where the
-sampler of the step before has left it. The host synchronizes once a step, when it takes the tokens
-of the step before the one it has just launched.
+sampler. None waits for the host: a decode reads its token on the device, where the previous step's
+sampler left it. The host synchronizes once a step, when it takes the previous step's tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class _InFlight:
     sampled: Sampled | None = None
     prompt_scores: PromptScores | None = None
     later: Callable[[], tuple[Sampled, PromptScores | None]] | None = None
-    """Chooses the tokens of a step that has guided rows."""
 
     @property
     def is_done(self) -> bool:
@@ -106,7 +103,7 @@ class _InFlight:
 
 
 class GpuRunner:
-    """One rank on one GPU. See paged_engine/runner.py for the interface."""
+    """One rank on one GPU; a `Runner`."""
 
     runs_ahead = True
 
@@ -119,8 +116,7 @@ class GpuRunner:
         device: torch.device,
         ranks: Ranks,
     ) -> GpuRunner:
-        """Load the weights, measure what a step needs, give the rest to the KV pool, capture the
-        graphs.
+        """Load weights, measure a step, give the rest to the KV pool and capture graphs.
 
         Raises ConfigError when the configuration cannot work on this GPU.
         """
@@ -240,7 +236,7 @@ class GpuRunner:
     # --- a step
 
     def can_speculate(self, request: Request) -> bool:
-        """Not with what changes logits: how does not depend on the row alone."""
+        """Return False where logits are changed: how does not depend on the row alone."""
         return request.guide is None and self._sampler.is_unadjusted(
             request.params, request.output_tokens
         )
@@ -265,9 +261,7 @@ class GpuRunner:
         return launched
 
     def follow(self, message: bytes) -> None:
-        """The step that rank 0 has launched. The logits are equal on all ranks, and so are the
-        tokens drawn of them.
-        """
+        """Compute the step that rank 0 has launched; equal logits draw equal tokens."""
         if self._unsampled is not None:
             forward, self._unsampled = self._unsampled, None
             self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
@@ -390,7 +384,6 @@ class GpuRunner:
 
 
 def _refuse_fp8(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if fp8 is asked of a GPU that has none."""
     in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
     capability = torch.cuda.get_device_capability(device)
     if in_fp8 and capability < (8, 9):

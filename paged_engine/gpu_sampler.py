@@ -1,10 +1,9 @@
-"""Chooses the next tokens on the GPU. What a request asks for lies in its *slot*; a launch reads
-nothing of the host.
+"""Choose the next tokens on the GPU; a launch reads nothing of the host.
 
-The next step can be launched before anybody has seen the tokens of this one: `sampled` holds them
-for the embedding, and token indices, output counts and min_tokens move on where they lie. Twin on
-the CPU: `paged_engine/sampler.py`. Several rows of one request are sampled in several slots, behind
-what admit() staged for each or set() says of it.
+What a request asks for lies in its *slot*. The next step can be launched before anybody has seen
+this one's tokens: `sampled` holds them for the embedding, and token indices, output counts and
+min_tokens move on where they lie. Several rows of one request are sampled in several slots. Twin on
+the CPU: paged_engine/sampler.py.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ _LOGPROB_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What the rows of a step need together. Launches of equal `cut` and `adjusted` run the same
-    kernels.
-    """
+    """What a step's rows need together. Equal `cut` and `adjusted` run the same kernels."""
 
     rows: int
     cut: bool = False  # top-k, top-p or min-p
@@ -56,9 +53,7 @@ class _Admission:
 
 
 class GpuSampler:
-    """Owns the tables of the slots. Everything is queued on the current stream; nothing waits for
-    the device.
-    """
+    """The tables of the slots. Everything is queued on the current stream without waiting."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class GpuSampler:
         device: torch.device,
         spare_slots: int = 0,
     ) -> None:
-        """`spare_slots`: behind the others, for set() alone."""
+        """Allocate the tables; `spare_slots` come behind the others, for set() alone."""
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
@@ -81,15 +76,11 @@ class GpuSampler:
 
     @property
     def sampled(self) -> torch.Tensor:
-        """int64 [max_slots + spare_slots]: the newest token of each slot's request, also before the
-        host knows it.
-        """
+        """Return int64 newest tokens of all slots, also before the host knows them."""
         return self._tables.sampled
 
     def admit(self, slot: int, request: Request) -> None:
-        """Give the slot to a request all of whose tokens are known; the device is told at the next
-        prepare().
-        """
+        """Give a slot to a request whose tokens are all known; prepare() uploads that."""
         assert not request.num_pending, (
             f"request {request.request_id} has tokens that the host has not seen"
         )
@@ -113,24 +104,18 @@ class GpuSampler:
         )
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
-        """The slot samples next as a request of these parameters, which is_unadjusted(), does at this
-        token.
-        """
+        """Set what a slot samples next: an unadjusted request at this token index."""
         self._features[slot] = _features_of(params, token_index)
         nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
 
     @staticmethod
     def is_unadjusted(params: SamplingParams, outputs: int) -> bool:
-        """Whether logits are taken as they are, from token number `outputs` on: then a slot needs
-        no notes.
-        """
+        """Return whether logits are taken as they are from token number `outputs` on."""
         return not _features_of(params, outputs) & (_ADJUSTED | _MINIMUM)
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
-        """Upload what admit() has staged, and say what the rows of a launch need; row i is
-        requests[i] in slots[i].
-        """
+        """Upload what admit() staged and return what the rows need; row i is slots[i]."""
         self._upload()
         needs = 0
         logprobs: dict[int, int] = {}
@@ -151,7 +136,7 @@ class GpuSampler:
         )
 
     def mask(self, masks: RowMasks, rows: int) -> TokenMask:
-        """Upload the masks of a launch of so many rows, in one copy."""
+        """Upload the masks of a launch of `rows` rows, in one copy."""
         of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
         of_row[masks.rows] = np.arange(len(masks.rows))
         flat = self._send(np.concatenate((of_row, masks.words.view(np.int32).reshape(-1))))
@@ -164,8 +149,9 @@ class GpuSampler:
         plan: SamplePlan,
         mask: TokenMask | None = None,
     ) -> Sampled:
-        """Queue the choice of a token per row. logits [rows or more, vocab]; slots int32 [rows], -1
-        is padding.
+        """Queue the choice of a token per row; logits [rows or more, vocab], slots int32 [rows].
+
+        A slot of -1 is padding.
         """
         return self.read(logits, self.draw(logits, slots, plan, mask), plan)
 
@@ -179,18 +165,14 @@ class GpuSampler:
         *,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """The tokens int64 [rows], on the device. Can be captured in a CUDA graph, of which they
-        are then an output.
-        """
+        """Return int64 tokens [rows] on the device. Can be captured in a CUDA graph."""
         return sample(
             logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask, pdl=pdl
         )
 
     @torch.inference_mode()
     def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
-        """What the host is to be told of tokens that draw() has chosen from these logits. Not for
-        CUDA graphs.
-        """
+        """Return what the host is to be told of drawn tokens. Not for CUDA graphs."""
         if plan.logprob_rows is None:
             return Sampled(tokens, plan, None)
         most = max(plan.logprobs.values())
@@ -202,9 +184,7 @@ class GpuSampler:
         return Sampled(tokens, plan, (chosen, ids, values))
 
     def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
-        """Compile every kernel there is for logits of this dtype, those for masked rows too if
-        `masked`.
-        """
+        """Compile all kernels for logits of this dtype, with masks if `masked`."""
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
         padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
         words = torch.zeros(1, words_for(self._vocab), dtype=torch.int32, device=self._device)
@@ -302,9 +282,7 @@ class Sampled:
         self.tokens = tokens
         """int64 [rows], on the device."""
         self.logprobs = logprobs
-        """Of the rows that want any: the chosen tokens' [n], the likeliest ids [n, most] and
-        theirs; on the device.
-        """
+        """Rows that want any: chosen tokens' [n], likeliest ids and values [n, most]."""
         self._plan = plan
         self._on_host: list[torch.Tensor] | None = None
         self._copied: torch.cuda.Event | None = None
@@ -318,16 +296,14 @@ class Sampled:
 
     @property
     def is_done(self) -> bool:
-        """Whether they are on the host."""
         if self._copied is None:
             return self._on_host is not None
         return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens and log-probabilities of the plan's rows, once they are on the host.
+        """Return tokens and log-probabilities once they are on the host.
 
-        Raises TimeoutError if they are not within `deadline_s`, for steps that may wait for another
-        rank for ever.
+        Raises TimeoutError after `deadline_s`: a step may wait for another rank forever.
         """
         if self._on_host is None:
             self.start_copy()
@@ -386,7 +362,7 @@ def _await(event: torch.cuda.Event, deadline_s: float) -> None:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which is there once the device has done what is queued so far."""
+    """Return a copy on the host, valid once the device has done what is queued so far."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(

@@ -1,11 +1,9 @@
-"""Constraints on an answer's text as token masks, by llguidance: compiles, caches, and fills the
-masks of many rows.
+"""Constraints on an answer's text as token masks, by llguidance.
 
-A matcher never forces tokens: it allows every token that can go on, also ways to write a text that
-the tokenizer would not choose. So masks need no tokenizer, and no call back into Python.
-
-The step loop waits for masks, so what a token may take is limited: by the library, which counts;
-before a grammar is used, by `try_out`; and in the loop, by TimedMatcher.
+Compiles and caches grammars and fills the masks of many rows. A matcher forces no tokens: it allows
+every token that can go on, so masks need no tokenizer and no call back into Python. The step loop
+waits for masks, so the time of a token is limited: by the library, which counts; by `try_out`,
+before a grammar is used; and by TimedMatcher, in the loop.
 """
 
 from __future__ import annotations
@@ -57,10 +55,11 @@ _OPEN = (
 
 
 def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` wherever properties are listed and nothing says
-    what else may be.
+    """Return a schema in which objects that list properties have no others.
 
-    What stands in an `allOf` stays open: another part of it may list the rest.
+    By the standard they may have any, and a small model that begins to invent them goes on until
+    its limit; other engines close objects, too. Schemas that say what else may be there, and parts
+    of an `allOf`, stay open.
     """
     if not isinstance(schema, dict):
         return schema
@@ -80,9 +79,7 @@ def closed(schema: Any) -> Any:
 # Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
 TOKEN_LIMIT_S = 0.03
-"""CPU time for a token's mask and the way through it. A grammar that takes more is refused; common
-ones take 3 ms.
-"""
+"""CPU time for a token's mask and step; common grammars take 3 ms."""
 _TRIED_PATHS, _TRIED_TOKENS = 3, 16
 # In the step loop, where a grammar may come to a place that was not tried: so often, and the answer
 # ends.
@@ -112,7 +109,7 @@ _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
 class Grammars:
-    """The grammars of one vocabulary. For any number of threads; compiling does not hold the GIL."""
+    """The grammars of one vocabulary, for any number of threads. Compiling releases the GIL."""
 
     def __init__(
         self,
@@ -121,11 +118,7 @@ class Grammars:
         special_ids: Collection[int],
         eos_token_ids: Collection[int],
     ) -> None:
-        """`tokens`: the bytes of each id of the model's vocabulary, empty for ids that mean
-        nothing.
-
-        Takes about 2 us per token.
-        """
+        """Take the bytes of each token id, empty for unused ids; 2 us per token."""
         eos = [token for token in eos_token_ids if token < len(tokens)]
         self._specials = frozenset(
             tokens[token].decode(errors="replace") for token in special_ids if token < len(tokens)
@@ -142,8 +135,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher of its own for one answer. Raises RequestError with the reason, a sentence of
-        the library's.
+        """Return a new matcher for one answer. Raises RequestError with the library's reason.
 
         Compiling takes some milliseconds, for a schema at the limit of its size a quarter of a
         second.
@@ -176,8 +168,7 @@ class Grammars:
         return matcher
 
     def try_out(self, constraint: Constraint) -> None:
-        """Follow a few answers, the same each time; raise RequestError if a token takes more than
-        TOKEN_LIMIT_S.
+        """Follow a few answers; raise RequestError if a token takes more than TOKEN_LIMIT_S.
 
         A grammar can be quick there and slow elsewhere: then TimedMatcher ends the answer.
         """
@@ -211,9 +202,7 @@ class Grammars:
                 tokens.append(int(allowed[pick.randrange(len(allowed))]))
 
     def as_lark(self, constraint: Constraint) -> Constraint:
-        """The same constraint as one Lark grammar, which is compiled without Python. `matcher` must
-        have taken it.
-        """
+        """Return an accepted constraint as Lark, which compiles without Python."""
         return Constraint("lark", self._lark(constraint), field=constraint.field)
 
     def _lark(self, constraint: Constraint) -> str:
@@ -291,47 +280,40 @@ class Grammars:
 
 
 class TimedMatcher:
-    """A matcher (see paged_engine/guide.py) that fails once it has held up the step loop too often.
+    """A `Matcher` that fails once it has held up the step loop too often.
 
-    A step takes what it computes together, so a slow one is computed row by row for a while, to see
-    which it is.
+    A step computes masks together, so after a slow one they are computed row by row for a while.
     """
 
     def __init__(self, inner: LLMatcher, stalls: int = 0) -> None:
         self.inner = inner
         self.watched = 0
-        """So many of the next masks are computed alone."""
+        """How many of the next masks are computed alone."""
         self._stalls = stalls
         self._error = ""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Go on by tokens; False if they do not match."""
         began = time.thread_time()
         matches: bool = self.inner.consume_tokens(sampled_tokens)
         self._took((time.thread_time() - began) / max(1, len(sampled_tokens)))
         return matches
 
     def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
-        """Write the mask at an address."""
         began = time.thread_time()
         self.inner.unsafe_compute_mask_ptr(pointer, size)
         self._took(time.thread_time() - began)
         self.watched = max(0, self.watched - 1)
 
     def is_stopped(self) -> bool:
-        """Whether nothing can follow. Also true after an error."""
         return self.is_error() or self.inner.is_stopped()
 
     def is_error(self) -> bool:
-        """Whether a limit was hit, or a token was consumed that does not match."""
         return bool(self._error) or self.inner.is_error()
 
     def get_error(self) -> str:
-        """Why."""
         return self._error or self.inner.get_error()
 
     def deep_copy(self) -> TimedMatcher:
-        """Another one in the same state."""
         return TimedMatcher(self.inner.deep_copy(), self._stalls)
 
     def _took(self, seconds: float) -> None:
@@ -346,10 +328,9 @@ class TimedMatcher:
 
 
 def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
-    """The masks of a step's rows, whose tokens are all known; row i is requests[i]. None if no row
-    needs one.
+    """Return the masks of a step's rows; row i is requests[i]. None if no row needs one.
 
-    A row that no token can follow has no mask: its request ends, whatever is drawn.
+    All tokens must be known. A row that no token can follow has no mask: its request ends.
     """
     guided = [
         (row, request, request.guide)

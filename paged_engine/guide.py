@@ -1,12 +1,8 @@
-"""Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure: numpy and
-no device.
+"""Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure numpy.
 
-A guide is a function of the request's parameters and of its output tokens, and holds no state
-beyond them: it follows the tokens, wherever they were generated, so a hand-over, a fail-over and a
-preemption carry nothing of it. The matcher is a grammar library's (paged_engine/grammar.py). Masks
-are words of 32 tokens: bit i of word w is token 32 * w + i.
-
-An answer ends with "stop" when its grammar has ended, and when no token is left that may come next.
+A guide is a function of parameters and output tokens: it follows tokens wherever they were
+generated, so a hand-over or a preemption carries nothing of it. Masks are words of 32 tokens: bit i
+of word w is token 32 * w + i.
 """
 
 from __future__ import annotations
@@ -26,43 +22,36 @@ Words = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """What is needed of llguidance's LLMatcher. Its methods raise nothing: an error is a state, and
-    stays.
-    """
+    """What is needed of llguidance's LLMatcher. An error is a state, never raised, and stays."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Go on by tokens; False if they do not match."""
+        """Advance by tokens; False if they do not match."""
 
     def is_stopped(self) -> bool:
-        """Whether nothing can follow. Also true after an error."""
+        """Return whether nothing can follow; true after an error."""
 
     def is_error(self) -> bool:
-        """Whether a limit was hit, or a token was consumed that does not match."""
+        """Return whether a limit was hit or a token did not match."""
 
-    def get_error(self) -> str:
-        """Why."""
+    def get_error(self) -> str: ...
 
-    def deep_copy(self) -> Any:
-        """Another one in the same state."""
+    def deep_copy(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Of the rows of a step that are masked: their numbers, ascending, and words [rows,
-    words_for(vocabulary)].
-    """
+    """Masks of some rows: ascending row numbers, and words [rows, words_for(vocab)]."""
 
     rows: list[int]
     words: Words
 
 
 def words_for(vocab_size: int) -> int:
-    """How many words a row of a mask has."""
     return -(-vocab_size // 32)
 
 
 class Guide:
-    """Of one request; `follow` it before asking anything."""
+    """One request's guide; call `follow` before anything else."""
 
     @classmethod
     def for_params(
@@ -73,9 +62,7 @@ class Guide:
         eos_token_ids: Collection[int],
         matcher: Matcher | None,
     ) -> Guide | None:
-        """None if nothing is ruled out. `matcher`: that of `params.constraint`, which has consumed
-        nothing yet.
-        """
+        """Return None if nothing is ruled out. `matcher` is that of `params.constraint`, unused."""
         assert (matcher is None) == (params.constraint is None), "a constraint needs its matcher"
         if matcher is None and params.allowed_token_ids is None and not params.bad_words:
             return None
@@ -95,9 +82,9 @@ class Guide:
     ) -> None:
         self.matcher = matcher
         self.over = False
-        """Whether the grammar has ended: nothing may follow."""
+        """The grammar has ended: nothing may follow."""
         self.exhausted = False
-        """Whether no token may come next, although the grammar has not ended."""
+        """No token may come next, although the grammar has not ended."""
         self.error: str | None = None
         """Why the grammar cannot be followed any further."""
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
@@ -120,18 +107,18 @@ class Guide:
 
     @property
     def spent(self) -> bool:
-        """Whether no token can be chosen that may come next: the answer ends without one more."""
+        """Return whether no token can be chosen: the answer ends without one more."""
         return self.exhausted or self.error is not None
 
     def fork(self) -> Guide:
-        """Another guide in the same state, for a choice that goes its own way."""
+        """Return another guide in the same state, for another choice."""
         other = object.__new__(Guide)
         other.__dict__.update(self.__dict__)
         other.matcher = None if self.matcher is None else self.matcher.deep_copy()
         return other
 
     def follow(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """These are all tokens so far, prompt and output."""
+        """Advance to the end of `token_ids`, prompt and output."""
         if self.matcher is None or self.over or self.error is not None:
             return
         fresh = list(token_ids[prompt_tokens + self._seen :])
@@ -141,7 +128,7 @@ class Guide:
         self.check()
 
     def check(self) -> None:
-        """See what has become of the matcher: it may stop or fail also while a mask is computed."""
+        """Note whether the matcher has stopped or failed, also while a mask is computed."""
         if self.matcher is None or self.error is not None:
             return
         if self.matcher.is_error():
@@ -151,9 +138,7 @@ class Guide:
             self.over = self.matcher.is_stopped()
 
     def narrow(self, words: Words, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Take from `words`, which the matcher allows, what else is ruled out; notices if nothing
-        is left.
-        """
+        """Clear what else is ruled out in `words`, the matcher's mask; set `exhausted`."""
         words &= self._base
         outputs = len(token_ids) - prompt_tokens
         for before, last in self._bad.get(token_ids[-1], ()):

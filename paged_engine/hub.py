@@ -102,7 +102,6 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
 
 
 def _quiet_library() -> None:
-    """Show progress bars on terminals alone, and no line per request in a node's log."""
     try:
         from huggingface_hub.utils import disable_progress_bars
     except ModuleNotFoundError as why:
@@ -206,7 +205,6 @@ def _check_disk(source: _Source, size: int) -> None:
 
 
 def _list_files(source: _Source, revision: str) -> tuple[list[str], str]:
-    """Return the names of a repository's files, and the --model of one of its GGUF files or ""."""
     from huggingface_hub import HfApi
 
     files = HfApi(token=source.token).list_repo_files(source.repo, revision=revision)

@@ -21,9 +21,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class KVPool:
-    """Allocated once; `layers` is what kernels take, `address` and `block_bytes` what transfers
-    take.
-    """
+    """The KV pool of one rank: `layers` for kernels, `address` and `block_bytes` for transfers."""
 
     def __init__(
         self,
@@ -61,5 +59,5 @@ class KVPool:
 
     @property
     def address(self) -> int:
-        """Address of block 0; block i lies `i * block_bytes` behind it."""
+        """Return the address of block 0; block i lies `i * block_bytes` behind it."""
         return self.bytes.data_ptr()

@@ -1,10 +1,8 @@
-"""LoRA adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors ->
-matrices and a digest.
+"""LoRA adapters on disk, in PEFT's layout: matrices and a digest.
 
-Owns what of PEFT is served: A and B of attention's and the MLP's projections, with alpha,
-rank-stabilized scaling and ranks by pattern. Refuses by name what would change answers if it were
-left out. Never unpickles, downloads nothing, and knows no device. Source: Hu et al., "LoRA:
-Low-rank adaptation of large language models", 2021.
+A and B of attention's and the MLP's projections are served, with alpha, rank-stabilized scaling and
+ranks by pattern. What would change answers if it were left out is refused by name. Never unpickles.
+Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
 """
 
 from __future__ import annotations
@@ -51,15 +49,14 @@ _NOT_SERVED = {
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""A [rank, in] and B [out, rank] of one projection: it adds B (A x). The scale is in B."""
+"""A [rank, in] and B [out, rank] of one projection, which adds B (A x); B is scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`modules` by our names of projections, such as model.layers.0.self_attn.q_proj. `rank` is the
-    highest of them.
+    """Matrices by our projection names, such as model.layers.0.self_attn.q_proj.
 
-    `digest`, hexadecimal: of all that decides what it computes.
+    `rank` is the highest of them; `digest` covers all that decides what the adapter computes.
     """
 
     digest: str
@@ -68,16 +65,14 @@ class Adapter:
 
 
 def check_adapter(path: str, max_rank: int) -> None:
-    """Raise ConfigError for a folder that holds no adapter, or one that is not served, as far as
-    its config says.
-    """
+    """Raise ConfigError if a folder's config says that it is no adapter that is served."""
     rank = _read_config(Path(path))["r"]
     if rank > max_rank:
         raise _rank_above(path, rank, max_rank)
 
 
 def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
-    """The adapter in a folder, checked against the whole model, its matrices in `dtype`.
+    """Return the adapter in a folder, checked against the whole model, in `dtype`.
 
     Raises ConfigError if a file is missing or broken, or if it needs what is not served.
     """

@@ -1,9 +1,4 @@
-"""What a model is: its sizes and the declared differences between architectures.
-
-Owns ModelConfig, its parts, and typed access to the values that they are made of. Reads no file and
-never imports torch: where the values come from is the business of hf_config.py and gguf_model.py,
-and which tensors follow from them that of model_tensors.py.
-"""
+"""Sizes of a model and the declared differences between architectures. Never imports torch."""
 
 from __future__ import annotations
 
@@ -46,33 +41,30 @@ ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What changes the rotary frequencies; paged_engine/rope.py computes them. A kind uses the
-    fields that name it.
-    """
+    """What changes the rotary frequencies (paged_engine/rope.py)."""
 
     kind: str
-    """One of ROPE_KINDS."""
     factor: float
     """How many times longer the context becomes."""
     low_freq_factor: float
-    """llama3: turns over the original context up to which a frequency is divided by the factor."""
+    """llama3: turns over the original context up to which frequencies are divided."""
     high_freq_factor: float
     """llama3: turns from which a frequency is kept."""
     original_max_position: int
     """Context length in tokens before the scaling."""
     beta_fast: float = 32.0
-    """yarn: turns over the original context from which a frequency is kept."""
+    """yarn: turns from which a frequency is kept."""
     beta_slow: float = 1.0
     """yarn: turns up to which a frequency is divided by the factor."""
     truncate: bool = True
     """yarn: the blend between the two begins and ends at whole pairs."""
     attention_factor: float | None = None
-    """yarn, longrope: what cos and sin are multiplied by; None: it follows from the other fields."""
+    """yarn, longrope: what cos and sin are multiplied by; None: from the other fields."""
     mscale: float = 0.0
-    """yarn: with mscale_all_dim, weights in the attention factor; 0 where there is none."""
+    """yarn: with mscale_all_dim, weights in the attention factor; 0: none."""
     mscale_all_dim: float = 0.0
     short_factors: tuple[float, ...] = ()
-    """longrope: what each frequency is divided by while no context is longer than the original one."""
+    """longrope: divisors of the frequencies up to the original context."""
     long_factors: tuple[float, ...] = ()
     """longrope: the same for longer contexts."""
 
@@ -110,35 +102,30 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which linear weights a checkpoint holds as float8_e4m3fn, beside a scale: the real weight is
-    fp8 * scale.
-    """
+    """Which linear weights a checkpoint holds as float8_e4m3fn * scale."""
 
     scales: str
     """What has one scale: tensor, channel (an output row) or block."""
     activations: str
-    """How its makers meant activations: dynamic (fp8, a scale per token), static (fp8, one scale)
-    or none (16 bit).
-    """
+    """How activations were meant: dynamic (scale per token), static (one) or none (16 bit)."""
     targets: tuple[str, ...]
-    """Modules it is about, as in `ignored`; Linear stands for all linear ones."""
+    """Modules as in `ignored`; Linear stands for all linear ones."""
     ignored: tuple[str, ...]
-    """Modules stored as usual, by the checkpoint's names: whole names, parts of them at dots, or
-    re:REGEX.
-    """
+    """Modules stored as usual: names, parts of names at dots, or re:REGEX."""
     block: tuple[int, int] = (0, 0)
     """Rows and columns of a block."""
 
     def keeps(self, weight: str) -> bool:
-        """Whether an fp8 weight of this name stays so in memory, with a scale per row. The others
-        become plain ones while they are read: those of experts and of the output layer, blocks, and
-        where only weights are fp8.
+        """Return whether an fp8 weight stays fp8 in memory, with a scale per row.
+
+        Others become plain ones while they are read: experts', the output layer's, blocks, and
+        those whose activations are 16 bit.
         """
         per_row = self.scales != "block" and self.activations != "none"
         return per_row and "lm_head" not in weight and ".experts." not in weight
 
     def covers(self, module: str) -> bool:
-        """Whether the linear module of this name, for example lm_head, is stored as fp8."""
+        """Return whether the linear module of this name is stored as fp8."""
         targeted = "Linear" in self.targets or _is_named(module, self.targets)
         return targeted and not _is_named(module, self.ignored)
 
@@ -154,17 +141,15 @@ def _is_named(module: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """An MLP that is a weighted sum of few of many small ones, chosen per token by a router."""
+    """An MLP that is a weighted sum of few of many small ones, chosen per token."""
 
     experts: int
     per_token: int
-    """Experts that a token is sent to."""
     intermediate_size: int
-    """Of one expert."""
     renormalize: bool
-    """The weights of the chosen experts are made to sum to one."""
+    """Whether the weights of the chosen experts are made to sum to one."""
     dense_layers: tuple[int, ...]
-    """Layers that have one MLP of the model's intermediate_size instead."""
+    """Layers with one MLP of the model's intermediate_size instead."""
 
     def __post_init__(self) -> None:
         if not 0 < self.per_token <= self.experts or self.intermediate_size <= 0:
@@ -183,7 +168,6 @@ class ModelConfig:
     """
 
     architecture: str
-    """One of ARCHITECTURES."""
     name: str
     """Short served name, for example SmolLM2-135M-Instruct."""
     vocab_size: int
@@ -204,33 +188,27 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm over head_dim of each query and key head, before the rotary embedding."""
+    """RMS norm over head_dim of each query and key head, before rotation."""
     window: int
-    """A token sees itself and the window - 1 tokens before it (but see full_attention_layers); 0
-    sees everything.
-    """
+    """Tokens that a token sees, itself included; 0 for all (see full_attention_layers)."""
     dtype: str
-    """float32, bfloat16 or float16: the checkpoint's own (bfloat16 for a quantized GGUF)."""
+    """The checkpoint's own: float32, bfloat16 (any quantized GGUF) or float16."""
     eos_token_ids: tuple[int, ...]
     full_attention_layers: tuple[int, ...] = ()
     """Layers that see everything though the model has a window."""
     local_rope_theta: float | None = None
-    """Rotary base of the layers with a window, which then have no rope scaling; None: all layers
-    rotate alike.
-    """
+    """Rotary base of layers with a window, without rope scaling; None: as all others."""
     partial_rotary_factor: float = 1.0
     """Share of head_dim, counted from its start, that is rotated."""
     learned_positions: bool = False
-    """A learned vector per position is added to the embedding, and nothing is rotated."""
+    """A learned vector per position is added to the embedding; nothing is rotated."""
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by, after rounding it to the dtype of the computation."""
+    """Factor of embeddings, rounded to the dtype of the computation."""
     norm: str = "rms"
-    """rms; rms_plus_one: the stored weight is the difference from one; layer: less the mean, with
-    bias.
-    """
+    """rms; rms_plus_one: the weight is stored less one; layer: less the mean, with bias."""
     norm_places: str = "before"
-    """Of attention and MLP. before: of the input; around: of the input, and of the output before it
-    is added to the residual; after: of the sum with the residual, and none at the end of the model.
+    """before: attention's and the MLP's input; around: input, and output before the residual is
+    added; after: the sum with the residual, and none at the model's end.
     """
     activation: str = "silu"
     """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
@@ -242,7 +220,6 @@ class ModelConfig:
     """The same for the logits."""
     moe: MixtureOfExperts | None = None
     quantization: Quantization | None = None
-    """What the checkpoint holds as fp8."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -321,37 +298,32 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
         return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
         return self.activation != "relu"
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The distinct windows of the layers."""
+        """Return the distinct windows of the layers."""
         return tuple(sorted({self.window_of(layer) for layer in range(self.num_layers)}))
 
     def window_of(self, layer: int) -> int:
-        """The window of one layer; 0 sees everything."""
         return 0 if layer in self.full_attention_layers else self.window
 
     def experts_of(self, layer: int) -> MixtureOfExperts | None:
-        """The experts of one layer; None if its MLP is dense."""
+        """Return a layer's experts; None if its MLP is dense."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to loosely typed values. Each reader raises ConfigError naming the file, the
-    field and its value.
+    """Typed access to loosely typed values; ConfigError names file, field and value.
 
     A default is taken when the field is missing or null.
     """
@@ -360,7 +332,6 @@ class Fields:
     where: str
 
     def has(self, key: str) -> bool:
-        """Whether the field is there and not null."""
         return self.values.get(key) is not None
 
     def _typed(self, key: str, default: Any, kinds: tuple[type, ...], what: str) -> Any:
@@ -372,44 +343,40 @@ class Fields:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
         return int(self._typed(key, default, (int,), "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
         return float(self._typed(key, default, (int, float), "a number"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         return str(self._typed(key, default, (str,), "a string"))
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         return bool(self._typed(key, default, (bool,), "true or false"))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers; () if there is none."""
+        """Return a list of numbers; () if there is none."""
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
             raise ConfigError(f"{self.where}: {key} must be a list of numbers, got {value!r}")
         return tuple(map(float, value))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; () if there is none."""
+        """Return a list of strings; () if there is none."""
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{self.where}: {key} must be a list of strings, got {value!r}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:
-        """The object of that name; without fields if there is none."""
+        """Return the object of that name; without fields if there is none."""
         value = self.values.get(key) or {}
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: {key} must be an object, got {value!r}")
         return Fields(value, f"{self.where}: {key}")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them; () if there is none."""
+        """Return a whole number or a list of them; () if there is none."""
         value = self.values.get(key)
         if value is None:
             return ()

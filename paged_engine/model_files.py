@@ -1,7 +1,6 @@
-"""The door to a model on disk: its config and weights, in any format. Never downloads, never
-imports transformers.
+"""A model on disk: its config and weights, in any format. Never downloads.
 
-The weights need torch, the config does not.
+Reading weights needs torch, reading the config does not.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
-    """The config of a folder in Hugging Face layout, of a .gguf file, or (with load_format dummy)
-    of a config.json.
+    """Return the config of a folder, a .gguf file, or (load_format dummy) a config.json.
 
     Raises ConfigError if there is no such model, or if it needs what the engine does not have.
     """
@@ -62,14 +60,12 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
 def read_tensors(
     model: str, config: ModelConfig, load_format: str = "auto", device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all names of tensor_shapes(config), one at a time, in the dtype they
-    are stored in.
+    """Yield (name, tensor) for all names of tensor_shapes(config), in their stored dtype.
 
-    Those of load_format dummy are on `device`, all others in host memory.
-
-    Quantized GGUF tensors come as float32, fp8 weights as paged_engine/quantization.py says. Logs
-    how far it is. Raises ConfigError, while iterating, if a file or tensor is missing, unknown or
-    of another shape than the config says.
+    load_format dummy puts them on `device`, others in host memory. Quantized GGUF tensors come as
+    float32, fp8 weights as quantization.unpacked gives them. Logs progress. Raises ConfigError,
+    while iterating, if a file or tensor is missing, unknown or of another shape than the config
+    says.
     """
     shapes = tensor_shapes(config)
     stored = _stored(_model_path(model, load_format), config, load_format, device)
@@ -197,11 +193,11 @@ def safetensors_tensors(
     canonical: Callable[[str], str] = str,
     passed_over: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all wanted names, file by file, each read when it is asked for.
+    """Yield (name, tensor) for all wanted names, file by file, each read when asked for.
 
     `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there.
-    With `tied` embeddings a stored lm_head is a copy of the embedding and is skipped. Raises
-    ConfigError naming the file that is missing or broken, or the tensor that is missing or unknown.
+    With `tied` embeddings a stored lm_head is skipped. Raises ConfigError naming the file or tensor
+    that is missing, broken or unknown.
     """
     files = _files(folder)
     found = [canonical(name) for names in files.values() for name in names if not passed_over(name)]

@@ -1,9 +1,7 @@
-"""The tensors that a model is made of: names and shapes, ours and those of checkpoints. Functions
-of a ModelConfig.
+"""Names and shapes of a model's tensors, ours and those of checkpoints. Never imports torch.
 
 A *weight* has our name and shape: Llama's names, one per projection. A *tensor* is what a
-checkpoint in Hugging Face's layout holds: one weight, or several of them one above the other. Reads
-no file and never imports torch.
+checkpoint in Hugging Face's layout holds: one weight, or several stacked.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ POSITION_OFFSET = 2
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our name and shape of every weight, in the order of the forward pass: Llama's names, one per
-    projection.
+    """Return our name and shape of every weight, in the order of the forward pass.
 
     Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale
     [out].
@@ -95,7 +92,7 @@ def _with_scales(
 
 
 def quantized_weights(config: ModelConfig) -> set[str]:
-    """The tensors of a checkpoint that are fp8 and have a scale beside them."""
+    """Return the checkpoint's tensors that are fp8 with a scale beside them."""
     quantization = config.quantization
     if quantization is None:
         return set()
@@ -152,9 +149,7 @@ def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[i
 
 
 def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every tensor name of a checkpoint, and our names of the weights whose rows it holds, one
-    above the other.
-    """
+    """Return the checkpoint's tensor names and our names of the weights stacked in each."""
     stored: dict[str, tuple[str, ...]] = {}
     for ours in weight_shapes(config):
         theirs = _stored_name(config, ours)
@@ -169,9 +164,7 @@ def _stored_name(config: ModelConfig, ours: str) -> str:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint in Hugging Face's layout, in the order of the
-    forward pass.
-    """
+    """Return name and shape of every tensor of a checkpoint, in the forward pass's order."""
     shapes = weight_shapes(config)
     return {
         theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])
@@ -182,8 +175,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Raise ConfigError unless a checkpoint holds exactly the wanted tensors.
 
-    Tensors too many are refused too: a bias or a scale that we leave out would give wrong answers,
-    not an error.
+    An unknown bias or scale that is left out would give wrong answers, not an error.
     """
     have, want = set(found), set(wanted)
     if any(name.startswith("language_model.") for name in want):

@@ -1,5 +1,4 @@
-"""fp8 checkpoints: what config.json says of them, how their scales are stored, and the way back to
-plain weights.
+"""fp8 checkpoints: how their scales are stored, and the way back to plain weights.
 
 Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM; with blocks:
 DeepSeek and Qwen). In both the real weight is fp8 * scale, also where the scale is called
@@ -36,24 +35,23 @@ _PASSED_OVER = re.compile(
 
 
 def canonical_name(name: str) -> str:
-    """A checkpoint's name of a tensor, with the one spelling of weight scales that we use."""
+    """Return a checkpoint's tensor name with our spelling of weight scales."""
     return name.removesuffix("_inv") if name.endswith(".weight_scale_inv") else name
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether an fp8 checkpoint's tensor is a scale of activations or of the KV cache."""
+    """Return whether a tensor is a scale of activations or of the KV cache."""
     return _PASSED_OVER.search(name) is not None
 
 
 def unpacked(
     stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint's tensors as tensor_shapes(config) has them.
+    """Yield a checkpoint's tensors as tensor_shapes(config) has them.
 
-    Where weights are kept in fp8, weight_scale becomes fp32 [out]: one number for a whole tensor is
-    repeated, so that scales of fused projections can be joined. All other fp8 weights get the
-    config's dtype. Raises ConfigError if a weight is not fp8 or its scale has another shape than
-    the config says.
+    Where weights are kept in fp8, weight_scale becomes fp32 [out]; a single number is repeated, so
+    that scales of fused projections can be joined. Other fp8 weights get the config's dtype. Raises
+    ConfigError if a weight is not fp8 or its scale has a wrong shape.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -102,10 +100,7 @@ def _scale(
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], ModelConfig]:
-    """Tensors and config of the same model without fp8: for devices that do not compute with it.
-
-    One weight is in memory at a time. A model that has no fp8 weights is given back as it is.
-    """
+    """Return tensors and config of the same model without fp8, one weight in memory at a time."""
     if config.quantization is None:
         return iter(tensors), config
     kept = {name for name in quantized_weights(config) if config.quantization.keeps(name)}
@@ -147,9 +142,7 @@ def _plain(
 def quantized(
     tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Plain tensors as tensor_shapes(config) has them: fp8 with scales per row where the config
-    keeps that.
-    """
+    """Yield plain tensors as tensor_shapes(config) has them, in fp8 where the config keeps that."""
     fp8, quantization = quantized_weights(config), config.quantization
     for name, tensor in tensors:
         if name in fp8 and quantization is not None and quantization.keeps(name):

@@ -1,9 +1,4 @@
-"""The address at which the ranks of a tensor-parallel group meet: what can be wrong with it, and
-the way there.
-
-Asks this host alone and sends nothing; without torch, so that it can be asked before anything else
-is done.
-"""
+"""The address at which a tensor-parallel group's ranks meet. Asks this host alone, without torch."""
 
 from __future__ import annotations
 
@@ -50,11 +45,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def awaiting(address: str) -> socket.socket:
-    """Rank 0: the socket at which the others are awaited, at this address alone, since it asks
-    nobody who he is.
-
-    Raises OSError.
-    """
+    """Return rank 0's listening socket, at this address alone. Raises OSError."""
     host, _, port = address.rpartition(":")
     door = socket.socket()
     try:
@@ -68,7 +59,7 @@ def awaiting(address: str) -> socket.socket:
 
 
 def is_of_this_host(host: str) -> bool:
-    """Whether servers can listen at `host` here."""
+    """Return whether servers can listen at `host` here."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -79,7 +70,7 @@ def is_of_this_host(host: str) -> bool:
 
 
 def address_towards(address: str) -> str:
-    """This host's own address on the way to `host:port`. Raises ConfigError."""
+    """Return this host's address on the way to `host:port`. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -91,11 +82,9 @@ def address_towards(address: str) -> str:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface whose address this host uses to reach `host:port`. Raises
-    ConfigError.
+    """Return the network interface from which `host:port` is reached. Raises ConfigError.
 
-    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that
-    others cannot reach.
+    gloo and NCCL by themselves take the interface of the host's name, which others may not reach.
     """
     host, _, port = address.rpartition(":")
     try:

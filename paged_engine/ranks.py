@@ -1,16 +1,13 @@
-"""The ranks of a tensor-parallel group: who they are, and what they say to each other.
+"""The ranks of a tensor-parallel group and what they say to each other.
 
-One process per rank. Rank 0 runs the engine and tells the others each step; all of them compute it,
-and sum up what their parts add to the hidden state. Collectives are torch.distributed's: gloo
-between CPUs, NCCL between GPUs.
+One process per rank. Rank 0 runs the engine and broadcasts each step; all compute it, and sum up
+what their parts add to the hidden state. Collectives are torch.distributed's: gloo between CPUs,
+NCCL between GPUs.
 
-What the end of a step means. When rank 0 has seen a step end, all ranks are through with its KV:
-each writes and reads KV before it takes part in the step's last collective (the gathering of the
-logits, or `Operations.meet` where no row is sampled), and rank 0's step cannot end before that
-collective has had all ranks' parts. On a CPU a rank enters it when it has computed what comes
-before; on a GPU it is a kernel behind the others in the order of the stream. So it is rank 0 alone
-that says when blocks can be read by other nodes (their KV is there) or written to (nobody reads
-them).
+When rank 0 has seen a step end, all ranks are through with its KV: each writes and reads KV before
+the step's last collective (the gathering of logits, or `Operations.barrier` where no row is
+sampled), which needs all ranks' parts. So rank 0 alone says when other nodes can read blocks or
+write to them.
 """
 
 from __future__ import annotations
@@ -45,22 +42,22 @@ class Ranks(Protocol):
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x; may be written into x."""
+        """Return the sum of all ranks' x; may be written into x."""
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """[rows, columns]: all ranks' x [rows, shard] side by side, cut to `columns`."""
+        """Return all ranks' x [rows, shard] side by side, cut to [rows, columns]."""
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values."""
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
-        """Raise ConfigError, on all ranks, if one of them was told something else than rank 0."""
+        """Raise ConfigError, on all ranks, if one has other facts than rank 0."""
 
     def broadcast(self, message: bytes) -> None:
-        """Rank 0: give every other rank this message; an empty one ends them."""
+        """Send every other rank a message (rank 0 alone); an empty one ends them."""
 
     def close(self) -> None:
-        """Leave the group: its threads must have ended before the process does."""
+        """Leave the group: its threads must end before the process does."""
 
 
 class Alone:
@@ -77,23 +74,18 @@ class Alone:
     def minimum(self, value: int) -> int:
         return value
 
-    def require_equal(self, facts: Mapping[str, str]) -> None:
-        """Nobody to disagree."""
+    def require_equal(self, facts: Mapping[str, str]) -> None: ...
 
-    def broadcast(self, message: bytes) -> None:
-        """Nobody to tell."""
+    def broadcast(self, message: bytes) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to leave."""
+    def close(self) -> None: ...
 
 
 class TorchRanks:
-    """A group over torch.distributed. Every method must be called by all ranks in the same order."""
+    """A group over torch.distributed. All ranks call its methods in the same order."""
 
     def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
-        """Meet the other ranks at rank 0's `host:port`. Raises ConfigError if they do not all come
-        in time.
-        """
+        """Meet the others at rank 0's `host:port`. Raises ConfigError if they do not come."""
         self.rank, self.size = rank, size
         interface = interface_towards(address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -170,7 +162,7 @@ class TorchRanks:
             self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """Other ranks: the next message of rank 0."""
+        """Return rank 0's next message."""
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._broadcast(frame)
         first = frame.numpy().tobytes()

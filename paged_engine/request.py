@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, and where it stands. Pure Python."""
+"""One request inside the engine: tokens, blocks, state, and when it stops. Pure Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StopConditions", "Request", "State"]
 
 
 class State(enum.Enum):
-    """WAITING -> (FETCHING ->) RUNNING -> DONE; a preempted or failed-fetch request waits again."""
+    """WAITING -> (FETCHING ->) RUNNING -> DONE; preempted requests and failed fetches wait again."""
 
     WAITING = enum.auto()
     FETCHING = enum.auto()
@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`token_ids` are prompt and output; KV of the first `num_computed` of them lies in `blocks`."""
+    """A request: prompt and output in `token_ids`, KV of the first `num_computed` in `blocks`."""
 
     request_id: str
     token_ids: list[int]
@@ -102,7 +102,7 @@ class Request:
 
     @classmethod
     def from_submit(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
-        """A fresh request; `now` is the engine's monotonic clock, `adapter` the one that it names."""
+        """Return a fresh request; `now` is the engine's monotonic clock."""
         return cls(
             request_id=submit.request_id,
             token_ids=[*submit.prompt_token_ids, *submit.generated],
@@ -124,73 +124,67 @@ class Request:
 
     @property
     def adapter_slot(self) -> int:
-        """Where its adapter's matrices are; -1 for none."""
+        """Return the slot of its adapter's matrices; -1 for none."""
         return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far, here or on an earlier node."""
+        """Return how many tokens were generated so far, here or on an earlier node."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Who is served first: a lower priority number, then the lower rank. The last is preempted
-        first.
-        """
+        """Return the sort key of service; the last one in order is preempted first."""
         return self.priority, self.rank, self.order
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
+        """Return how many tokens' KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens of KV that it is expected to have in the end; never fewer than are known."""
+        """Return the tokens of KV expected in the end; never fewer than are known."""
         return max(
             self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending
         )
 
     def supposing(self, proposals: Iterable[int]) -> Request:
-        """What a sampler would see if these were its next tokens. For reading only."""
+        """Return a read-only copy as if these were its next tokens, for a sampler."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 
     def to_score(self, start: int, end: int) -> range:
-        """Positions from `start` to `end` at which the log-probability of the prompt's next token
-        is asked for.
-        """
+        """Return positions in [start, end) whose next token's log-probability is asked for."""
         if self.params.prompt_logprobs is None:
             return range(0)
         return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
 
     def block_hashes(self, block_size: int) -> list[BlockHash]:
-        """Hashes of all full blocks of the tokens so far."""
+        """Return hashes of all full blocks of the tokens so far."""
         extend(self.hashes, self.token_ids, block_size, self.root)
         return self.hashes
 
     def block_text(self, index: int, block_size: int) -> BlockText:
-        """What is in one of its full blocks."""
+        """Return what is in one of its full blocks."""
         tokens = self.token_ids[index * block_size : (index + 1) * block_size]
         adapter = "" if self.adapter is None else self.adapter.facts.name
         return BlockText(tokens, adapter, "" if index else self.salt)
 
-    def launched(self, start: int, now: float) -> None:
-        """A step was launched that computes this request from position `start` on."""
+    def mark_launched(self, start: int, now: float) -> None:
+        """Note that a step was launched that computes it from position `start` on."""
         handed_over = self.fetched_s is not None and self.fetch_error is None
         if self.first_step is None and (handed_over or start >= self.prompt_tokens):
             self.first_step, self.first_step_s = start, now
 
-    def started(self, launched: float, now: float) -> None:
-        """A step that was launched then, behind another one, begins now: what it waited for that
-        was a queue.
-        """
+    def mark_started(self, launched: float, now: float) -> None:
+        """Note that a step launched behind another begins now: the wait was a queue."""
         if self.first_scheduled_s == launched:
             self.first_scheduled_s = now
         if self.first_step_s == launched:
             self.first_step_s = now
 
-    def appended(self, now: float) -> None:
-        """Its newest token is known."""
+    def mark_token(self, now: float) -> None:
+        """Note that its newest token is known."""
         if self.first_token_s is None:
             self.first_token_s = now
         if (
@@ -201,7 +195,7 @@ class Request:
             self.stepped_s = now
 
     def timing(self, now: float) -> Timing:
-        """Seconds per stage. A stage that never happened is 0."""
+        """Return seconds per stage; 0 for a stage that never happened."""
         scheduled = now if self.first_scheduled_s is None else self.first_scheduled_s
         computed = now if self.first_token_s is None else self.first_token_s
         transfer = decode_queue = told = 0.0
@@ -238,21 +232,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """Of one model in one context length."""
+    """When a request's tokens end it, in one model and context length."""
 
     eos: Collection[int]
     max_model_len: int
 
-    def before(self, request: Request) -> Finish | None:
-        """Why a request ends without the token that was just drawn: no token may follow, and it was
-        drawn of all.
-        """
+    def before_token(self, request: Request) -> Finish | None:
+        """Return why a request ends without the token just drawn: no token may follow."""
         if request.guide is None or not request.guide.spent:
             return None
         return Finish.STOP if request.guide.error is None else Finish.ERROR
 
-    def over(self, request: Request) -> Finish | None:
-        """Why a request's newest token is its last one, if it is."""
+    def after_token(self, request: Request) -> Finish | None:
+        """Return why a request's newest token is its last one, if it is."""
         params, token_id, guide = request.params, request.token_ids[-1], request.guide
         if guide is not None:
             guide.follow(request.token_ids, request.prompt_tokens)
@@ -269,11 +261,10 @@ class StopConditions:
             return Finish.LENGTH
         return None
 
-    def awaited(self, request: Request) -> bool:
-        """Whether nothing can be computed of it before its tokens under way are known.
+    def needs_tokens(self, request: Request) -> bool:
+        """Return whether nothing can be computed before the pending tokens are known.
 
-        One of them is the last one, whatever it is; or some are only proposed, and which comes next
-        is open.
+        One of them is the last one, whatever it is; or some are only proposed.
         """
         outputs, total = request.output_tokens, len(request.token_ids)
         pending = request.num_pending

@@ -1,10 +1,8 @@
-"""The frequencies of the rotary embedding, under every context extension that checkpoints name.
-Pure arithmetic.
+"""Frequencies of the rotary embedding, under every context extension that checkpoints name.
 
-All are computed once, for the node's own limit, and hold for every position. transformers changes
-two of them while a context grows (dynamic: with every new longest context; longrope: beyond the
-original length), which would give keys in one KV cache that were turned by different frequencies.
-vLLM makes the same choice.
+All are computed once, for the node's own limit. transformers changes two of them while a context
+grows (dynamic, and longrope beyond the original length), which would give keys in one KV cache that
+were turned by different frequencies. vLLM makes the same choice.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ __all__ = ["rope_frequencies", "rope_variant"]
 def rope_frequencies(
     scaling: RopeScaling | None, theta: float, rotary_dim: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotary pair, fp32 [rotary_dim / 2], and what cos and sin are
-    multiplied by.
+    """Return fp32 angles per position [rotary_dim / 2], and the factor of cos and sin.
 
     Element i is turned with element i + rotary_dim / 2. No context is longer than `max_positions`.
     """
@@ -52,9 +49,7 @@ def rope_frequencies(
 
 
 def rope_variant(scaling: RopeScaling | None, max_positions: int) -> str:
-    """What of the frequencies depends on a node's own limit. KV moves only between nodes where it
-    is equal.
-    """
+    """Return what depends on a node's own limit; KV moves only between equal ones."""
     if scaling is None or max_positions <= scaling.original_max_position:
         return ""
     return {"dynamic": f"dynamic for {max_positions} tokens", "longrope": "longrope, long"}.get(

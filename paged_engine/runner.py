@@ -1,6 +1,4 @@
-"""One scheduled step: plan -> tensors -> decoder -> logits of the rows that sample -> tokens. The
-CPU's runner.
-"""
+"""What the engine asks of a device, and the CPU's runner: chunks -> tensors -> logits -> tokens."""
 
 from __future__ import annotations
 
@@ -57,20 +55,19 @@ class Launched(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The request of each sampled row; rows of one request follow one another."""
+        """Return the request of each sampled row; a request's rows are adjacent."""
 
     @property
-    def is_done(self) -> bool:
-        """Whether wait() would not wait."""
+    def is_done(self) -> bool: ...
 
     def sample(self) -> None:
-        """Choose the tokens that could not be chosen before those of the step before were known."""
+        """Choose the tokens of guided rows, once the previous step's tokens are known."""
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The rows' tokens, as soon as the device has them."""
+        """Return the rows' tokens and log-probabilities as soon as the device has them."""
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        """Behind wait(), if a chunk has scored positions: their log-probabilities, by request."""
+        """Return the log-probabilities of scored positions by request, after wait()."""
 
 
 class Runner(Protocol):
@@ -80,38 +77,30 @@ class Runner(Protocol):
     max_model_len: int
     """Longest prompt plus answer that the model and the pool allow."""
     rope_variant: str
-    """See paged_engine/rope.py: KV moves only between engines where it is equal."""
+    """`rope.rope_variant`: KV moves only between engines where it is equal."""
     max_num_batched_tokens: int
     max_num_seqs: int
     adapters: AdapterStore | None
-    """Its slots for LoRA adapters, if it was opened with any."""
     shapes: tuple[int, ...]
     """Prompt tokens to which a step is padded, in order; none where it is not."""
     runs_ahead: bool
-    """Whether `launch` returns before the step is done, so that the next one can be scheduled
-    meanwhile.
-    """
+    """Whether `launch` returns before the step is done."""
 
     def can_speculate(self, request: Request) -> bool:
-        """Whether proposals of this request's next tokens can be sampled in one step with the token
-        before them.
-        """
+        """Return whether proposals can be sampled in one step with the token before them."""
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows, at
-        the latest when the step is told to: a guide has a say only when all earlier tokens are
-        known.
-        """
+        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows."""
 
     def follow(self, message: bytes) -> None:
-        """A rank other than 0: do the step that rank 0 has launched."""
+        """Compute the step that rank 0 has launched, on another rank."""
 
     def close(self) -> None:
         """Leave the group of ranks; rank 0 ends the others."""
 
 
 class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk without its request: what every rank is told."""
+    """A chunk without its request, as every rank is told."""
 
     token_ids: list[int]
     start: int
@@ -119,11 +108,9 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     scored: tuple[int, int]  # first scored row, and how many
     blocks: list[int]
     adapter: int = -1
-    """Slot; -1 for none."""
 
     @classmethod
     def from_chunk(cls, chunk: Chunk) -> ChunkValues:
-        """The chunk's tokens, and the blocks of its request."""
         scored = (chunk.scored.start - chunk.start, len(chunk.scored))
         request = chunk.request
         return cls(
@@ -137,7 +124,6 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """Tokens to compute."""
         return len(self.token_ids)
 
 
@@ -159,9 +145,7 @@ class _Done:
 
 
 class CpuRunner:
-    """Owns the decoder and the pool. `min_rows`: fewest rows for which a row's bits do not depend
-    on the others.
-    """
+    """A `Runner` on a CPU. From `min_rows` rows on a row's bits do not depend on the others."""
 
     runs_ahead = False
     shapes: tuple[int, ...] = ()
@@ -174,7 +158,7 @@ class CpuRunner:
         weights: Iterable[tuple[str, torch.Tensor]],
         ranks: Ranks,
     ) -> CpuRunner:
-        """Load the weights and take the pool. Raises ConfigError when the configuration cannot
+        """Load weights and allocate the pool. Raises ConfigError for a configuration that cannot
         work.
         """
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
@@ -225,11 +209,11 @@ class CpuRunner:
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
     def can_speculate(self, request: Request) -> bool:
-        """A guide follows one text; all else is a function of the tokens so far."""
+        """Return False under a guide, which follows one text."""
         return request.guide is None
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Compute the step, all of it."""
+        """Compute the whole step."""
         rows = [
             (chunk.request, chunk.proposals[:ahead])
             for chunk in chunks
@@ -241,7 +225,7 @@ class CpuRunner:
         return _Done([request for request, _ in rows], tokens, logprobs, scores)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Write the chunks' KV; fp32 logits [sampled rows, vocab] in the order of `chunks`."""
+        """Write the chunks' KV; return fp32 logits [sampled rows, vocab] in their order."""
         return self._run(chunks)[0]
 
     def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
@@ -255,7 +239,6 @@ class CpuRunner:
         self._compute(msgspec.msgpack.decode(message, type=list[ChunkValues]))
 
     def close(self) -> None:
-        """Leave the group; rank 0 ends the others."""
         if self._ranks.rank == 0:
             self._ranks.broadcast(b"")
         self._ranks.close()

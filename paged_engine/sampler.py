@@ -1,5 +1,6 @@
-"""Chooses the next token of every request of a step: features are paid for only by the rows that
-use them.
+"""Choose the next tokens on the CPU, and score a prompt's own tokens on any device.
+
+Features are paid for only by the rows that use them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["PromptScores", "Sampler"]
 
 
 class Sampler:
-    """Stateless between steps: a token is a function of (logits, parameters, tokens so far)."""
+    """A stateless sampler: a token is a function of logits, parameters and the tokens so far."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = tuple(eos_token_ids)
@@ -29,7 +30,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """logits fp32 [rows, vocab], changed in place; row i belongs to requests[i]."""
+        """Sample logits fp32 [rows, vocab], changed in place; row i is requests[i]'s."""
         wanted = [
             row for row, request in enumerate(requests) if request.params.logprobs is not None
         ]
@@ -116,13 +117,14 @@ def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
 _SLICE_ROWS = 16
 
 Columns = tuple[torch.Tensor, ...]
-"""Log-probability and rank of each row's token [n], ids and log-probabilities of the likeliest ones
-[n, most].
-"""
+"""Each row's log-probability and rank [n], and likeliest ids and values [n, most]."""
 
 
 class PromptScores:
-    """The scores of one step on their way to the host."""
+    """Log-probabilities of a step's prompt tokens on their way to the host.
+
+    Logits are computed a slice of rows at a time: those of a whole prompt would be gigabytes.
+    """
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class PromptScores:
         logits: Callable[[torch.Tensor], torch.Tensor],
         at_a_time: int,
     ) -> None:
-        """`hidden` [n, hidden] of the scored rows; `logits` is asked for those of `at_a_time` rows."""
+        """Score `hidden` [n, hidden]; `logits` is called for `at_a_time` rows."""
         self._rows = rows
         targets = torch.tensor(rows.targets)
         if hidden.is_cuda:
@@ -142,10 +144,9 @@ class PromptScores:
         ):
             parts += _scores(logits(some), wanted, rows.most)
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        """On the device, until whoever launched the step has queued their copy."""
 
     def of_requests(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
-        """What each request asked for, once the columns are on the host."""
+        """Yield what each request asked for, once the columns are on the host."""
         values = zip(self._rows.targets, *(column.tolist() for column in self.columns), strict=True)
         for request, count in self._rows.parts:
             k = request.params.prompt_logprobs or 0

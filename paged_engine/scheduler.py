@@ -1,13 +1,11 @@
-"""Continuous batching: which requests run next, how many of their tokens, and in which blocks.
+"""Continuous batching: which requests run next, how many of their tokens, in which blocks.
 
 Pure Python: no torch, no sockets; `now` is an argument. Decodes come first, and wire/step_costs.py
-says what of prompts a step has room for beside them. A step may be scheduled while the tokens of
-the one before are still *pending* on the device. A request that finds no block for its next token
-preempts the last in order; the preempted one is computed again later, mostly from the prefix cache.
-A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
-follows each computes in blocks of its own, so that no block has two writers. No block that a
-transfer may touch is given to anybody else. What a step has left goes to tokens that are only
-proposed (paged_engine/speculation.py).
+says what room a step has for prompts beside them. A step may be scheduled while the previous one's
+tokens are *pending* on the device. A request without a block for its next token preempts the last
+in order, which is computed again later, mostly from the prefix cache. A fork shares full blocks of
+its parent's prompt and computes the rest in its own, so no block has two writers. No block that a
+transfer may touch is given to anybody else.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owns all requests and the block pool; every block a request took is given back by exactly one
-    of its methods.
-    """
+    """Owner of all requests and the block pool. One method gives back what each took."""
 
     def __init__(
         self,
@@ -47,9 +43,7 @@ class Scheduler:
         self.pool = pool
         self._block_size = block_size
         self.budget = StepBudget(max_num_batched_tokens, block_size)
-        """What a step computes of prompts at most; an engine that has measured its steps replaces
-        it.
-        """
+        """What a step computes of prompts at most; measure_steps replaces it."""
         self._max_num_seqs = max_num_seqs
         self._stop_conditions = StopConditions(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
@@ -60,16 +54,16 @@ class Scheduler:
         self.kept = KeptBlocks(pool)
         self._announced = Announced()
         self.legs = 1
-        """Requests that came to this engine, refused ones too, as its process counts them, and one."""
+        """Requests that came to this engine, refused ones too, and one."""
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
-        """Of fetches that failed, blocks that need not be computed again."""
+        """Blocks of failed fetches that need not be computed again."""
         self.forked_blocks = 0
-        """Blocks that forks have shared with the request they fork from, once for each fork."""
+        """Blocks that forks have shared with their parents."""
 
     def reset_prefix_cache(self) -> None:
-        """Have no later request find a block whose KV is there now, or is computed from such."""
+        """Let no later request find a block whose KV is there now or derives from it."""
         self.pool.reset()
         for request in self._requests.values():
             request.unfindable = True
@@ -92,22 +86,17 @@ class Scheduler:
             self._announced.prompt(self._prompts_ms(request.work, pairs), spills=request.spill)
 
     def get(self, request_id: str) -> Request | None:
-        """The live request of this id."""
         return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a live request now. The blocks of a running fetch stay untouchable until they are
-        settled.
-        """
+        """End a live request now. Blocks of a running fetch stay untouchable until settled."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, Finish.ABORT)
         return request
 
     def finish_fetch(self, request_id: str, generated: Sequence[int] = ()) -> None:
-        """The KV of a fetching request is in its blocks; `generated`: what it has generated where
-        it was computed.
-        """
+        """Run a request whose KV has arrived; `generated`: tokens from where it was computed."""
         request = self._fetching.pop(request_id)
         assert request.fetch is not None
         if not request.output_tokens:
@@ -120,14 +109,13 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
-        if generated and (over := self._stop_conditions.over(request)) is not None:
+        if generated and (over := self._stop_conditions.after_token(request)) is not None:
             self._end(request, over)
 
     def fail_fetch(self, request_id: str, reason: str, verified: int = 0) -> None:
-        """The rest of the KV will not come: compute it here, in other blocks.
+        """Compute a request here whose KV will not come, in other blocks.
 
-        `verified`: of the blocks that were fetched, so many first ones are right, and nothing writes
-        to them any more.
+        The first `verified` of the fetched blocks are right and no longer written to.
         """
         request = self._requests[request_id]
         fetch, request.fetch, request.fetch_error = request.fetch, None, reason
@@ -139,9 +127,7 @@ class Scheduler:
             self._wait(request)
 
     def end_failed_fetch(self, request_id: str, reason: str) -> None:
-        """End a fetching request whose KV will not come. Its blocks stay untouchable until they are
-        settled.
-        """
+        """End a fetching request whose KV will not come; its blocks stay untouchable until settled."""
         request = self._requests[request_id]
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
@@ -173,15 +159,11 @@ class Scheduler:
 
     @property
     def spare_blocks(self) -> int:
-        """How many blocks a probe may take now: never those that somebody waits for, and half of
-        the others.
-        """
+        """Return how many blocks a probe may take: half of what nobody waits for."""
         return 0 if self._waiting else self.pool.free // 2
 
     def lend_blocks(self, probe_id: str, count: int) -> list[int] | None:
-        """Fresh blocks: `kept` has them until released, or set aside and settled. None if they
-        cannot be spared.
-        """
+        """Hold fresh blocks for a probe in `kept`; None if they cannot be spared."""
         if count > self.spare_blocks:
             return None
         blocks = self.pool.allocate(count)
@@ -224,7 +206,7 @@ class Scheduler:
     def _schedule_running(
         self, request: Request, chunks: list[Chunk], room: StepRoom | None
     ) -> None:
-        if request.state is not State.RUNNING or self._stop_conditions.awaited(request):
+        if request.state is not State.RUNNING or self._stop_conditions.needs_tokens(request):
             return
         tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
         if not tokens:
@@ -234,7 +216,7 @@ class Scheduler:
             # Not one whose last token is on its way: its blocks are free soon, or will be held for
             # a reader.
             going_on = [
-                r for r in self._running if not (r.offered or self._stop_conditions.awaited(r))
+                r for r in self._running if not (r.offered or self._stop_conditions.needs_tokens(r))
             ]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
@@ -254,9 +236,7 @@ class Scheduler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the tokens of the step under way should be awaited before the next step is
-        scheduled.
-        """
+        """Return whether the step in flight must end before the next is scheduled."""
         return self.speculation.needs_tokens(self._running, self._max_num_seqs)
 
     def _admit(
@@ -354,10 +334,8 @@ class Scheduler:
 
     # --- after the step
 
-    def launched(self, chunk: Chunk) -> None:
-        """The KV of a chunk is written, or will be before any later step reads it: full blocks
-        become findable.
-        """
+    def mark_launched(self, chunk: Chunk) -> None:
+        """Note that a chunk's KV is written, or will be before a later step reads it."""
         request = chunk.request
         request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples
@@ -367,9 +345,7 @@ class Scheduler:
         self._publish(request)
 
     def append_sampled(self, request: Request, drawn: Sequence[int], now: float) -> int:
-        """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how
-        many were added.
-        """
+        """Add tokens drawn at a chunk's rows as far as proposals agree; return how many."""
         known = len(request.token_ids)
         for count, token_id in enumerate(self.speculation.accept(request, drawn)):
             if count:
@@ -384,19 +360,19 @@ class Scheduler:
         return len(request.token_ids) - known
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
-        """Add a token that was pending; if it ends the request, give back or hold its blocks and
-        say why it ended. A request that has ended meanwhile takes no token: the device had begun
-        one more step for it.
+        """Add a pending token; if it ends the request, free or hold its blocks.
+
+        A request that has ended meanwhile takes no token: the device had begun one more step.
         """
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
-        over = self._stop_conditions.before(request)
+        over = self._stop_conditions.before_token(request)
         if over is None:
             request.token_ids.append(token_id)
             request.new_tokens.append(token_id)
-            request.appended(now)
-            over = self._stop_conditions.over(request)
+            request.mark_token(now)
+            over = self._stop_conditions.after_token(request)
         if over is not None:
             self._end(request, over)
         return request.finish
@@ -454,14 +430,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now, without news from outside."""
+        """Return whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
     def load(self, now: float, launched: Iterable[Chunk] = (), for_s: float = 0.0) -> Load:
-        """Return queue depth and room, as told to routers.
-
-        `launched` are the chunks of the step under way, which began `for_s` seconds ago.
-        """
+        """Return queue depth and room for routers; `launched` began `for_s` seconds ago."""
         tokens, pairs, promised, context = (
             self._waiting.tokens,
             self._waiting.pairs,
@@ -516,7 +489,6 @@ class Scheduler:
 
     @property
     def live(self) -> Collection[Request]:
-        """All requests that have not ended."""
         return self._requests.values()
 
     def check(self) -> None:

@@ -1,9 +1,8 @@
-"""Tensor parallelism: what each rank holds of a model. Pure functions of names, shapes and ranks.
-Never imports torch.
+"""Tensor parallelism: what each rank holds of a model. Pure; never imports torch.
 
 A rank holds a share of the attention heads and of the MLP's columns, so it is a smaller model of
-the same hidden size; what its two branches add to the hidden state is summed over the ranks.
-Source: Shoeybi et al., "Megatron-LM", 2019.
+the same hidden size; what its branches add to the hidden state is summed over the ranks. Source:
+Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _COLUMNS = (".o_proj", ".down_proj")
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The sizes of one of `size` ranks. Raises ConfigError if heads or columns cannot be shared out
-    evenly.
+    """Return the sizes of one of `size` ranks. Raises ConfigError if heads do not divide evenly.
 
     Fewer KV heads than ranks are held by several ranks each.
     """
@@ -61,21 +59,19 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 def shard_weights(
     weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank `rank` of `size` holds of each weight, one per projection, of the whole model
-    `config`.
-    """
+    """Yield what a rank holds of each weight of the whole model `config`."""
     for name, weight in weights:
         yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
 
 
 def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
-    """The KV heads of a rank: the first, and the one behind the last."""
+    """Return the first KV head of a rank, and the one behind its last."""
     first = rank * num_kv_heads // size
     return first, first + max(1, num_kv_heads // size)
 
 
 def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
-    """The rows of the output layer that a rank computes; all ranks but the last have equally many."""
+    """Return the rows of the output layer that a rank computes; the last rank may have fewer."""
     rows = -(-vocab_size // size)
     return slice(rank * rows, min((rank + 1) * rows, vocab_size))
 

@@ -1,11 +1,9 @@
-"""Which tokens of a request are proposed before they are drawn, and which of them the draws have
-borne out. Pure.
+"""Speculative decoding by prompt lookup: propose tokens, and accept those that were drawn. Pure.
 
-A decode chunk with k proposals samples 1 + k rows, each with the state that its request would have
-if the proposals before it were its tokens. What is drawn at a row is the request's token as long as
-all proposals before it were drawn too: a draw depends on seed, choice and token index, not on how
-many rows a step has, so the tokens are those of an engine that proposes nothing. Owns the counters;
-which rows, tokens and blocks a step has left is the scheduler's.
+A decode chunk with k proposals samples 1 + k rows, each as if the proposals before it were the
+request's tokens. What is drawn at a row is the request's token as long as all proposals before it
+were drawn too: a draw depends on seed, choice and token index, so the tokens are those of an engine
+that proposes nothing. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _INDEXED_PER_CALL = 2048
 
 
 class NgramIndex:
-    """Where each n-gram of one growing text has occurred last, for n from `shortest` to `longest`."""
+    """An index from n-grams of a growing text to what followed them last, for O(1) lookups."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
@@ -34,8 +32,9 @@ class NgramIndex:
         self._indexed = 0  # so many first tokens are known as followers
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may come next; none if nothing is found. `tokens` may only have
-        grown since.
+        """Return up to `count` tokens that followed the longest matching n-gram.
+
+        `tokens` may only have grown since the last call.
         """
         self._take_in(tokens)
         for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
@@ -62,19 +61,22 @@ _MISSES = 3
 
 @dataclass(slots=True)
 class DraftPace:
-    """Of one request. Token counts are those of its output."""
+    """How many tokens a request may propose, by what became of its proposals.
+
+    A failed proposal costs a row and, on a GPU, a step that could not be planned ahead. After three
+    failures in a row a request waits, twice as long each time.
+    """
 
     reach: int
-    """So many proposals are worth their rows."""
     _misses: int = 0
     _again_at: int = 0
 
     def allowed(self, output_tokens: int) -> int:
-        """How many tokens may be proposed behind so many."""
+        """Return how many tokens may be proposed behind `output_tokens`."""
         return self.reach if output_tokens >= self._again_at else 0
 
     def note(self, proposed: int, agreed: int, output_tokens: int, longest: int) -> None:
-        """Of a draft behind `output_tokens` tokens, the first `agreed` came true."""
+        """Record that the first `agreed` of `proposed` tokens were drawn."""
         if agreed:
             self.reach = (
                 min(longest, self.reach + 1)
@@ -90,35 +92,33 @@ class DraftPace:
 
 
 ROWS = 64
-"""Sampled rows of a step with proposals at most. Up to about so many a step of a large model takes
-as long as its weights take to be read (an H200, 8B in bf16: 4.0 ms for 1 row, 5.9 for 40, but 10.3
-for 160).
+"""Most sampled rows of a step with proposals: up to there reading weights takes longer.
+
+An H200, 8B in bf16: 4.0 ms for 1 row, 5.9 for 40, 10.3 for 160.
 """
 
 
 @dataclass(slots=True)
 class Speculation:
-    """At most `tokens` proposals per request and step (0: none), by n-grams of `longest` down to
-    `shortest` tokens.
-    """
+    """At most `tokens` proposals per request and step, by n-grams of `longest` to `shortest`."""
 
     tokens: int = 0
     longest: int = 1
     shortest: int = 1
     can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
-    """Whether the sampler of this device can draw several rows of the request at once."""
+    """Whether this device's sampler can draw several rows of a request at once."""
     drafts: int = 0
     """Chunks with proposals whose draws are known."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """Of these, those at each place of a proposal."""
+    """Accepted tokens by place in their proposal."""
 
     def __post_init__(self) -> None:
         self.accepted_at = [0] * self.tokens
 
     def proposals(self, request: Request, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that may follow the known ones of a request that decodes."""
+        """Return up to `limit` tokens that may follow the known ones."""
         limit = min(limit, self.tokens, request.params.max_tokens - request.output_tokens - 1)
         if request.draft_pace is not None:
             limit = min(limit, request.draft_pace.allowed(request.output_tokens))
@@ -138,11 +138,10 @@ class Speculation:
         max_model_len: int,
         room_for: Callable[[Request, int], int],
     ) -> list[Chunk]:
-        """A step's chunks with up to `rows` proposals behind decodes all of whose tokens are known,
-        in equal shares.
+        """Return chunks with up to `rows` proposals behind decodes, in equal shares.
 
-        The last token of a context is never computed. `room_for(request, tokens)` makes room for
-        the KV of the first `tokens` tokens and says for how many there is room.
+        `room_for(request, tokens)` makes room for KV of the first `tokens` tokens and says how many
+        fit. The last token of a context is never computed.
         """
         extended = []
         rows = min(rows, ROWS - len(chunks))
@@ -158,18 +157,14 @@ class Speculation:
         return extended
 
     def needs_tokens(self, running: Sequence[Request], seats: int) -> bool:
-        """Whether proposals depend on tokens under way: after others, or behind a text that
-        suggests some.
-        """
+        """Return whether the next proposals depend on pending tokens."""
         suggests = self.tokens > 0 and len(running) < min(seats, ROWS)
         return any(
             r.proposals or (suggests and r.num_pending and self.proposals(r, 1)) for r in running
         )
 
     def accept(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
-        """Of the tokens drawn at the rows of a launched chunk, those that are the request's. Ends
-        its proposals.
-        """
+        """Return which of the tokens drawn at a chunk's rows are the request's; end its proposals."""
         proposals, request.proposals = request.proposals, ()
         agreed = 0
         while agreed < len(proposals) and drawn[agreed] == proposals[agreed]:

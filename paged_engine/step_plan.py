@@ -1,6 +1,4 @@
-"""What one step does: chunks of requests to compute, blocks to fetch, KV to offer. Values, made by
-the scheduler.
-"""
+"""What one step does: values that the scheduler makes."""
 
 from __future__ import annotations
 
@@ -20,25 +18,25 @@ class Chunk:
     start: int
     count: int
     samples: bool
-    """Whether the chunk ends at the newest token, so that its logits decide the next."""
+    """The chunk ends at the newest token, so its logits decide the next."""
     proposals: tuple[int, ...] = ()
-    """Tokens that may come behind the newest one; the last ones of `count`."""
+    """Tokens that may follow the newest one; the last ones of `count`."""
     scored: range = range(0)
-    """Positions at which the log-probability of the prompt's next token is asked for."""
+    """Positions whose next prompt token's log-probability is asked for."""
 
     @property
     def sampled_rows(self) -> int:
-        """How many of its last rows are sampled."""
+        """Return how many of its last rows are sampled."""
         return 1 + len(self.proposals) if self.samples else 0
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compute, as far as they are known; pending ones are missing at the end."""
+        """Return the tokens to compute; pending ones are missing at the end."""
         return self.request.token_ids[self.start : self.start + self.count] + list(self.proposals)
 
     @classmethod
     def next_for(cls, request: Request, budget: int) -> Chunk:
-        """The tokens of a request that are not computed yet, at most `budget` of them."""
+        """Return a chunk of the tokens not computed yet, at most `budget`."""
         count = min(request.uncomputed, budget)
         start = request.num_computed
         scored = request.to_score(start, start + count)
@@ -50,15 +48,14 @@ class ScoredRows:
     """The scored positions of a step, in the order of its chunks."""
 
     targets: list[int]
-    """The token after each of them."""
+    """The token after each position."""
     parts: list[tuple[Request, int]]
-    """Whose they are, and how many."""
+    """Requests and how many positions each has."""
     most: int
-    """The largest number of likeliest tokens that one of them asks for."""
+    """The most likeliest tokens that one of them asks for."""
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[Chunk]) -> ScoredRows | None:
-        """None if no chunk has any."""
         scored = [chunk for chunk in chunks if chunk.scored]
         if not scored:
             return None
@@ -71,7 +68,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Read remote block i into local block i. Empty when the prefix cache held everything."""
+    """Read remote block i into local block i; nothing if the prefix cache held all."""
 
     request: Request
     remote_blocks: list[int]
@@ -85,6 +82,4 @@ class StepPlan:
     chunks: list[Chunk]
     fetches: list[Fetch]
     offers: list[Request]
-    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are
-    known.
-    """
+    """Requests that hold KV for a reader and have just begun, with all blocks known."""

@@ -1,11 +1,8 @@
-"""The few shapes of steps with prompts for which there are CUDA graphs, and a step brought into one
-of them.
+"""The few shapes of steps with prompts that have CUDA graphs, and padding to them. Pure numpy.
 
-Pure numpy. A step that is not decodes alone has any number of decodes, prompts and rows, and a
-graph has fixed ones: the step is padded up to them. What pads it touches the null block alone:
-decodes without a context and, behind the rows of the prompts, one more prompt that lies in the null
-block. So every row of a padded step is one that the kernels compute anyway, and none of them knows
-of padding.
+Padding touches the null block alone: decodes without a context and one more prompt in the null
+block. So every padded row is one that the kernels compute anyway, and none of them knows of
+padding.
 """
 
 from __future__ import annotations
@@ -30,12 +27,11 @@ def _prompts_of(rows: int) -> int:
 
 
 MOST_PROMPTS = _prompts_of(_PROMPT_ROWS[-1])
-"""Of any shape."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """So many sequences of one row, then prompts which have `prompt_rows` rows in all."""
+    """A step of `decodes` one-row sequences, then prompts with `prompt_rows` rows in all."""
 
     prompt_rows: int
     decodes: int
@@ -44,14 +40,12 @@ class StepShape:
 
     @property
     def prompts(self) -> int:
-        """Those of the step, then the padding's, then one without any row."""
+        """Return room for the step's prompts, the padding's, and one without rows."""
         return _prompts_of(self.prompt_rows)
 
 
 def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
-    """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows`
-    rows.
-    """
+    """Return all shapes of an engine, the largest last."""
     if max_prompt_rows < 2:
         return []
     decodes = [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
@@ -67,9 +61,7 @@ def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
 
 
 def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
-    """The smallest of the sorted `shapes` that holds the step; None if none does, or if rows of it
-    are scored.
-    """
+    """Return the smallest of the sorted `shapes` that fits; None if none, or if rows are scored."""
     if len(values.scored_rows):
         return None
     decodes, rows = values.decodes, values.rows.shape[1]
@@ -90,9 +82,7 @@ def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | Non
 
 
 def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: int) -> StepValues:
-    """The step in this shape, whose sampled rows and slots stay as many as they were. `null_slot`
-    has a block table of null blocks.
-    """
+    """Return the step in this shape; sampled rows stay as many. `null_slot` has null blocks."""
     decodes, prompts = values.decodes, len(values.counts) - values.decodes
     spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
     rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)

@@ -1,11 +1,8 @@
-"""A scheduled step as plain arrays: what a GPU is told of it, and what every rank of a
-tensor-parallel group is told.
+"""A scheduled step as plain arrays: what a GPU and every rank of its group are told. Pure numpy.
 
-Pure numpy. A *slot* is a running request's row in tables that live on the device from step to step:
-its block table and its sampling state. So a step carries only what is new: one token, one position
-and one block per decode. A chunk with proposed tokens (paged_engine/speculation.py) is sampled in
-*spare* slots, one for each row, behind the requests' own: the host tells each the state that the
-request would have there.
+A *slot* is a running request's row in tables that stay on the device: its block table and its
+sampling state. So a step carries only what is new: one token, one position and one block per
+decode. A chunk with proposals is sampled in *spare* slots, one per row, behind the requests' own.
 """
 
 from __future__ import annotations
@@ -42,15 +39,15 @@ PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """T rows (tokens) of S sequences; sequences of one token come first. All arrays are int32.
+    """T rows (tokens) of S sequences, one-token sequences first; all int32.
 
-    Several sequences of one token may have the same slot: a request's newest token and what is
-    proposed behind it.
+    A request's newest token and its proposals are several one-token sequences with the same slot.
     """
 
     rows: np.ndarray
-    """[6, T]: token id, source slot, position, block, offset, slot of the adapter or -1. A source
-    slot >= 0 says: the row's token is the newest one sampled for that slot.
+    """[6, T]: token id, source slot, position, block, offset, adapter slot or -1.
+
+    A source slot >= 0 says that the row's token is the newest one sampled for that slot.
     """
     sequences: np.ndarray
     """[3, S]: slot, context length, block of the newest token."""
@@ -62,25 +59,21 @@ class StepValues:
 
     @property
     def decodes(self) -> int:
-        """Sequences of one row."""
         return int((self.counts == 1).sum())
 
     @property
     def adapted(self) -> bool:
-        """Whether a row has an adapter."""
         return bool((self.rows[5] >= 0).any())
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has one row, and samples: what CUDA graphs are captured for."""
+        """Return whether every sequence has one row, and samples: such steps have graphs."""
         one_row_each = len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
         return bool(one_row_each and not len(self.scored_rows))
 
 
 class SlotState(NamedTuple):
-    """Slot `slot` samples next as the request in slot `seat` does at its token number
-    `token_index`.
-    """
+    """What a slot samples next: as the request in slot `seat` at token `token_index`."""
 
     slot: int
     seat: int
@@ -97,13 +90,10 @@ class PlannedStep:
     admitted: list[tuple[int, Request]]
     """Slots that were given to requests just now."""
     states: list[SlotState]
-    """What slots must be told before they sample, beside those that were given to requests just
-    now.
-    """
+    """What slots must be told before they sample, beside `admitted`."""
     sampling: list[Request]
     """The requests of `values.sampled_rows`."""
     scored: ScoredRows | None
-    """What is asked of `values.scored_rows`."""
 
 
 @dataclass(slots=True)
@@ -115,10 +105,10 @@ class _Seat:
 
 
 class Slots:
-    """Gives running requests their slots and remembers what the device knows of them.
+    """Slots of running requests, and what the device knows of them.
 
-    A slot may go to another request while a step that used it is still running: whatever overwrites
-    its tables is queued behind that step.
+    A slot may go to another request while a step that used it still runs: whatever overwrites its
+    tables is queued behind that step.
     """
 
     def __init__(self, count: int, *, max_blocks: int, block_size: int) -> None:
@@ -128,7 +118,7 @@ class Slots:
         self._seats: dict[Request, _Seat] = {}
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
-        """Seat the requests of a step and write its arrays."""
+        """Seat the requests of a step and return its arrays."""
         # Those of an adapter side by side: kernels/grouped_lora.py.
         chunks = sorted(
             chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot)
@@ -241,9 +231,7 @@ def _by_rows(chunk: Chunk) -> int:
 
 
 def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValues:
-    """A step that touches the null block alone: sequences of these lengths, from their beginning,
-    all sampled.
-    """
+    """Return a step of sequences of these lengths that touches the null block alone."""
     counts = sorted(counts, key=lambda count: count > 1)
     rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1
@@ -289,7 +277,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMasks(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others of the step that it told last: which tokens its guides allow."""
+    """What rank 0's guides allow in the step that it sent last."""
 
     rows: list[int]
     words: bytes

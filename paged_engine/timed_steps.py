@@ -1,11 +1,9 @@
-"""An engine whose single steps are timed, with contexts that were never computed: their KV is dummy
-content.
+"""Time an engine's single steps, and fit the costs of steps (wire/step_costs.py) to them.
 
-A request takes its context as if another node had sent it, so 128 contexts of 16k tokens are there
-in a second. Steps are those of serving: launched ahead on a GPU, decodes as CUDA graphs; a time is
-that between the tokens of two steps. Owns requests and times; refuses to know which sizes are worth
-measuring. Milliseconds. Of several ranks, rank 0 alone has random numbers in its pool; the others'
-are zeros.
+Contexts were never computed: a request takes its context as if another node had sent it, so 128
+contexts of 16k tokens are there in a second. Steps are those of serving: launched ahead on a GPU,
+decodes as CUDA graphs. A time is that between the tokens of two steps, in ms. Of several ranks,
+rank 0 alone has random numbers in its pool.
 """
 
 from __future__ import annotations
@@ -34,13 +32,9 @@ from kvrelay.wire.transfer import Ticket
 __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps", "measure_steps"]
 
 PREFILLS_AT_ONCE = 3
-"""Prompts that have blocks at a time while prefills are timed: one computed, one launched, one
-filled.
-"""
+"""Prompts that have blocks at a time while prefills are timed."""
 STEPS = 24
-"""A decode point takes so many steps at most, warm-up included: its contexts grow by as many
-tokens.
-"""
+"""Most steps of a decode point, warm-up included; contexts grow by as many tokens."""
 _WARM_UPS = 3
 _FEWEST = 3
 # Times the seconds that a point should take: then even fewer runs are enough, because its steps are
@@ -72,9 +66,7 @@ class TimedSteps:
         *,
         fill: bool = True,
     ) -> None:
-        """`fill`: put random numbers into the pool; zeros would be read as fast, but cost a GPU
-        less power.
-        """
+        """`fill` puts random numbers into the pool: zeros cost a GPU less power."""
         self.engine = engine
         self._clock = clock
         self._rng = random.Random(seed)
@@ -85,9 +77,7 @@ class TimedSteps:
             _fill(engine, seed)
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
-        """A greedy request of random tokens, not queued yet; the KV of its first `filled` tokens
-        counts as computed.
-        """
+        """Return a greedy request of random tokens; KV of the first `filled` counts as computed."""
         self._made += 1
         at = self._rng.randrange(len(self._words) - prompt_tokens + 1)
         # Its own first token, so that no two have a prefix in common.
@@ -109,13 +99,12 @@ class TimedSteps:
         return request
 
     def submit(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
-        """Queue such a request."""
         request = self.request(prompt_tokens, max_tokens, filled)
         self.engine.scheduler.add(request)
         return request
 
     def step(self) -> list[Request]:
-        """One engine step; what was to be fetched is there when it ends."""
+        """Run one engine step; what was to be fetched is there when it ends."""
         arrivals = _Arrivals()
         updated = self.engine.step(arrivals)
         for fetch in arrivals.fetches:
@@ -123,12 +112,10 @@ class TimedSteps:
         return updated
 
     def drain(self) -> None:
-        """Run until nothing is left."""
         while self.engine.has_work:
             self.step()
 
     def clear(self) -> None:
-        """End all requests."""
         for request in list(self.engine.scheduler.live):
             self.engine.scheduler.abort(request.request_id)
         self.drain()
@@ -136,20 +123,19 @@ class TimedSteps:
     def decode(
         self, requests: int, context: int, *, steps: int = STEPS, seconds: float = 1.0
     ) -> list[float]:
-        """Steps in which so many requests decode, each with about so many tokens of context.
+        """Return the times of steps in which requests of `context` tokens decode.
 
-        No more than `steps` with the warm-up, and none after `seconds`, unless there are less than
-        3 that are not very slow. Raises ValueError if the pool or the batch has no room for that.
+        At most `steps` with the warm-up, and none after `seconds` unless there are fewer than 3.
+        Raises ValueError if the pool or the batch has no room.
         """
         with self.decoding(requests, context, steps):
             return self._decode_times(requests, steps - _WARM_UPS, seconds)
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
-        """So many requests decode in each step of the block, which takes at most `steps`, warm-up
-        included.
+        """Let requests decode in each step of the block, at most `steps`, warm-up included.
 
-        Raises ValueError if the pool has no room for that.
+        Raises ValueError if the pool has no room.
         """
         first = max(1, context - steps // 2)
         blocks = -(-(first + steps + 1) // self.engine.pool.block_size) * requests
@@ -184,11 +170,10 @@ class TimedSteps:
     def prefill(
         self, tokens: int, context: int = 0, *, most: int = 12, seconds: float = 1.0
     ) -> list[float]:
-        """Steps that compute so many tokens of one prompt behind so many that are there already,
-        each with the next one behind it.
+        """Return the times of steps that compute `tokens` of one prompt behind `context` others.
 
-        At most `most`, and none after `seconds`, unless there are less than 3 that are not very
-        slow. Raises ValueError if a step or the pool has no room for that.
+        At most `most`, and none after `seconds` unless there are fewer than 3. Raises ValueError if
+        a step or the pool has no room.
         """
         self._check_step(tokens)
         blocks = -(-(context + tokens + 1) // self.engine.pool.block_size) * PREFILLS_AT_ONCE
@@ -228,12 +213,7 @@ class TimedSteps:
     def mixed(
         self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0
     ) -> list[float]:
-        """Steps in which so many requests decode, each with about so many tokens of context, and a
-        prompt of so many tokens is computed beside them.
-
-        At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the
-        pool has no room.
-        """
+        """Return the times of steps with decodes and one prompt of `tokens`, as `prefill`."""
         self._check_step(tokens)
         times: list[float] = []
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
@@ -300,20 +280,14 @@ _GAP_MS = {"cuda": 50.0, "cpu": 200.0}
 _DECODES = ((1, 256), (32, 1024), (8, 256), (128, 1024), (32, 4096))
 """Requests, and the context of each."""
 _BESIDE = (32, 1024)
-"""Those of a step with a prompt, too."""
 _PROMPT_PARTS = (4, 1, 8, 2)
-"""Prompts of the largest step's tokens divided by these. Shorter ones take no time of their own on
-a GPU: the weights are read meanwhile.
-"""
 _RUNS = 3
 _WARM_UPS = 3
 _SHORTEST_S = 0.02
 
 
 def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
-    """Measure an engine that serves nobody yet, and have it keep its steps to max_gap_ms from then
-    on.
-    """
+    """Measure an idle engine's steps, and have it keep them to max_gap_ms from then on."""
     kind = engine.device.type
     points = _points(engine, _LIMIT_S[kind])
     log.info(

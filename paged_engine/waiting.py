@@ -1,13 +1,10 @@
-"""Requests that wait for a seat, blocks or another request: in which order, and who cannot begin
-yet. Pure.
+"""Requests that wait for a seat, blocks or another request, in order. Pure.
 
-The shortest prompt goes first, with ageing, among requests of equal priority. Age is counted in
-tokens of work that has arrived since, so the order needs no clock and no speed, and never changes:
-a request is overtaken by later ones of together less than OVERTAKEN times its own tokens. What must
-be fetched keeps the order of arrival.
-
-A *fork* has the prompt of another request, its parent, and waits until that prompt is computed or
-fetched. A fork whose parent is gone starts by itself.
+Among requests of equal priority the shortest prompt goes first, with ageing. Age is counted in
+tokens of work that has arrived since, so the order needs no clock and never changes: later requests
+that overtake one have together less than OVERTAKEN times its own tokens. Fetches keep the order of
+arrival. A *fork* has the prompt of another request, its parent, and waits until that prompt is
+computed or fetched; if the parent is gone it starts by itself.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ OVERTAKEN = 2
 
 
 class WaitingQueue:
-    """Waiting requests in the order of their turns. `live` are all requests that have not ended, by
-    id.
-    """
+    """Waiting requests in the order of their turns; `live` are all requests by id."""
 
     def __init__(self, live: Mapping[str, Request], block_size: int) -> None:
         self._live = live
@@ -36,9 +31,9 @@ class WaitingQueue:
         self._arrivals = 0
         self._arrived_tokens = 0
         self.tokens = 0
-        """Tokens to compute before all of them decode, as far as was known when each began to wait."""
+        """Tokens to compute before all of them decode, as known when each began to wait."""
         self.pairs = 0.0
-        """Each of them times those before it in its request, summed up."""
+        """Each of these tokens times those before it in its request, summed up."""
         self.wanted = 0
         """Tokens of KV that all of them are expected to take."""
 
@@ -49,9 +44,7 @@ class WaitingQueue:
         return bool(self._line)
 
     def add(self, request: Request, cached: int = 0) -> None:
-        """It waits, before all whose turn comes later. So many of its first tokens need not be
-        computed.
-        """
+        """Queue a request whose first `cached` tokens need not be computed."""
         request.state = State.WAITING
         request.shared = max(cached, self._forked(request) * self._block_size)
         request.work = 0 if request.fetch is not None else request.uncomputed - request.shared
@@ -62,26 +55,22 @@ class WaitingQueue:
         bisect.insort(self._line, request, key=lambda each: each.turn)
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
         self._line.remove(request)
         self._count(request, -1)
 
     def candidates(self, before: Request | None = None) -> list[Request]:
-        """Those that may begin now, in order, and before another's turn; the line may change
-        meanwhile.
-        """
+        """Return those that may begin now, in order, and before another's turn."""
         end = len(self._line)
         if before is not None:
             end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
         return [request for request in self._line[:end] if not self._held_back(request)]
 
     def parents_blocks(self, request: Request) -> list[int]:
-        """Of a fork, the blocks that it shares with its parent; none if that is gone."""
+        """Return the blocks that a fork shares with its parent; none if that is gone."""
         parent = self._parent(request)
         return [] if parent is None else parent.blocks[: self._forked(request)]
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         assert all(each.state is State.WAITING and not each.blocks for each in self._line)
         assert self._line == sorted(self._line, key=lambda each: each.turn)
         assert self.tokens == sum(each.work for each in self._line)

@@ -248,7 +248,7 @@ def test_slots():
     second = slots.reserve("b", in_place=False)
     with pytest.raises(ValueError, match="max_loras is 2"):
         slots.reserve("c", in_place=False)
-    slots.give_up(second)
+    slots.cancel(second)
     third = slots.reserve("a", in_place=True)
     slots.fill(third, AdapterFacts("a", "2", 4))
     assert slots.ending

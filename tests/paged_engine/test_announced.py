@@ -77,7 +77,7 @@ class Run:
     def step(self) -> None:
         plan = self.scheduler.schedule(0.0)
         for chunk in plan.chunks:
-            self.scheduler.launched(chunk)
+            self.scheduler.mark_launched(chunk)
         for chunk in plan.chunks:
             if chunk.samples:
                 self.scheduler.append(chunk.request, 3, 0.0)
@@ -227,7 +227,7 @@ def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_
         while scheduler.has_work:
             plan = scheduler.schedule(0.0)
             for chunk in plan.chunks:
-                scheduler.launched(chunk)
+                scheduler.mark_launched(chunk)
                 if chunk.samples:
                     scheduler.append(chunk.request, 3, 0.0)
     scheduler.add(request("own", [2] * 16))
@@ -285,7 +285,7 @@ def test_a_prompt_is_backlog_until_the_device_has_computed_it():
     before = scheduler.load(0.0)
     plan = scheduler.schedule(0.0)
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
     assert scheduler.load(0.0).backlog_ms == 0
     launched = scheduler.load(0.0, plan.chunks)
     assert (launched.backlog_ms, launched.waiting_tokens) == (

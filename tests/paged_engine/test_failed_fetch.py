@@ -61,7 +61,7 @@ def chunks(scheduler: Scheduler) -> list[tuple[int, int]]:
     """One step; (start, count) of what it computes."""
     plan = scheduler.schedule(0.0)
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
         if chunk.samples:
             scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     scheduler.check()
@@ -208,7 +208,7 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
         reading |= {fetch.request.request_id: fetch for fetch in plan.fetches}
         for chunk in plan.chunks:
             memory.compute(chunk)
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
             if chunk.samples:
                 scheduler.append(chunk.request, next_token(chunk.request.token_ids), float(turn))
         if reading and (rng.random() < 0.5 or turn > 250):
@@ -244,7 +244,7 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
             break
         for chunk in scheduler.schedule(1000.0).chunks:
             memory.compute(chunk)
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
             if chunk.samples:
                 scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     assert scheduler.pool.free == scheduler.pool.total

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kvrelay.kernels.lora import add_lora
 from kvrelay.kernels.norm_rope_act import act_and_mul, rms_norm
 from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.gpu_operations import AdaptedLinear, _Rows
+from kvrelay.paged_engine.gpu_operations import AdaptedLinear
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
@@ -41,16 +42,17 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def layer() -> tuple[AdaptedLinear, _Rows, GpuLinear]:
-    base, rows = GpuLinear(random(sum(WIDTHS), K, seed=1)), _Rows()
-    adapted = AdaptedLinear(base, rows, batch_invariant=False)
+def layer() -> tuple[AdaptedLinear, SimpleNamespace, GpuLinear]:
+    base = GpuLinear(random(sum(WIDTHS), K, seed=1))
+    operations = SimpleNamespace(batch_invariant=False, row_adapters=None)
+    adapted = AdaptedLinear(base, operations)
     adapted.make_room(Site(("gate", "up"), K, WIDTHS), 3, RANK, torch.float16)
     for slot in (0, 2):
         adapted.put(
             slot, (random(2 * RANK, K, seed=slot + 2), random(sum(WIDTHS), RANK, seed=slot + 5) * 3)
         )
     adapted.put(1, None)
-    return adapted, rows, base
+    return adapted, operations, base
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -59,16 +61,18 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_around_every_kind_of_product(layer, count):
-    adapted, rows, base = layer
+    adapted, operations, base = layer
     x, residual, weight = (
         random(count, K, seed=20),
         random(count, sum(WIDTHS), seed=21),
         random(K, seed=22) + 1,
     )
-    rows.now = torch.tensor([2, -1, 0, 1, 0, 2, -1][:count], dtype=torch.int32, device=x.device)
+    operations.row_adapters = torch.tensor(
+        [2, -1, 0, 1, 0, 2, -1][:count], dtype=torch.int32, device=x.device
+    )
 
     def twin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return add_lora(y.clone(), x, adapted._down, adapted._up, rows.now, WIDTHS)
+        return add_lora(y.clone(), x, adapted._down, adapted._up, operations.row_adapters, WIDTHS)
 
     normed = rms_norm(x, weight, 1e-5)
     same(adapted(x), twin(x, base(x)))
@@ -84,9 +88,8 @@ def test_around_every_kind_of_product(layer, count):
 
 
 def test_steps_without_adapters_are_those_of_the_layer_alone(layer):
-    adapted, rows, base = layer
+    adapted, _, base = layer
     x, weight = random(5, K, seed=20), random(K, seed=22)
-    rows.now = None
     assert torch.equal(adapted(x), base(x))
     assert torch.equal(adapted.normed(x, weight, 1e-5), base.normed(x, weight, 1e-5))
     assert torch.equal(

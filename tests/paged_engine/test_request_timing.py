@@ -25,9 +25,9 @@ def request(**submit) -> Request:
 
 def step(req: Request, start: int, launched: float, token_at: float) -> None:
     """A step whose token is known some time after its launch."""
-    req.launched(start, launched)
+    req.mark_launched(start, launched)
     req.token_ids.append(7)
-    req.appended(token_at)
+    req.mark_token(token_at)
 
 
 def close(timing: Timing, **fields: float) -> bool:
@@ -50,25 +50,25 @@ def test_a_request_that_is_served_whole() -> None:
 def test_a_first_step_that_is_launched_before_token_1_is_known_ends_with_token_2() -> None:
     req = request()
     req.first_scheduled_s = 10.0
-    req.launched(0, 10.0)
-    req.launched(20, 10.4)
+    req.mark_launched(0, 10.0)
+    req.mark_launched(20, 10.4)
     for at in (10.5, 10.6):
         req.token_ids.append(7)
-        req.appended(at)
+        req.mark_token(at)
     assert close(req.timing(10.6), prefill_s=0.5, decode_s=0.1, first_step_s=0.2)
 
 
 def test_a_step_that_was_launched_behind_another_begins_when_that_ends() -> None:
     req = request()
     req.first_scheduled_s = 10.0
-    req.launched(0, 10.0)
-    req.started(10.0, 10.3)
-    req.launched(20, 10.4)
+    req.mark_launched(0, 10.0)
+    req.mark_started(10.0, 10.3)
+    req.mark_launched(20, 10.4)
     req.token_ids.append(7)
-    req.appended(10.5)
-    req.started(10.4, 10.5)
+    req.mark_token(10.5)
+    req.mark_started(10.4, 10.5)
     req.token_ids.append(7)
-    req.appended(10.6)
+    req.mark_token(10.6)
     assert close(req.timing(10.6), queue_s=0.3, prefill_s=0.2, decode_s=0.1, first_step_s=0.1)
 
 

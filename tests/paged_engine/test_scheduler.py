@@ -45,7 +45,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
         assert len(chunk.request.blocks) * BLOCK >= chunk.start + chunk.count
     sampling = [chunk for chunk in plan.chunks if chunk.samples]
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
     for chunk in sampling:
         scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     scheduler.check()
@@ -151,7 +151,7 @@ def test_a_stop_token_ends_a_request_and_frees_it():
     req = request("r", [5] * 20)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
-    scheduler.launched(plan.chunks[0])
+    scheduler.mark_launched(plan.chunks[0])
     assert scheduler.append(req, EOS, 1.0) is Finish.STOP
     assert scheduler.pool.free == scheduler.pool.total
     assert req.state is State.DONE
@@ -197,7 +197,7 @@ def test_a_request_that_stops_by_itself_holds_nothing():
     req = request("r", list(range(40)), max_tokens=1, hold=True)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
-    scheduler.launched(plan.chunks[0])
+    scheduler.mark_launched(plan.chunks[0])
     scheduler.append(req, EOS, 0.0)
     assert scheduler.kept.held("r") is None
     assert scheduler.pool.free == scheduler.pool.total
@@ -257,12 +257,12 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
     assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(0, BLOCK)]
     blocks = list(req.blocks)
     assert len(blocks) == 3
-    scheduler.launched(plan.chunks[0])
+    scheduler.mark_launched(plan.chunks[0])
     while req.finish is None:
         plan = scheduler.schedule(0.0)
         assert plan.offers == []
         for chunk in plan.chunks:
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
             if chunk.samples:
                 scheduler.append(req, next_token(req.token_ids), 0.0)
     assert scheduler.kept.held("r") == blocks
@@ -414,7 +414,7 @@ def test_others_pass_a_fork_that_waits():
     assert [fetch.request.request_id for fetch in plan.fetches] == ["r"]
     assert [chunk.request.request_id for chunk in plan.chunks] == ["other"]
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
         scheduler.append(chunk.request, 5, 0.0)
     assert scheduler.load(0.0).waiting_tokens == 40 - 32
     scheduler.finish_fetch("r")
@@ -458,7 +458,7 @@ def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_an
     req = request("r", list(range(40)), max_tokens=1, hold=True, hold_stopped=True)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
-    scheduler.launched(plan.chunks[0])
+    scheduler.mark_launched(plan.chunks[0])
     assert scheduler.append(req, EOS, 0.0) is Finish.STOP
     assert len(scheduler.kept.held("r") or ()) == 3
     scheduler.kept.release("r")
@@ -538,7 +538,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         plan = scheduler.schedule(float(turn))
         in_flight += [fetch.request.request_id for fetch in plan.fetches]
         for chunk in plan.chunks:
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
         sampled = [chunk for chunk in plan.chunks if chunk.samples]
         pending, sampled = (sampled, pending) if ahead else ([], sampled)
         for chunk in sampled:
@@ -613,7 +613,7 @@ def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
     def launch() -> list[Request]:
         chunks = scheduler.schedule(1.0).chunks
         for chunk in chunks:
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
         return [chunk.request for chunk in chunks if chunk.samples]
 
     scheduler.add(growing)

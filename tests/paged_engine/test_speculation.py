@@ -215,7 +215,7 @@ class Simulated:
                 assert end - len(chunk.proposals) == len(req.token_ids)
                 assert chunk.sampled_rows <= req.params.max_tokens - req.output_tokens
                 assert scheduler.preemptions == preemptions
-            scheduler.launched(chunk)
+            scheduler.mark_launched(chunk)
             if chunk.samples:
                 tokens = list(req.token_ids)
                 for _ in range(req.num_pending - 1):  # the device knows them
@@ -298,14 +298,14 @@ def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Req
     )
     scheduler.add(req)
     (chunk,) = scheduler.schedule(0.0).chunks
-    scheduler.launched(chunk)
+    scheduler.mark_launched(chunk)
     assert chunk.proposals == ()
     return scheduler, req
 
 
 def next_chunk(scheduler: Scheduler) -> Chunk:
     (chunk,) = scheduler.schedule(0.0).chunks
-    scheduler.launched(chunk)
+    scheduler.mark_launched(chunk)
     scheduler.check()
     return chunk
 

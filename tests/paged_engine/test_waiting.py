@@ -35,7 +35,7 @@ def make(blocks: int = 4096, **options) -> Scheduler:
 def step(scheduler: Scheduler) -> list[tuple[str, int]]:
     plan = scheduler.schedule(0.0)
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
         if chunk.samples:
             scheduler.append(chunk.request, 7, 0.0)
     scheduler.check()

@@ -151,7 +151,7 @@ def launched(scheduler: Scheduler) -> StepPlan:
     """The next step, which is under way."""
     plan = scheduler.schedule(0.0)
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
+        scheduler.mark_launched(chunk)
     return plan
 
 
