@@ -408,7 +408,7 @@ def test_a_request_that_is_preempted_with_proposals_under_way_keeps_only_tokens(
 
 def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():
     scheduler, req = alone(LOOP, 50)
-    scheduler.speculation.allows = lambda request: request is not req
+    scheduler.speculation.can_speculate = lambda request: request is not req
     scheduler.append_sampled(req, [7], 0.0)
     assert next_chunk(scheduler).proposals == ()
 
