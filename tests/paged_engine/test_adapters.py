@@ -4,12 +4,11 @@ whose.
 
 from __future__ import annotations
 
-import random
 import threading
 from pathlib import Path
 
 import pytest
-from test_engine import drain, make
+from engines import drain, make, prompt
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
@@ -52,11 +51,6 @@ def two(base, tmp_path_factory) -> tuple[Path, Path]:
 
 def with_two(base: Path, two: tuple[Path, Path], **options) -> Engine:
     return make(base, enable_lora=True, lora_modules=(f"one={two[0]}", f"two={two[1]}"), **options)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 256) for _ in range(length)]
 
 
 def ask(engine: Engine, name: str, tokens: list[int], adapter: str = "", **params) -> Request:

@@ -5,34 +5,29 @@ of others.
 from dataclasses import replace
 
 import pytest
+import scheduling
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduling import BLOCK, EOS, drain, launch, ticket
 
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.means import MEMORY_MS
-from kvrelay.wire.sampling import SamplingParams
 from kvrelay.wire.step_costs import StepCosts
-from kvrelay.wire.transfer import Ticket
 
-BLOCK, EOS = 16, 1
 COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
 IDLE_GAIN = 1 - 1 / (0.9 * 4)
 """Of each millisecond: the default time per token is four steps, of which nine tenths are used."""
 
 
 def make(costs: StepCosts = COSTS, blocks: int = 40, **options) -> Scheduler:
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "max_model_len": 10_000} | options
-    scheduler = Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **options)
+    scheduler = scheduling.make(blocks, **({"max_num_seqs": 6} | options))
     scheduler.budget = replace(scheduler.budget, costs=costs, gap_ms=50.0, pace=1.0)
     return scheduler
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 50, **submit) -> Request:
-    params = SamplingParams(max_tokens, seed=0, temperature=0)
-    return Request.from_submit(Submit(name, prompt, params, **submit), 0.0)
+    return scheduling.request(name, prompt, max_tokens, **submit)
 
 
 class Run:
@@ -50,8 +45,7 @@ class Run:
         if kind == "hold":
             said, max_tokens = said | {"hold": True}, 1
         elif kind == "fetch":
-            blocks = list(range(1, 2 + (tokens - 1) // BLOCK))
-            said["fetch"] = Ticket(remote_block_ids=[blocks], num_tokens=tokens)
+            said["fetch"] = ticket(tokens)
         elif kind == "fork" and parent is not None:
             said["fork_of"], prompt = parent.request_id, parent.token_ids[: parent.prompt_tokens]
         made = request(f"r{self.names}", prompt, max_tokens, **said)
@@ -75,10 +69,7 @@ class Run:
             self.scheduler.fail_fetch(chosen.request_id, "PeerLost: gone", index % 3)
 
     def step(self) -> None:
-        plan = self.scheduler.schedule(0.0)
-        for chunk in plan.chunks:
-            self.scheduler.mark_launched(chunk)
-        for chunk in plan.chunks:
+        for chunk in launch(self.scheduler).chunks:
             if chunk.samples:
                 self.scheduler.append(chunk.request, 3, 0.0)
 
@@ -190,8 +181,7 @@ def test_what_decodes_elsewhere_has_no_weight_here():
 def test_a_prompt_that_is_fetched_is_no_backlog_until_the_fetch_fails():
     scheduler = make(max_num_seqs=1)
     scheduler.add(request("runs", [3] * 8))
-    fetch = Ticket(remote_block_ids=[[1, 2, 3]], num_tokens=40)
-    scheduler.add(request("fetches", [2] * 40, fetch=fetch))
+    scheduler.add(request("fetches", [2] * 40, fetch=ticket(40)))
     before = scheduler.load(0.0)
     assert before.waiting_tokens == 8
     scheduler.fail_fetch("fetches", "PeerLost: gone")
@@ -224,12 +214,7 @@ def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_
     scheduler = make()
     if cached:
         scheduler.add(request("before", [2] * 400, max_tokens=2))
-        while scheduler.has_work:
-            plan = scheduler.schedule(0.0)
-            for chunk in plan.chunks:
-                scheduler.mark_launched(chunk)
-                if chunk.samples:
-                    scheduler.append(chunk.request, 3, 0.0)
+        drain(scheduler)
     scheduler.add(request("own", [2] * 16))
     assert scheduler.load(0.0).spill_ms == 250
     scheduler.add(request("spilled", [2] * 400, spill_tokens=400))
@@ -283,9 +268,7 @@ def test_a_prompt_is_backlog_until_the_device_has_computed_it():
     scheduler = make()
     scheduler.add(request("a", [2] * 40))
     before = scheduler.load(0.0)
-    plan = scheduler.schedule(0.0)
-    for chunk in plan.chunks:
-        scheduler.mark_launched(chunk)
+    plan = launch(scheduler)
     assert scheduler.load(0.0).backlog_ms == 0
     launched = scheduler.load(0.0, plan.chunks)
     assert (launched.backlog_ms, launched.waiting_tokens) == (

@@ -55,19 +55,6 @@ def test_least_recently_used_prefix_goes_first():
     assert pool.lookup([b]) == []
 
 
-def test_a_shared_block_is_free_when_the_last_user_leaves():
-    pool = BlockPool(3)
-    hashes = _hashes(1)
-    blocks = pool.allocate(1) or []
-    pool.publish(blocks[0], hashes[0])
-    pool.share(blocks)
-    pool.release(blocks)
-    assert pool.free == 1
-    pool.release(blocks)
-    assert pool.free == 2
-    pool.check()
-
-
 def test_equal_content_is_published_once():
     pool = BlockPool(4)
     (block_hash,) = _hashes(1)

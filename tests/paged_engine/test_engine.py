@@ -1,115 +1,28 @@
-"""The engine against transformers, and against itself in other batches, chunks and orders."""
+"""The engine against transformers, and against itself in other batches, chunks and orders.
 
-import random
+More comparisons with transformers are in test_architectures.py.
+"""
+
 from pathlib import Path
 
 import pytest
 import torch
+from engines import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
 from tiny_models import DIFFERENCES, make_tiny
 
-from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import Chunk
-from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import SamplingParams
 
-ARCHITECTURES = sorted(DIFFERENCES)
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> dict[str, tuple[Path, object]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ARCHITECTURES}
+    names = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
     return {name: (folder, make_tiny(name, folder)) for name, folder in folders.items()}
-
-
-# Sizes that the GPU's kernels are for; and little memory and few graphs, as other tests use the GPU
-# at the same time.
-GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-ON_GPU = {
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "max_num_seqs": 8,
-    "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 64 << 20,
-}
-
-
-def make(folder: Path, **options) -> Engine:
-    defaults = {"device": "cpu", "kv_cache_memory_bytes": 8 << 20, "threads": 1}
-    return Engine(EngineConfig(model=str(folder), **(defaults | options)))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 256) for _ in range(length)]
-
-
-def submit(engine: Engine, name: str, tokens: list[int], **params) -> Request:
-    defaults = {"max_tokens": 24, "seed": 5, "temperature": 0.0, "ignore_eos": True}
-    generated, fork_of = params.pop("generated", []), params.pop("fork_of", None)
-    sampling = SamplingParams(**(defaults | params))
-    req = Request.from_submit(
-        Submit(name, tokens, sampling, generated=generated, fork_of=fork_of), 0.0
-    )
-    engine.scheduler.add(req)
-    return req
-
-
-def drain(engine: Engine) -> None:
-    for _ in range(5000):
-        if not engine.has_work:
-            break
-        engine.step()
-        engine.scheduler.check()
-    assert engine.scheduler.pool.free == engine.scheduler.pool.total
-
-
-def output(req: Request) -> list[int]:
-    return req.token_ids[req.prompt_tokens :]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_transformers(architecture, tiny):
-    folder, model = tiny[architecture]
-    engine = make(folder, max_num_batched_tokens=256)
-    tokens = prompt(150)
-    with torch.no_grad():
-        theirs = model(torch.tensor([tokens])).logits[0]
-    for end in (1, 2, 17, 64, 150):
-        req = Request.from_submit(Submit("r", tokens[:end], SamplingParams(1, seed=0)), 0.0)
-        req.blocks = engine.scheduler.pool.allocate(10) or []
-        ours = engine._runner.run([Chunk(req, 0, end, True)])[0]
-        assert float((ours - theirs[end - 1]).abs().max()) < 1e-3
-        engine.scheduler.pool.release(req.blocks)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_text_equals_transformers_through_chunks_and_batches(architecture, tiny):
-    folder, model = tiny[architecture]
-    engine = make(folder, max_num_batched_tokens=40)
-    prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 70, 129)]
-    requests = [submit(engine, f"r{i}", tokens) for i, tokens in enumerate(prompts)]
-    drain(engine)
-    for req, tokens in zip(requests, prompts, strict=True):
-        with torch.no_grad():
-            theirs = model.generate(
-                torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-                max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-        assert output(req) == theirs[0, len(tokens) :].tolist()
-
-
-SAMPLED = {
-    "temperature": 0.9,
-    "top_p": 0.95,
-    "top_k": 60,
-    "min_p": 0.01,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.2,
-}
 
 
 def answers(folder: Path, *, alone: bool, **options) -> list[tuple[list[int], list[float]]]:
@@ -142,12 +55,11 @@ def pool_of_14_blocks(vector_bytes: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(architecture, tiny):
+def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(tiny):
     """Greedy and sampled: alone, in a crowd, in small chunks, from the prefix cache, in a pool that
     is too small.
     """
-    folder, _ = tiny[architecture]
+    folder, _ = tiny["MistralForCausalLM"]
     reference = answers(folder, alone=True)
     assert answers(folder, alone=False) == reference
     assert (
@@ -259,7 +171,7 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", DIFFERENCES)
 def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(
     architecture, tmp_path
 ):
@@ -309,20 +221,6 @@ def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
             assert given == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_model_len": 1000}, "above the model's own limit of 512"),
-        (
-            {"kv_cache_memory_bytes": 100_000, "max_model_len": 500},
-            "[Ll]ower max_model_len to at most",
-        ),
-        ({"kv_cache_memory_bytes": 1000}, "needs at least"),
-        ({"device": "cuda"}, "sees no GPU"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_remedy(tiny, options, words):
-    if options.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match=words):
-        make(tiny["LlamaForCausalLM"][0], **options)
+def test_an_engine_that_cannot_work_is_refused(tiny):
+    with pytest.raises(ConfigError, match="above the model's own limit of 512"):
+        make(tiny["LlamaForCausalLM"][0], max_model_len=1000)

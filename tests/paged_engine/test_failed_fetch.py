@@ -1,4 +1,4 @@
-"""What a request does when its KV does not come: it keeps what is proven and computes the rest, or
+"""What a request does when its KV does not come: it keeps what is verified and computes the rest, or
 ends.
 
 The random schedules run over a memory that knows of each position which tokens its KV was computed
@@ -10,137 +10,81 @@ from __future__ import annotations
 import random
 
 import pytest
+from scheduling import BLOCK, EOS, drain, expected, fetching, make, next_token, start_fetch, step
 
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, State
-from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.step_plan import Chunk, Fetch
-from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
-from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
-
-BLOCK, EOS = 16, 1
-
-
-def make(blocks: int = 64, **options) -> Scheduler:
-    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
-    return Scheduler(
-        BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options)
-    )
-
-
-def next_token(tokens: list[int]) -> int:
-    return 2 + (sum(tokens) * 31 + len(tokens) * 7) % 97
-
-
-def answered(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens
-
-
-def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = True) -> Request:
-    blocks = -(-len(prompt) // BLOCK)
-    ticket = Ticket(
-        num_tokens=len(prompt),
-        remote_block_ids=[list(range(500, 500 + blocks))],
-    )
-    generated = [] if early else [next_token(prompt)]
-    params = SamplingParams(max_tokens, seed=0, temperature=0)
-    return Request.from_submit(Submit(name, prompt, params, generated=generated, fetch=ticket), 0.0)
-
-
-def start_fetch(scheduler: Scheduler) -> Fetch:
-    (fetch,) = scheduler.schedule(0.0).fetches
-    return fetch
-
-
-def chunks(scheduler: Scheduler) -> list[tuple[int, int]]:
-    """One step; (start, count) of what it computes."""
-    plan = scheduler.schedule(0.0)
-    for chunk in plan.chunks:
-        scheduler.mark_launched(chunk)
-        if chunk.samples:
-            scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
-    scheduler.check()
-    return [(chunk.start, chunk.count) for chunk in plan.chunks]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize(("proven", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_what_is_proven_is_kept_and_the_rest_is_computed(
-    proven: int, kept: int, prefix_cache: bool
+@pytest.mark.parametrize(("verified", "kept"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+def test_what_is_verified_is_kept_and_the_rest_is_computed(
+    verified: int, kept: int, prefix_cache: bool
 ) -> None:
     """The third block is not full: nobody could find it again, and one token must be computed
     anyway.
     """
     scheduler = make(prefix_cache=prefix_cache)
-    req = fetching("r", list(range(40)))
+    req = fetching("r", list(range(40)), early=True)
     scheduler.add(req)
     fetch = start_fetch(scheduler)
-    scheduler.fail_fetch("r", "PeerLost: gone", proven)
+    scheduler.fail_fetch("r", "PeerLost: gone", verified)
     scheduler.check()
     assert req.blocks == fetch.local_blocks[:kept]
     assert scheduler.pool.quarantined == 3 - kept
     assert scheduler.kept_blocks == kept
+    assert req.fetch_error == "PeerLost: gone"
     assert scheduler.pool.cached == (kept if prefix_cache else 0)
-    assert chunks(scheduler) == [(kept * BLOCK, 40 - kept * BLOCK)]
+    assert step(scheduler) == [("r", kept * BLOCK, 40 - kept * BLOCK)]
     scheduler.kept.settle("r")
-    while scheduler.has_work:
-        chunks(scheduler)
-    assert req.token_ids == answered(list(range(40)), 5)
+    drain(scheduler)
+    assert req.token_ids == expected(list(range(40)), 5)
     assert scheduler.pool.free == scheduler.pool.total
     assert scheduler.pool.quarantined == 0
 
 
-def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed() -> None:
+@pytest.mark.parametrize(("early", "chunk"), [(True, (16, 16)), (False, (32, 1))])
+def test_of_whole_blocks_the_last_is_kept_if_the_first_token_is_known(
+    early: bool, chunk: tuple[int, int]
+) -> None:
     scheduler = make()
-    scheduler.add(fetching("r", list(range(32))))
+    scheduler.add(fetching("r", list(range(32)), early=early))
     start_fetch(scheduler)
     scheduler.fail_fetch("r", "PeerLost: gone", 2)
-    assert chunks(scheduler) == [(16, 16)]
+    assert step(scheduler) == [("r", *chunk)]
 
 
-def test_with_the_first_token_known_all_whole_blocks_are_kept() -> None:
+def test_verified_blocks_come_behind_those_that_were_cached() -> None:
     scheduler = make()
-    scheduler.add(fetching("r", list(range(32)), early=False))
-    start_fetch(scheduler)
-    scheduler.fail_fetch("r", "PeerLost: gone", 2)
-    assert chunks(scheduler) == [(32, 1)]
-
-
-def test_proven_blocks_come_behind_those_that_were_cached() -> None:
-    scheduler = make()
-    scheduler.add(fetching("before", list(range(20)), max_tokens=1))
+    scheduler.add(fetching("before", list(range(20)), max_tokens=1, early=True))
     start_fetch(scheduler)
     scheduler.finish_fetch("before", [EOS])
-    req = fetching("r", list(range(60)))
+    req = fetching("r", list(range(60)), early=True)
     scheduler.add(req)
     fetch = start_fetch(scheduler)
     assert fetch.remote_blocks == [501, 502, 503]
     scheduler.fail_fetch("r", "PeerLost: gone", 1)
-    assert chunks(scheduler) == [(32, 28)]
+    assert step(scheduler) == [("r", 32, 28)]
     assert scheduler.kept_blocks == 1
 
 
-def test_without_room_for_the_rest_it_waits_and_finds_the_proven_blocks_again() -> None:
+def test_without_room_for_the_rest_it_waits_and_finds_the_verified_blocks_again() -> None:
     scheduler = make(blocks=6)  # 5, of which 4 are fetched to; the quarantine leaves too few
-    req = fetching("r", list(range(60)))
+    req = fetching("r", list(range(60)), early=True)
     scheduler.add(req)
     start_fetch(scheduler)
     scheduler.fail_fetch("r", "PeerLost: gone", 1)
     assert req.state is State.WAITING
-    assert chunks(scheduler) == []
+    assert step(scheduler) == []
     scheduler.kept.settle("r")
-    assert chunks(scheduler) == [(16, 44)]
+    assert step(scheduler) == [("r", 16, 44)]
     assert scheduler.preemptions == 0
 
 
 def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until_settled() -> None:
     scheduler = make()
-    req = fetching("r", list(range(40)))
+    req = fetching("r", list(range(40)), early=True)
     scheduler.add(req)
     start_fetch(scheduler)
     scheduler.end_failed_fetch("r", "PeerLost: gone")
@@ -181,7 +125,7 @@ class Memory:
 def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
     seed: int, prefix_cache: bool
 ) -> None:
-    """Fetches fail with some blocks proven; the others are written to until they are settled, and
+    """Fetches fail with some blocks verified; the others are written to until they are settled, and
     later reused.
     """
     rng = random.Random(seed)
@@ -215,17 +159,17 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
             name = rng.choice(sorted(reading))
             fetch, (req, prompt, _) = reading.pop(name), asked[name]
             first = len(req.blocks) - len(fetch.local_blocks)
-            proven = rng.randint(0, len(fetch.local_blocks))
+            verified = rng.randint(0, len(fetch.local_blocks))
             if rng.random() < 0.3:
                 memory.write(fetch.local_blocks, prompt, first, right=True)
                 scheduler.finish_fetch(name, [next_token(prompt)])
             else:
-                memory.write(fetch.local_blocks[:proven], prompt, first, right=True)
-                landing[name] = (fetch.local_blocks[proven:], first + proven)
+                memory.write(fetch.local_blocks[:verified], prompt, first, right=True)
+                landing[name] = (fetch.local_blocks[verified:], first + verified)
                 if rng.random() < 0.2:
                     scheduler.end_failed_fetch(name, "x")
                 else:
-                    scheduler.fail_fetch(name, "x", proven)
+                    scheduler.fail_fetch(name, "x", verified)
         for name, (blocks, first) in list(landing.items()):
             memory.write(blocks, [0] * 10_000, first, right=False)
             if rng.random() < 0.3:
@@ -250,12 +194,7 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(
     assert scheduler.pool.free == scheduler.pool.total
     for req, prompt, count in asked.values():
         if req.finish is not Finish.ERROR:
-            expected = answered(prompt, count)
-            over = next(
-                (at + 1 for at in range(len(prompt), len(expected)) if expected[at] == EOS),
-                len(expected),
-            )
-            assert req.token_ids == expected[:over]
+            assert req.token_ids == expected(prompt, count)
             ended += 1
     assert ended > 20
     assert scheduler.kept_blocks > 5

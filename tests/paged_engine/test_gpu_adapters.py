@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from engines import GPU_SIZES, ON_GPU, drain, make, output
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
@@ -28,7 +29,6 @@ from kvrelay.paged_engine.adapters import Site
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.gpu_operations import AdaptedLinear
 from kvrelay.paged_engine.request import Request
-from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
 
@@ -99,14 +99,6 @@ def test_steps_without_adapters_are_those_of_the_layer_alone(layer):
 
 # --- whole engines, on a GPU ---
 
-GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-ON_GPU = {
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "max_num_seqs": 8,
-    "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 64 << 20,
-}
 PROMPTS = [
     [3 + (i * i + 7 * seed) % 250 for i in range(length)]
     for seed, length in enumerate((5, 70, 130, 1, 33))
@@ -128,10 +120,6 @@ def files(tmp_path_factory) -> tuple[Path, Path, Path]:
     )
 
 
-def engine(model: Path, **options) -> Engine:
-    return Engine(EngineConfig(model=str(model), **(ON_GPU | options)))
-
-
 def answers(
     engine: Engine, which: list[int], names: tuple[str, ...] = NAMES
 ) -> dict[int, tuple[list[int], list[float]]]:
@@ -143,35 +131,33 @@ def answers(
             Submit(f"r{index}", PROMPTS[index], params, adapter=names[index]), 0.0
         )
         engine.scheduler.add(requests[index])
-    for _ in range(500):
-        if not engine.has_work:
-            break
-        engine.step()
-    return {
-        i: (r.token_ids[r.prompt_tokens :], [e.logprob for e in r.new_logprobs])
-        for i, r in requests.items()
-    }
+    drain(engine)
+    return {i: (output(r), [e.logprob for e in r.new_logprobs]) for i, r in requests.items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=str)
 def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, options):
     base, one, two = files
-    adapted = engine(
+    adapted = make(
         base,
+        **ON_GPU,
         enable_lora=True,
         lora_modules=(f"one={one}", f"two={two}"),
         enable_prefix_caching=False,
         **options,
     )
     mixed = answers(adapted, [0, 1, 2, 3, 4])
-    plain = engine(base, enable_prefix_caching=False, **options)
+    plain = make(base, **ON_GPU, enable_prefix_caching=False, **options)
     assert (
         answers(plain, [0])[0] == answers(adapted, [0])[0]
     )  # a step without adapters: bit for bit
     for name, path, scale in (("one", one, 1.0), ("two", two, 0.5)):
-        reference = engine(
-            merged(tmp_path / name, base, path, scale), enable_prefix_caching=False, **options
+        reference = make(
+            merged(tmp_path / name, base, path, scale),
+            **ON_GPU,
+            enable_prefix_caching=False,
+            **options,
         )
         for index in [i for i, each in enumerate(NAMES) if each == name]:
             wanted = answers(reference, [index], ("",) * 5)[index]
@@ -182,8 +168,9 @@ def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, op
 @pytest.mark.gpu
 def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
     base, one, two = files
-    adapted = engine(
+    adapted = make(
         base,
+        **ON_GPU,
         enable_lora=True,
         lora_modules=(f"one={one}", f"two={two}"),
         enable_prefix_caching=False,
@@ -197,7 +184,9 @@ def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
 @pytest.mark.gpu
 def test_a_gpu_loads_an_adapter_at_run_time(files):
     base, one, two = files
-    adapted = engine(base, enable_lora=True, allow_runtime_lora=True, enable_prefix_caching=False)
+    adapted = make(
+        base, **ON_GPU, enable_lora=True, allow_runtime_lora=True, enable_prefix_caching=False
+    )
     assert adapted.adapters is not None
     for path in (one, two):
         read = threading.Event()
@@ -208,8 +197,12 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
         assert (
             got
             == answers(
-                engine(
-                    base, enable_lora=True, lora_modules=(f"x={path}",), enable_prefix_caching=False
+                make(
+                    base,
+                    **ON_GPU,
+                    enable_lora=True,
+                    lora_modules=(f"x={path}",),
+                    enable_prefix_caching=False,
                 ),
                 [1],
                 ("x",) * 5,

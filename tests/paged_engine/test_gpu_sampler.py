@@ -98,6 +98,13 @@ def make_sampler(slots: int, vocab: int, device: torch.device) -> GpuSampler:
     return GpuSampler(max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device)
 
 
+def token(
+    sampler: GpuSampler, logits: torch.Tensor, slot: int, plan: SamplePlan, device: torch.device
+) -> int:
+    """Sample one row."""
+    return sampler.launch(logits.to(device), on(device, [slot]), plan).wait()[0][0]
+
+
 def on(device: torch.device, slots: list[int]) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32, device=device)
 
@@ -159,15 +166,9 @@ def test_min_tokens_ends_by_itself(device):
     short = pair(1, [1], [5, 5], min_tokens=4, stop_token_ids=(9, 1099)).behind
     ours.admit(1, short)
     logits = torch.zeros(1, vocab)
-    logits[0, 50], logits[0, 9], logits[0, 1099], logits[0, 3], logits[0, 7] = (
-        1.0,
-        5.0,
-        4.0,
-        3.0,
-        2.0,
-    )
+    logits[0, [50, 9, 1099, 3, 7]] = torch.tensor([1.0, 5.0, 4.0, 3.0, 2.0])
     plans = [ours.prepare([1], [short]) for _ in range(4)]
-    tokens = [ours.launch(logits.to(device), on(device, [1]), plan).wait()[0][0] for plan in plans]
+    tokens = [token(ours, logits, 1, plan, device) for plan in plans]
     assert tokens == [50, 50, 9, 9]
     assert [plan.adjusted for plan in plans] == [True, True, False, False]
 
@@ -181,7 +182,7 @@ def test_counts_of_the_output_grow_on_the_device(device):
     logits = torch.zeros(1, vocab)
     logits[0, 10], logits[0, 11], logits[0, 12] = 9.0, 8.25, 7.0
     plan = ours.prepare([0], [request])
-    tokens = [ours.launch(logits.to(device), on(device, [0]), plan).wait()[0][0] for _ in range(6)]
+    tokens = [token(ours, logits, 0, plan, device) for _ in range(6)]
     # 10 falls to 7.5, 11 to 6.75; 10 falls to 6.5, 12 to 5.5, ...
     assert tokens == [10, 11, 10, 12, 11, 10]
 
@@ -231,13 +232,11 @@ def test_a_slot_forgets_its_last_request(device):
     ours.admit(0, first)
     logits = torch.zeros(1, vocab)
     logits[0, 3], logits[0, 40], logits[0, 41] = 3.0, 2.0, 1.0
-    assert ours.launch(logits.to(device), on(device, [0]), ours.prepare([0], [first])).wait()[
-        0
-    ] == [42]
+    assert token(ours, logits, 0, ours.prepare([0], [first]), device) == 42
     second = pair(0, [1], presence_penalty=1.5).behind
     ours.admit(0, second)
     plan = ours.prepare([0], [second])
-    tokens = [ours.launch(logits.to(device), on(device, [0]), plan).wait()[0][0] for _ in range(3)]
+    tokens = [token(ours, logits, 0, plan, device) for _ in range(3)]
     assert tokens == [3, 40, 3]
 
 
@@ -247,7 +246,7 @@ def test_only_the_latest_of_two_admissions_counts(device):
     latest = pair(0, [1], logit_bias=((9, 50.0),)).behind
     ours.admit(0, latest)
     plan = ours.prepare([0], [latest])
-    assert ours.launch(torch.zeros(1, 1100, device=device), on(device, [0]), plan).wait()[0] == [9]
+    assert token(ours, torch.zeros(1, 1100), 0, plan, device) == 9
 
 
 def test_the_longest_lists_are_searched(device):
@@ -263,7 +262,7 @@ def test_the_longest_lists_are_searched(device):
     for seed in range(3):
         logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
         expected, _ = theirs.sample(logits.clone(), [both.known])
-        assert ours.launch(logits.to(device), on(device, [0]), plan).wait()[0] == expected
+        assert [token(ours, logits, 0, plan, device)] == expected
 
 
 def test_a_plan_says_what_its_rows_need(device):

@@ -4,56 +4,22 @@ ends.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import time
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
-from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt
+from engines import GPU_SIZES, ON_GPU, drain, make, output, prompt
+from grammar_doubles import EOS, JSON, SCHEMA, TOKENS, VOCAB, Slow, regex
 from tiny_models import make_tiny
 
-from kvrelay.embedded import embedded_model
-from kvrelay.node.compiling import grammars_for
-from kvrelay.openai_api.tokenizer_files import load_tokenizer
-from kvrelay.paged_engine import grammar
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.grammar import Grammars, TimedMatcher, _refused
-from kvrelay.paged_engine.guide import Guide
+from kvrelay.paged_engine.grammar import Grammars, TimedMatcher
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.config import SpeculativeConfig
 from kvrelay.wire.engine_messages import Submit
-from kvrelay.wire.errors import RequestError
 from kvrelay.wire.outputs import Finish
 from kvrelay.wire.sampling import Constraint, SamplingParams
-
-EOS = 2
-VOCAB = 256
-# Each id is a byte, but for the end.
-TOKENS = [b"<end>" if token == EOS else bytes([token]) for token in range(VOCAB)]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "näme": {"type": "string", "maxLength": 6},
-        "state": {"enum": ["an", "aus", "ünbekannt", 7, None]},
-        "place": {
-            "type": "object",
-            "properties": {
-                "x": {"type": "integer", "minimum": -9, "maximum": 99},
-                "y": {"type": "boolean"},
-            },
-            "required": ["x", "y"],
-            "additionalProperties": False,
-        },
-        "marks": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["näme", "state", "place", "marks"],
-    "additionalProperties": False,
-}
-JSON = Constraint("json", json.dumps(SCHEMA))
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +37,6 @@ def engine(folder) -> Engine:
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Grammars:
-    """Of a real model: common letters stand in many tokens."""
-    tokenizer = load_tokenizer(str(embedded_model()))
-    return grammars_for(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-
-
-def guide_of(grammars: Grammars, constraint: Constraint) -> Request:
-    params = SamplingParams(max_tokens=200, seed=3, constraint=constraint)
-    request = Request.from_submit(Submit("r", prompt(9), params), 0.0)
-    matcher = TimedMatcher(grammars.matcher(constraint))
-    request.guide = Guide.for_params(
-        params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher
-    )
-    return request
 
 
 def guided(
@@ -134,7 +83,7 @@ KINDS = [
     (JSON, lambda answer: check_schema(json.loads(answer)) is None),
     (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda a: json.loads(a) in ("é", {"a": [1]}, "x y")),
     (Constraint("json", '{"const": {"a": 1}}', whitespace="[\n]{2}"), lambda a: a.replace("\n\n", "") == '{"a":1}'),
-    (Constraint("regex", r"\d{3}-[a-f]+/\w{2}"), lambda answer: re.fullmatch(r"[0-9]{3}-[a-f]+/\w{2}", answer)),
+    (regex(r"\d{3}-[a-f]+/\w{2}"), lambda answer: re.fullmatch(r"[0-9]{3}-[a-f]+/\w{2}", answer)),
     (Constraint("choice", '["positive", "pos", "négatif \\"x\\""]'), lambda a: a in ("positive", "pos", 'négatif "x"')),
     (Constraint("grammar", LARK), lambda answer: re.fullmatch("[a-c]{1,3}(,[a-c]{1,3})*", answer)),
     (Constraint("grammar", GBNF), lambda answer: re.fullmatch("<[0-9][0-9]?>", answer)),
@@ -196,7 +145,7 @@ def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, grammars):
     alone = output(others[0])
     plain()
     guided(engine, grammars, "a", constraint=JSON, max_tokens=30)
-    guided(engine, grammars, "b", constraint=Constraint("regex", "[ab]+"), max_tokens=30)
+    guided(engine, grammars, "b", constraint=regex("[ab]+"), max_tokens=30)
     drain(engine)
     assert output(others[1]) == alone
     assert others[1].guide is None
@@ -268,9 +217,7 @@ def test_one_step_ahead_of_the_host_the_tokens_are_the_same(folder, grammars):
         requests = [
             guided(engine, grammars, "a", constraint=JSON, logit_bias=quotes),
             guided(engine, grammars, "bb", **plain),
-            guided(
-                engine, grammars, "ccc", constraint=Constraint("regex", "ab|ac"), ignore_eos=True
-            ),
+            guided(engine, grammars, "ccc", constraint=regex("ab|ac"), ignore_eos=True),
             guided(
                 engine, grammars, "dddd", bad_words=((ord("a"),), (ord("b"), ord("c"))), **plain
             ),
@@ -278,7 +225,7 @@ def test_one_step_ahead_of_the_host_the_tokens_are_the_same(folder, grammars):
                 engine,
                 grammars,
                 "eeeee",
-                constraint=Constraint("regex", "ab"),
+                constraint=regex("ab"),
                 bad_words=((ord("b"),),),
             ),
         ]
@@ -306,7 +253,7 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
     plain = {"max_tokens": 40, "ignore_eos": True}
 
     def regex(name: str, seed: int) -> Request:
-        constraint = Constraint("regex", f"[a-f]{{{seed},}}x")
+        constraint = regex(f"[a-f]{{{seed},}}x")
         return guided(
             engine, grammars, name, constraint=constraint, seed=seed, logit_bias=((ord("x"), 9.0),)
         )
@@ -323,9 +270,7 @@ def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(
     single = guided(
         engine, grammars, "only", constraint=Constraint("choice", '["yes"]'), top_k=3, top_p=0.9
     )
-    ending = guided(
-        engine, grammars, "none", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),)
-    )
+    ending = guided(engine, grammars, "none", constraint=regex("ab"), bad_words=((ord("b"),),))
     drain(engine)
     for request, least in zip(crowd[1:], (9, 1, 2, 3, 4), strict=True):
         assert re.fullmatch(f"[a-f]{{{least},}}x", text(request))
@@ -344,7 +289,7 @@ def test_a_preempted_answer_is_the_same(folder, grammars):
                 engine,
                 grammars,
                 f"{'r' * (i + 1)}",
-                constraint=Constraint("regex", "([a-z]{7} ){9}!"),
+                constraint=regex("([a-z]{7} ){9}!"),
                 seed=i,
             )
             for i in range(4)
@@ -357,7 +302,7 @@ def test_a_preempted_answer_is_the_same(folder, grammars):
 
 
 def test_a_forked_guide_goes_its_own_way(engine, grammars):
-    params = SamplingParams(9, seed=0, constraint=Constraint("regex", "ab|ac"))
+    params = SamplingParams(9, seed=0, constraint=regex("ab|ac"))
     guide = engine.guide(params, grammars.matcher(params.constraint))
     assert guide is not None
     guide.follow([5, ord("a")], 1)
@@ -388,7 +333,7 @@ def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars
 
 
 def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
-    constraint = Constraint("regex", "[a-d]{9}!")
+    constraint = regex("[a-d]{9}!")
 
     def choice(number: int, alone: bool) -> Request:
         own = SamplingParams(50, seed=3, choice=number, temperature=2.0, constraint=constraint)
@@ -425,7 +370,7 @@ def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
 
 def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, grammars):
     """The model wants nothing but to end."""
-    wants = {"logit_bias": ((EOS, 100.0),), "constraint": Constraint("regex", "[ab]{3,}")}
+    wants = {"logit_bias": ((EOS, 100.0),), "constraint": regex("[ab]{3,}")}
     request = guided(engine, grammars, "now", **wants)
     late = guided(engine, grammars, "late", **wants, min_tokens=6)
     never = guided(engine, grammars, "never", **wants, ignore_eos=True, max_tokens=8)
@@ -433,7 +378,7 @@ def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, gramma
         engine,
         grammars,
         "forced",
-        constraint=Constraint("regex", "ab"),
+        constraint=regex("ab"),
         ignore_eos=True,
         min_tokens=9,
     )
@@ -447,9 +392,7 @@ def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, gramma
 
 def test_an_answer_ends_when_no_token_is_left(engine, grammars):
     """The grammar wants a b, which is forbidden: neither a b nor anything else is said."""
-    nothing = guided(
-        engine, grammars, constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),), logprobs=1
-    )
+    nothing = guided(engine, grammars, constraint=regex("ab"), bad_words=((ord("b"),),), logprobs=1)
     drain(engine)
     assert (text(nothing), nothing.finish) == ("a", Finish.STOP)
     assert len(nothing.new_logprobs) == 1
@@ -460,9 +403,7 @@ def test_an_answer_ends_when_no_token_is_left(engine, grammars):
 
 def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, grammars):
     other = guided(engine, grammars, "other", max_tokens=5, ignore_eos=True)
-    wrong = guided(
-        engine, grammars, "wrong", generated=[ord("z")], constraint=Constraint("regex", "ab")
-    )
+    wrong = guided(engine, grammars, "wrong", generated=[ord("z")], constraint=regex("ab"))
     drain(engine)
     assert (other.finish, len(output(other))) == (Finish.LENGTH, 5)
     assert wrong.finish is Finish.ERROR
@@ -490,7 +431,7 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
         def get_error(self) -> str:
             return "too many items\nin this state"
 
-    request = guided(engine, grammars, constraint=Constraint("regex", "[a-z]{30}"), logprobs=0)
+    request = guided(engine, grammars, constraint=regex("[a-z]{30}"), logprobs=0)
     request.guide.matcher = GivesUp(request.guide.matcher)
     drain(engine)
     assert request.finish is Finish.ERROR
@@ -499,27 +440,8 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
     assert request.guide.error.endswith("cannot be followed any further: too many items")
 
 
-class Slow:
-    """A matcher whose masks take CPU time."""
-
-    def __init__(self, inner, seconds: float) -> None:
-        self._inner, self._seconds = inner, seconds
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def deep_copy(self):
-        return Slow(self._inner.deep_copy(), self._seconds)
-
-    def unsafe_compute_mask_ptr(self, *where) -> None:
-        until = time.thread_time() + self._seconds
-        while time.thread_time() < until:
-            pass
-        self._inner.unsafe_compute_mask_ptr(*where)
-
-
 def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, grammars):
-    letters = Constraint("regex", "[a-z]{30}")
+    letters = regex("[a-z]{30}")
     slow, quick = (guided(engine, grammars, name, constraint=letters) for name in ("slow", "quick"))
     slow.guide.matcher = TimedMatcher(Slow(slow.guide.matcher, 0.12))
     quick.guide.matcher = TimedMatcher(quick.guide.matcher)
@@ -532,35 +454,6 @@ def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, gramma
     assert re.fullmatch("[a-z]{30}", text(quick)), "whoever is computed beside it goes on"
 
 
-def test_stalls_are_counted_over_forks_and_errors_of_the_library_come_first(grammars):
-    matcher = TimedMatcher(Slow(grammars.matcher(Constraint("regex", "[a-z]*")), 0.12))
-    mask = np.zeros(VOCAB // 32, np.uint32)
-    for expected in (False, False, True):
-        matcher = matcher.deep_copy()
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        assert matcher.is_error() is matcher.is_stopped() is expected
-    wrong = TimedMatcher(grammars.matcher(Constraint("regex", "a")))
-    assert not wrong.consume_tokens([ord("b")])
-    assert wrong.is_error()
-    assert wrong.get_error()
-
-
-def test_rows_of_a_slow_step_are_timed_one_by_one_in_the_next(grammars, monkeypatch):
-    """Together nobody knows whose time it was."""
-    executed: list[int] = []
-
-    class Executor:
-        def unsafe_compute_mask_ptr(self, matchers, *_) -> None:
-            executed.append(len(matchers))
-            time.sleep(0.11)
-
-    monkeypatch.setattr(grammar, "_executor", Executor)
-    requests = [guide_of(grammars, Constraint("regex", "[a-z]*")) for _ in range(3)]
-    for _ in range(grammar._WATCHED_STEPS + 2):
-        assert grammar.masks_of(requests, VOCAB) is not None
-    assert executed == [3, 3]
-
-
 def test_only_allowed_tokens_come(engine, grammars):
     allowed = (5, 31, 32, 63, 64, 255)
     request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
@@ -569,7 +462,7 @@ def test_only_allowed_tokens_come(engine, grammars):
         grammars,
         "both",
         allowed_token_ids=(*b"xyz", EOS),
-        constraint=Constraint("regex", "[w-y]{5}z"),
+        constraint=regex("[w-y]{5}z"),
     )
     drain(engine)
     assert set(output(request)) == set(allowed)
@@ -593,178 +486,9 @@ def test_a_guide_goes_with_all_other_parameters(engine, grammars):
         "min_tokens": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_k": 3,
         "top_p": 0.9, "min_p": 0.01, "logit_bias": ((ord("b"), 3.0),), "logprobs": 2,
     }  # fmt: skip
-    request = guided(engine, grammars, constraint=Constraint("regex", "[a-d]{2,20}"), **others)
+    request = guided(engine, grammars, constraint=regex("[a-d]{2,20}"), **others)
     drain(engine)
     assert re.fullmatch("[a-d]{3,20}", text(request))
     # Log-probabilities are the model's own: what it would have liked to say need not be allowed.
     assert len(request.new_logprobs) == len(output(request))
     assert any(top not in b"abcd" for entry in request.new_logprobs for top in entry.top_ids)
-
-
-@pytest.mark.parametrize(
-    ("constraint", "reason"),
-    [
-        (Constraint("json", '{"type": "objekt"}'), "Invalid type: objekt"),
-        (Constraint("json", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
-        (Constraint("json", '{"$ref": "#/nowhere"}'), "'/nowhere' does not exist"),
-        (Constraint("json", "false"), "Unsatisfiable"),
-        (Constraint("json", "{"), "Expecting"),
-        (Constraint("json", "[1]"), "JSON schema"),
-        (Constraint("json", "[" * 20000), "recursion"),
-        (Constraint("json", "{}", whitespace="("), "unclosed group"),
-        (Constraint("regex", "(a"), "unclosed group"),
-        (Constraint("regex", r"(a)\1"), "backreferences"),
-        (Constraint("regex", "(?=a)"), "look-around"),
-        (Constraint("grammar", 'start: a\na: b "x"'), 'unknown name: "b"'),
-        (Constraint("grammar", 'root ::= "a'), "GBNF"),
-        (Constraint("grammar", "nonsense"), "Lark, or GBNF"),
-        (Constraint("grammar", '%llguidance {}\nstart: "a"'), "leave out the line"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, grammars):
-    with pytest.raises(RequestError) as refused:
-        grammars.matcher(constraint)
-    assert reason in refused.value.message
-    assert refused.value.param == "response_format"
-    assert "\n" not in refused.value.message
-    assert len(refused.value.message) < 800
-
-
-def optional(count: int, **more) -> Constraint:
-    return Constraint(
-        "json", json.dumps({"properties": {f"field_{i}": more for i in range(count)}})
-    )
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        JSON,
-        Constraint("json", "{}"),
-        Constraint("json", "{}", behind="</think>", opener="<think>"),
-        pytest.param(optional(100, type="string"), id="100 properties"),
-        pytest.param(optional(1000, type="string"), id="1000 properties"),
-        pytest.param(
-            Constraint("json", json.dumps({"enum": [f"value {i}" for i in range(3000)]})), id="enum"
-        ),
-        pytest.param(
-            Constraint("choice", json.dumps([f"choice {i}" for i in range(3000)])), id="choices"
-        ),
-        pytest.param(
-            Constraint("grammar", "start: (" + " | ".join(f'"key{i}"' for i in range(300)) + ")+"),
-            id="keywords",
-        ),
-        Constraint("grammar", 'root ::= sum\nsum ::= sum "+" sum | "(" sum ")" | [0-9]+\n'),
-        Constraint("grammar", 'root ::= word (" " word)*\nword ::= [a-zA-Z] [a-z]*\n'),
-        Constraint("regex", r"[a-z0-9._%+-]{1,64}@[a-z0-9.-]+\.[a-z]{2,}"),
-    ],
-)
-def test_what_people_ask_for_is_quick_enough(vocabulary, constraint):
-    vocabulary.try_out(constraint.check())
-
-
-def left_recursive(rules: int, first: str = "s") -> Constraint:
-    """Each rule may begin with each other one, and ends at every letter."""
-    names = [f"r{i}" for i in range(rules)]
-    lines = [f"{name}: s X | {names[i - 1]} X" for i, name in enumerate(names)]
-    return Constraint(
-        "grammar",
-        "\n".join([f"start: {first}", f"s: X | {' | '.join(names)}", *lines, "X: /[ab]/"]),
-    )
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        left_recursive(390),
-        left_recursive(200),
-        left_recursive(390, first='"aaaa" s'),
-        Constraint("json", "{}", behind="a"),
-    ],
-    ids=["390 rules", "200 rules", "behind a text", "ours"],
-)
-def test_a_grammar_whose_tokens_take_too_long_is_refused(vocabulary, constraint, monkeypatch):
-    if constraint.kind == "json":
-        monkeypatch.setattr(grammar, "TOKEN_LIMIT_S", 1e-6)
-    with pytest.raises(RequestError, match=r"limit|max") as refused:
-        vocabulary.try_out(constraint.check())
-    assert refused.value.code == "invalid_grammar"
-    assert refused.value.message.endswith("make it simpler")
-    assert "\n" not in refused.value.message
-
-
-def test_a_clients_rules_have_smaller_limits_also_behind_a_text(grammars):
-    for behind in ("", "</think>"):
-        refused = Constraint("grammar", left_recursive(200).text, behind=behind)
-        with pytest.raises(RequestError, match=r"max is 500|the limit is"):
-            grammars.try_out(refused)
-        matcher = grammars.matcher(grammars.as_lark(refused))  # as the engine compiles it
-        assert not matcher.consume_tokens(list(f"{behind}abab".encode()))
-        assert "max is 500" in matcher.get_error()
-
-
-def test_what_a_client_cannot_do_is_not_told():
-    hint = (
-        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x"
-    )
-    refused = _refused(Constraint("regex", "a?"), hint)
-    assert refused.message.endswith(
-        "cannot be followed: lexer precomputation failed; make it simpler"
-    )
-
-
-def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):
-    compiled: list[str] = []
-    compile_ = Grammars._compile
-    monkeypatch.setattr(
-        Grammars,
-        "_compile",
-        lambda self, constraint: compiled.append(constraint.text) or compile_(self, constraint),
-    )
-    small = Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
-    for text in ("first", "first", *(f"x{i}" for i in range(200)), "x199", "first"):
-        small.matcher(Constraint("regex", text))
-    assert compiled == ["first", *(f"x{i}" for i in range(200)), "first"]
-
-
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        JSON,
-        Constraint("regex", "[ab]+"),
-        Constraint("choice", '["one", "two"]'),
-        Constraint("grammar", 'root ::= "a" root | "b"'),
-        Constraint("json", '{"type": "integer"}', behind="</think>", opener="<think>"),
-    ],
-)
-def test_the_same_constraint_as_lark_allows_the_same_tokens(grammars, constraint):
-    matcher, lark = grammars.matcher(constraint), grammars.matcher(grammars.as_lark(constraint))
-    for _ in range(8):
-        allowed = matcher.compute_bitmask()
-        assert lark.compute_bitmask() == allowed
-        token = next(
-            (i for i in range(len(TOKENS)) if i != EOS and allowed[i // 8] >> (i % 8) & 1), None
-        )
-        if token is None:
-            break
-        assert matcher.consume_token(token)
-        assert lark.consume_token(token)
-
-
-@pytest.mark.parametrize(
-    "line", ["\n" * 32_000, " " * 32_000, "a" * 32_000, "\n \t" * 10_000, "%" * 32_000]
-)
-def test_a_users_grammar_is_read_in_linear_time(grammars, line):
-    began = time.process_time()
-    with contextlib.suppress(RequestError):
-        grammars.matcher(Constraint("grammar", f'start: "a"\n{line}'))
-    assert time.process_time() - began < 2
-
-
-def test_the_wire_carries_a_constraint():
-    params = SamplingParams(
-        9, seed=0, constraint=JSON, allowed_token_ids=(1, 2), bad_words=((1,), (2, 3))
-    )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

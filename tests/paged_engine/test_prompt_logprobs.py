@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt, submit
+from engines import GPU_SIZES, ON_GPU, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
 from kvrelay.paged_engine import runner

@@ -8,15 +8,15 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import drain, make, output, submit
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
 from kvrelay.kernels.fp8_reference import dequantize
-from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.model_config import ModelConfig, Quantization
 from kvrelay.paged_engine.model_files import read_model_config, read_tensors
 from kvrelay.paged_engine.model_tensors import (
@@ -26,11 +26,7 @@ from kvrelay.paged_engine.model_tensors import (
     weight_shapes,
 )
 from kvrelay.paged_engine.quantization import dequantized
-from kvrelay.paged_engine.request import Request
-from kvrelay.wire.config import EngineConfig
-from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.errors import ConfigError
-from kvrelay.wire.sampling import SamplingParams
 
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
@@ -126,6 +122,11 @@ def real(weight: torch.Tensor, extra: Tensors) -> torch.Tensor:
     return weight.double() * scale
 
 
+def say(folder: Path, changes: dict[str, Any]) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
 def make_fp8(
     folder: Path,
     quantization: dict[str, Any],
@@ -157,10 +158,7 @@ def make_fp8(
     save_file(
         {name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors"
     )
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(values | {key: quantization, "dtype": "bfloat16"})
-    )
+    say(folder, {key: quantization, "dtype": "bfloat16"})
     return meant
 
 
@@ -177,69 +175,57 @@ def kv_scales(module: str) -> Tensors:
     return {name: torch.ones(1) for name in names}
 
 
-# Name: (quantization_config, how weights are stored, other tensors of a module, what is understood
-# of it).
-LAYOUTS: dict[str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, int]]]] = {
-    "channel, dynamic": (
-        compressed(),
-        by_channel,
-        lambda module: {},
-        ("channel", "dynamic", (0, 0)),
-    ),
-    "tensor, static": (
+class Layout(NamedTuple):
+    said: dict[str, Any]  # quantization_config
+    store: Callable[[str, torch.Tensor], tuple[torch.Tensor, Tensors]]
+    understood: tuple[str, str, tuple[int, int]]  # scales, activations, block
+    more: Callable[[str], Tensors] = lambda module: {}  # other tensors of a module
+
+
+STATIC_TENSOR = ("tensor", "static", (0, 0))
+LAYOUTS = {
+    "channel, dynamic": Layout(compressed(), by_channel, ("channel", "dynamic", (0, 0))),
+    "tensor, static": Layout(
         compressed("tensor", STATIC, format="naive-quantized"),
         by_tensor,
+        STATIC_TENSOR,
         input_scales("input_scale"),
-        ("tensor", "static", (0, 0)),
     ),
-    "with a KV cache": (
-        compressed("tensor", STATIC, kv_cache_scheme=STATIC),
-        by_tensor,
-        kv_scales,
-        ("tensor", "static", (0, 0)),
+    "with a KV cache": Layout(
+        compressed("tensor", STATIC, kv_cache_scheme=STATIC), by_tensor, STATIC_TENSOR, kv_scales
     ),
-    "AutoFP8": (
+    "AutoFP8": Layout(
         fp8(kv_cache_scheme="static"),
         by_tensor,
+        STATIC_TENSOR,
         lambda module: kv_scales(module) | input_scales("input_scale")(module),
-        ("tensor", "static", (0, 0)),
     ),
-    "fp8 of transformers": (
+    "fp8 of transformers": Layout(
         fp8(weight_block_size=None),
         lambda name, weight: (
             by_tensor(name, weight)[0],
             {f"{name}_scale_inv": (weight.abs().max() / 448)},
         ),
+        STATIC_TENSOR,
         input_scales("activation_scale"),
-        ("tensor", "static", (0, 0)),
     ),
 }
-DEQUANTIZED_LAYOUTS: dict[
-    str, tuple[dict[str, Any], Any, Any, tuple[str, str, tuple[int, int]]]
-] = {
-    "blocks of Qwen": (
-        fp8(
-            activation_scheme="dynamic",
-            weight_block_size=[16, 32],
-            modules_to_not_convert=["lm_head"],
-            fmt="e4m3",
-        ),
-        by_block("_scale_inv"),
-        lambda module: {},
-        ("block", "dynamic", (16, 32)),
+QWEN_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "weight_block_size": [16, 32],
+    "modules_to_not_convert": ["lm_head"],
+    "fmt": "e4m3",
+}
+DEQUANTIZED_LAYOUTS = {
+    "blocks of Qwen": Layout(
+        fp8(**QWEN_BLOCKS), by_block("_scale_inv"), ("block", "dynamic", (16, 32))
     ),
-    "blocks of llm-compressor": (
+    "blocks of llm-compressor": Layout(
         compressed("block", {"dynamic": True, "strategy": "group", "group_size": 128}),
         by_block("_scale"),
-        lambda module: {},
         ("block", "dynamic", (16, 32)),
     ),
-    "weights only": (
-        compressed(inputs=None),
-        by_channel,
-        lambda module: {},
-        ("channel", "none", (0, 0)),
-    ),
+    "weights only": Layout(compressed(inputs=None), by_channel, ("channel", "none", (0, 0))),
 }
 
 
@@ -248,17 +234,18 @@ def read(folder: Path) -> tuple[ModelConfig, Tensors]:
     return config, dict(read_tensors(str(folder), config))
 
 
+def understanding(config: ModelConfig) -> tuple[str, str, tuple[int, int]]:
+    found = config.quantization
+    assert found is not None
+    return found.scales, found.activations, found.block
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_stay_fp8_with_a_scale_for_each_row(tmp_path: Path, layout: str) -> None:
-    said, store, more, understood = LAYOUTS[layout]
+    said, store, understood, more = LAYOUTS[layout]
     meant = make_fp8(tmp_path, said, store, more=more, intermediate_size=97)
     config, tensors = read(tmp_path)
-    assert config.quantization is not None
-    assert (
-        config.quantization.scales,
-        config.quantization.activations,
-        config.quantization.block,
-    ) == understood
+    assert understanding(config) == understood
     assert config.dtype == "bfloat16"
     assert tensors.keys() == tensor_shapes(config).keys()
     fp8_names = quantized_weights(config)
@@ -281,22 +268,25 @@ def test_weights_stay_fp8_with_a_scale_for_each_row(tmp_path: Path, layout: str)
 
 @pytest.mark.parametrize("layout", DEQUANTIZED_LAYOUTS)
 def test_other_fp8_weights_are_plain_ones_once_they_are_read(tmp_path: Path, layout: str) -> None:
-    said, store, more, understood = DEQUANTIZED_LAYOUTS[layout]
+    said, store, understood, more = DEQUANTIZED_LAYOUTS[layout]
     # 97 and 90 are no whole blocks.
     meant = make_fp8(
         tmp_path, said, store, more=more, intermediate_size=97, head_dim=18, rope_parameters=None
     )
     config, tensors = read(tmp_path)
-    assert config.quantization is not None
-    assert (
-        config.quantization.scales,
-        config.quantization.activations,
-        config.quantization.block,
-    ) == understood
+    assert understanding(config) == understood
     assert tensors.keys() == meant.keys() == tensor_shapes(config).keys()
     for name, tensor in tensors.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, meant[name].float().bfloat16()), name
+
+
+def shuffled(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return them in an order that files may have."""
+    items = list(tensors)
+    return [
+        items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(0))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -304,10 +294,11 @@ def test_other_fp8_weights_are_plain_ones_once_they_are_read(tmp_path: Path, lay
 def test_a_device_without_fp8_gets_the_same_model_without_it(
     tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
-    said, store, more, _ = LAYOUTS[layout]
+    said, store, _, more = LAYOUTS[layout]
     meant = make_fp8(tmp_path, said, store, more=more)
     config = read_model_config(str(tmp_path))
-    tensors, plain = dequantized(read_tensors(str(tmp_path), config), config, dtype)
+    stored = shuffled(read_tensors(str(tmp_path), config))
+    tensors, plain = dequantized(stored, config, dtype)
     assert plain == replace(config, quantization=None)
     found = dict(tensors)
     assert found.keys() == tensor_shapes(plain).keys() == meant.keys()
@@ -320,7 +311,7 @@ def test_a_device_without_fp8_gets_the_same_model_without_it(
 
 @pytest.mark.parametrize("layout", ["channel, dynamic", "AutoFP8", "blocks of Qwen"])
 def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layout: str) -> None:
-    said, store, more, _ = (LAYOUTS | DEQUANTIZED_LAYOUTS)[layout]
+    said, store, _, more = (LAYOUTS | DEQUANTIZED_LAYOUTS)[layout]
     meant = make_fp8(tmp_path / "fp8", said, store, more=more)
     make_tiny("LlamaForCausalLM", tmp_path / "plain")
     rounded = torch.bfloat16 if layout in DEQUANTIZED_LAYOUTS else torch.float32
@@ -330,15 +321,10 @@ def test_an_fp8_checkpoint_answers_as_its_plain_weights_do(tmp_path: Path, layou
     save_file(plain, tmp_path / "plain" / "model.safetensors")
 
     def answer(folder: Path) -> list[int]:
-        engine = Engine(
-            EngineConfig(model=str(folder), device="cpu", kv_cache_memory_bytes=4 << 20, threads=1)
-        )
-        sampling = SamplingParams(max_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
-        request = Request.from_submit(Submit("r", list(range(3, 90)), sampling), 0.0)
-        engine.scheduler.add(request)
-        while engine.has_work:
-            engine.step()
-        return request.token_ids[request.prompt_tokens :]
+        engine = make(folder, kv_cache_memory_bytes=4 << 20)
+        request = submit(engine, "r", list(range(3, 90)), max_tokens=20)
+        drain(engine)
+        return output(request)
 
     assert answer(tmp_path / "fp8") == answer(tmp_path / "plain")
 
@@ -516,8 +502,7 @@ def test_what_is_not_fp8_or_of_another_kind_is_refused_by_name(
     tmp_path: Path, said: Any, message: str
 ) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": said}))
+    say(tmp_path, {"quantization_config": said})
     with pytest.raises(ConfigError, match=message):
         read_model_config(str(tmp_path))
 
@@ -575,10 +560,7 @@ def test_scales_of_an_unquantized_model_are_still_unknown(tmp_path: Path) -> Non
 def test_dummy_weights_of_an_fp8_model_look_like_a_checkpoints(tmp_path: Path, layout: str) -> None:
     said = (LAYOUTS | DEQUANTIZED_LAYOUTS)[layout][0]
     make_tiny("Qwen3ForCausalLM", tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(values | {"quantization_config": said, "dtype": "bfloat16"})
-    )
+    say(tmp_path, {"quantization_config": said, "dtype": "bfloat16"})
     config = read_model_config(str(tmp_path), "dummy")
     tensors = dict(read_tensors(str(tmp_path), config, "dummy"))
     assert tensors.keys() == tensor_shapes(config).keys()
@@ -587,19 +569,3 @@ def test_dummy_weights_of_an_fp8_model_look_like_a_checkpoints(tmp_path: Path, l
     found, _ = dequantized(tensors.items(), config, torch.float32)
     for name, tensor in found:
         torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=0.07, atol=1e-4)
-
-
-def shuffled(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    items = list(tensors)
-    return [
-        items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(0))
-    ]
-
-
-def test_the_order_of_weights_and_scales_does_not_matter(tmp_path: Path) -> None:
-    meant = make_fp8(tmp_path, compressed(), by_channel)
-    config = read_model_config(str(tmp_path))
-    tensors, _ = dequantized(shuffled(read_tensors(str(tmp_path), config)), config, torch.float32)
-    found = dict(tensors)
-    assert found.keys() == meant.keys()
-    assert all(torch.equal(found[name].float(), meant[name].float()) for name in meant)

@@ -5,66 +5,23 @@ and random use.
 import random
 
 import pytest
+from scheduling import (
+    BLOCK,
+    EOS,
+    drain,
+    expected,
+    fetching,
+    launch,
+    make,
+    next_token,
+    request,
+    start_fetch,
+    step,
+)
 
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, State
-from kvrelay.paged_engine.scheduler import Scheduler
-from kvrelay.paged_engine.step_plan import Chunk, Fetch
-from kvrelay.wire.engine_messages import Submit
+from kvrelay.paged_engine.step_plan import Chunk
 from kvrelay.wire.outputs import Finish
-from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
-
-BLOCK, EOS = 16, 1
-
-
-def next_token(tokens: list[int]) -> int:
-    """A model in one line: the next token depends on all tokens so far."""
-    return 2 + (sum(tokens) * 31 + len(tokens) * 7) % 97
-
-
-def make(blocks: int = 64, **options) -> Scheduler:
-    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
-    return Scheduler(
-        BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options)
-    )
-
-
-def request(
-    name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit
-) -> Request:
-    params = SamplingParams(max_tokens, seed=0, choice=choice, temperature=0)
-    return Request.from_submit(Submit(name, prompt, params, **submit), 0.0)
-
-
-def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    """Schedule, check, 'compute', sample; (request, start, count) of every chunk."""
-    plan = scheduler.schedule(0.0)
-    scheduler.check()
-    for chunk in plan.chunks:
-        assert len(chunk.request.blocks) * BLOCK >= chunk.start + chunk.count
-    sampling = [chunk for chunk in plan.chunks if chunk.samples]
-    for chunk in plan.chunks:
-        scheduler.mark_launched(chunk)
-    for chunk in sampling:
-        scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
-    scheduler.check()
-    return [(c.request.request_id, c.start, c.count) for c in plan.chunks]
-
-
-def drain(scheduler: Scheduler, limit: int = 10_000) -> None:
-    for _ in range(limit):
-        if not scheduler.has_work:
-            return
-        step(scheduler)
-    raise AssertionError("the scheduler does not come to an end")
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens
 
 
 def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
@@ -76,14 +33,9 @@ def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
     assert step(scheduler) == [("short", 11, 1), ("long", 64, 64)]
     assert step(scheduler) == [("short", 12, 1), ("long", 128, 22)]
     assert step(scheduler) == [("short", 13, 1), ("long", 150, 1)]
-
-
-def test_a_prompt_of_a_whole_step_is_one_step_beside_decodes_too():
-    scheduler = make()
-    scheduler.add(request("short", [5] * 10, max_tokens=20))
-    step(scheduler)
-    scheduler.add(request("long", list(range(64))))
-    assert step(scheduler) == [("short", 10, 1), ("long", 0, 64)]
+    scheduler.abort("long")
+    scheduler.add(request("whole", list(range(200, 264))))
+    assert step(scheduler) == [("short", 14, 1), ("whole", 0, 64)]
 
 
 def test_an_equal_prefix_is_computed_once():
@@ -146,17 +98,6 @@ def test_a_salt_keeps_caches_apart():
     assert step(scheduler)[0] == ("second", 0, 64)
 
 
-def test_a_stop_token_ends_a_request_and_frees_it():
-    scheduler = make()
-    req = request("r", [5] * 20)
-    scheduler.add(req)
-    plan = scheduler.schedule(0.0)
-    scheduler.mark_launched(plan.chunks[0])
-    assert scheduler.append(req, EOS, 1.0) is Finish.STOP
-    assert scheduler.pool.free == scheduler.pool.total
-    assert req.state is State.DONE
-
-
 def test_the_youngest_is_preempted_and_ends_with_the_same_tokens():
     scheduler = make(blocks=9)  # room for 8 blocks
     prompts = {name: [ord(name) + i for i in range(40)] for name in "ab"}
@@ -168,6 +109,19 @@ def test_the_youngest_is_preempted_and_ends_with_the_same_tokens():
     for name, req in requests.items():
         assert req.token_ids == expected(prompts[name], 60)
     assert scheduler.pool.free == scheduler.pool.total
+
+
+@pytest.mark.parametrize(
+    ("submit", "held"), [({}, 0), ({"hold": True}, 0), ({"hold": True, "hold_stopped": True}, 3)]
+)
+def test_a_stop_token_ends_a_request_and_holds_its_kv_only_for_other_choices(submit, held):
+    scheduler = make()
+    req = request("r", list(range(40)), max_tokens=1, **submit)
+    scheduler.add(req)
+    launch(scheduler)
+    assert scheduler.append(req, EOS, 1.0) is Finish.STOP
+    assert req.state is State.DONE
+    assert scheduler.pool.total - scheduler.pool.free == scheduler.kept.num_held == held
 
 
 def test_a_second_request_of_the_same_id_is_refused():
@@ -190,34 +144,6 @@ def test_held_blocks_stay_until_released():
     scheduler.kept.release("r")
     scheduler.kept.release("r")
     assert scheduler.pool.free == scheduler.pool.total
-
-
-def test_a_request_that_stops_by_itself_holds_nothing():
-    scheduler = make()
-    req = request("r", list(range(40)), max_tokens=1, hold=True)
-    scheduler.add(req)
-    plan = scheduler.schedule(0.0)
-    scheduler.mark_launched(plan.chunks[0])
-    scheduler.append(req, EOS, 0.0)
-    assert scheduler.kept.held("r") is None
-    assert scheduler.pool.free == scheduler.pool.total
-
-
-def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = False) -> Request:
-    blocks = -(-len(prompt) // BLOCK)
-    params = Ticket(
-        num_tokens=len(prompt),
-        remote_block_ids=[list(range(500, 500 + blocks))],
-    )
-    return request(
-        name, prompt, max_tokens, generated=[] if early else [next_token(prompt)], fetch=params
-    )
-
-
-def start_fetch(scheduler: Scheduler) -> Fetch:
-    (fetch,) = scheduler.schedule(0.0).fetches
-    scheduler.check()
-    return fetch
 
 
 def test_a_fetched_request_decodes_from_its_first_token():
@@ -259,10 +185,9 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
     assert len(blocks) == 3
     scheduler.mark_launched(plan.chunks[0])
     while req.finish is None:
-        plan = scheduler.schedule(0.0)
+        plan = launch(scheduler)
         assert plan.offers == []
         for chunk in plan.chunks:
-            scheduler.mark_launched(chunk)
             if chunk.samples:
                 scheduler.append(req, next_token(req.token_ids), 0.0)
     assert scheduler.kept.held("r") == blocks
@@ -310,28 +235,6 @@ def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
     assert step(scheduler) == [("r", 31, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
-
-
-def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_quarantined():
-    scheduler = make()
-    prompt = list(range(40))
-    req = fetching("r", prompt)
-    scheduler.add(req)
-    fetch = start_fetch(scheduler)
-    scheduler.fail_fetch("r", "the peer is gone")
-    scheduler.check()
-    assert scheduler.pool.quarantined == 3
-    drain(scheduler)
-    assert req.token_ids == expected(prompt, 5)
-    assert req.fetch_error == "the peer is gone"
-    assert scheduler.pool.total - scheduler.pool.free == 3
-    taken = scheduler.pool.allocate(scheduler.pool.free) or []
-    assert not set(taken) & set(fetch.local_blocks)
-    scheduler.pool.release(taken)
-    scheduler.kept.settle("r")
-    scheduler.check()
-    assert scheduler.pool.free == scheduler.pool.total
-    assert scheduler.pool.quarantined == 0
 
 
 def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
@@ -451,17 +354,6 @@ def test_a_fork_of_a_preempted_parent_waits_for_it_again():
     assert scheduler.preemptions > 0
     assert [each.token_ids for each in (parent, fork)] == [expected([5] * 33, 20)] * 2
     assert older.token_ids == expected([3] * 60, 40)
-
-
-def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_any():
-    scheduler = make()
-    req = request("r", list(range(40)), max_tokens=1, hold=True, hold_stopped=True)
-    scheduler.add(req)
-    plan = scheduler.schedule(0.0)
-    scheduler.mark_launched(plan.chunks[0])
-    assert scheduler.append(req, EOS, 0.0) is Finish.STOP
-    assert len(scheduler.kept.held("r") or ()) == 3
-    scheduler.kept.release("r")
 
 
 def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
@@ -610,21 +502,18 @@ def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
     held = request("held", [6] * (2 * BLOCK), max_tokens=1, hold=True)
     held.arrival_s = 1.0
 
-    def launch() -> list[Request]:
-        chunks = scheduler.schedule(1.0).chunks
-        for chunk in chunks:
-            scheduler.mark_launched(chunk)
-        return [chunk.request for chunk in chunks if chunk.samples]
+    def sampling() -> list[Request]:
+        return [chunk.request for chunk in launch(scheduler).chunks if chunk.samples]
 
     scheduler.add(growing)
-    first = launch()
+    first = sampling()
     scheduler.add(held)
-    second = launch()
+    second = sampling()
     assert {r.request_id for r in second} == {"growing", "held"}
     assert scheduler.pool.free == 0
     for each in first:
         scheduler.append(each, 5, 1.0)
-    launch()  # `growing` needs a block, and `held` is the youngest
+    launch(scheduler)  # `growing` needs a block, and `held` is the youngest
     assert scheduler.preemptions == 1
     for each in second:
         scheduler.append(each, 5, 1.0)

@@ -9,21 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from engines import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
-from test_scheduler import BLOCK, EOS, next_token, request
+from scheduling import BLOCK, EOS, next_token, request
+from scheduling import make as make_scheduler
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request, State
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import ROWS, Speculation
 from kvrelay.paged_engine.step_plan import Chunk
 from kvrelay.wire.config import SpeculativeConfig
-from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.outputs import Finish
-from kvrelay.wire.sampling import SamplingParams
 
 ON = {"speculative_config": SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)}
 
@@ -159,7 +157,6 @@ def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
 
 
 # --- the scheduler alone
-# ----------------------------------------------------------------------------------------------
 
 
 class Simulated:
@@ -169,14 +166,7 @@ class Simulated:
 
     def __init__(self, ahead: bool, period: int, speculation: Speculation, **options) -> None:
         self.ahead, self.period, self.options = ahead, period, options
-        blocks = options.pop("blocks")
-        self.scheduler = Scheduler(
-            BlockPool(blocks),
-            block_size=BLOCK,
-            eos_token_ids=(EOS,),
-            speculation=speculation,
-            **options,
-        )
+        self.scheduler = make_scheduler(speculation=speculation, **options)
         self.in_flight: list[tuple[Chunk, list[int]]] = []
 
     def next(self, tokens: list[int]) -> int:
@@ -285,17 +275,8 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ah
 
 
 def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Request]:
-    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 1000}
-    scheduler = Scheduler(
-        BlockPool(options.pop("blocks", 64)),
-        block_size=BLOCK,
-        eos_token_ids=(EOS,),
-        speculation=Speculation(4, 3, 2),
-        **(defaults | options),
-    )
-    req = Request.from_submit(
-        Submit("r", tokens, SamplingParams(max_tokens, seed=0, temperature=0)), 0.0
-    )
+    options = {"max_model_len": 1000, "speculation": Speculation(4, 3, 2)} | options
+    scheduler, req = make_scheduler(**options), request("r", tokens, max_tokens)
     scheduler.add(req)
     (chunk,) = scheduler.schedule(0.0).chunks
     scheduler.mark_launched(chunk)
@@ -415,10 +396,7 @@ def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():
 
 def test_a_step_of_many_requests_shares_its_rows() -> None:
     speculation = Speculation(4, 3, 1)
-    chunks = []
-    for at in range(24):
-        submit = Submit(f"r{at}", [7, 8] * 10, SamplingParams(100, seed=0, temperature=0))
-        chunks.append(Chunk(Request.from_submit(submit, 0.0), 19, 1, samples=True))
+    chunks = [Chunk(request(f"r{at}", [7, 8] * 10, 100), 19, 1, samples=True) for at in range(24)]
     extended = speculation.with_proposals(chunks, 1000, 1000, lambda request, tokens: tokens)
     counts = [len(chunk.proposals) for chunk in extended]
     assert sum(counts) + 24 == ROWS

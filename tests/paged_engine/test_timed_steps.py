@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from engines import GPU_SIZES, ON_GPU, make
 from tiny_models import make_tiny
 
-from kvrelay.paged_engine.engine import Engine
 from kvrelay.paged_engine.timed_steps import STEPS, TimedSteps
-from kvrelay.wire.config import EngineConfig
-
-GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
 def opened(folder: Path, **options: Any) -> tuple[TimedSteps, list[list[tuple[int, int]]]]:
     """Also (start, count) of each chunk of each step that is launched from now on."""
-    defaults: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 8 << 20, "threads": 1}
-    engine = Engine(EngineConfig(model=str(folder), **(defaults | options)))
+    engine = make(folder, **options)
     launched: list[list[tuple[int, int]]] = []
     launch = engine._runner.launch
 
@@ -120,8 +116,7 @@ def test_on_a_gpu_steps_are_launched_ahead_and_decodes_are_graphs(
     if options and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs a newer GPU")
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    small = {"max_num_seqs": 8, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20}
-    timed, launched = opened(tmp_path, device="cuda", dtype="bfloat16", **small, **options)
+    timed, launched = opened(tmp_path, **ON_GPU, **options)
     assert timed.engine._runner.runs_ahead
     times = timed.decode(8, 200, seconds=60.0)
     assert len(times) == STEPS - 3

@@ -5,16 +5,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling import BLOCK, make, step, ticket
 
-from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.waiting import OVERTAKEN, WaitingQueue
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import SamplingParams
-from kvrelay.wire.transfer import Ticket
 
-BLOCK, BUDGET = 16, 64
+BUDGET = 64
 
 
 def request(name: str, tokens: int, priority: int = 0, **submit) -> Request:
@@ -23,67 +22,48 @@ def request(name: str, tokens: int, priority: int = 0, **submit) -> Request:
     return Request.from_submit(Submit(name, prompt, params, priority=priority, **submit), 0.0)
 
 
-def make(blocks: int = 4096, **options) -> Scheduler:
-    options = {
-        "max_num_batched_tokens": BUDGET,
-        "max_num_seqs": 64,
-        "max_model_len": 100_000,
-    } | options
-    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(), **options)
-
-
-def step(scheduler: Scheduler) -> list[tuple[str, int]]:
-    plan = scheduler.schedule(0.0)
-    for chunk in plan.chunks:
-        scheduler.mark_launched(chunk)
-        if chunk.samples:
-            scheduler.append(chunk.request, 7, 0.0)
-    scheduler.check()
-    return [(chunk.request.request_id, chunk.count) for chunk in plan.chunks]
-
-
 def ends(scheduler: Scheduler) -> list[str]:
     """Who ends, in order."""
     ended: list[str] = []
     while scheduler.has_work:
         before = {each.request_id for each in scheduler.live}
-        done = [name for name, _ in step(scheduler)]
+        done = [name for name, _, _ in step(scheduler)]
         left = {each.request_id for each in scheduler.live}
         ended += [name for name in done if name in before - left]
     return ended
 
 
 def test_a_short_prompt_overtakes_long_ones_also_one_that_has_begun():
-    scheduler = make()
+    scheduler = make(4096, max_num_seqs=64)
     for name, tokens in (("long", 600), ("longer", 900)):
         scheduler.add(request(name, tokens))
-    assert step(scheduler) == [("long", BUDGET)]
+    assert step(scheduler) == [("long", 0, BUDGET)]
     scheduler.add(request("short", 50))
-    assert step(scheduler) == [("short", 50)]
+    assert step(scheduler) == [("short", 0, 50)]
     assert ends(scheduler) == ["long", "longer"]
 
 
 def test_a_step_that_has_enough_to_compute_takes_up_no_further_prompt():
-    scheduler = make()
+    scheduler = make(4096, max_num_seqs=64)
     for name, tokens in (("a", BUDGET // 2 - 1), ("b", BUDGET // 2), ("c", BUDGET // 2 + 1)):
         scheduler.add(request(name, tokens))
-    assert step(scheduler) == [("a", BUDGET // 2 - 1), ("b", BUDGET // 2)]
-    assert step(scheduler) == [("c", BUDGET // 2 + 1)]
+    assert step(scheduler) == [("a", 0, BUDGET // 2 - 1), ("b", 0, BUDGET // 2)]
+    assert step(scheduler) == [("c", 0, BUDGET // 2 + 1)]
 
 
 def test_a_cached_prompt_counts_by_what_is_left_to_compute():
-    scheduler = make()
+    scheduler = make(4096, max_num_seqs=64)
     known = request("known", 400)
     scheduler.add(known)
     assert ends(scheduler) == ["known"]
     scheduler.add(request("new", 300))
     scheduler.add(Request.from_submit(Submit("again", known.token_ids[:400], known.params), 0.0))
     assert scheduler.load(0.0).waiting_tokens == 300 + 16
-    assert step(scheduler)[0] == ("again", 16)
+    assert step(scheduler)[0] == ("again", 384, 16)
 
 
 def test_priority_goes_before_length():
-    scheduler = make()
+    scheduler = make(4096, max_num_seqs=64)
     for name, tokens, priority in (("short", 40, 1), ("long", 200, 0), ("short too", 40, 0)):
         scheduler.add(request(name, tokens, priority))
     assert ends(scheduler) == ["short too", "long", "short"]
@@ -93,14 +73,13 @@ def test_what_is_fetched_keeps_the_order_of_arrival():
     live: dict[str, Request] = {}
     line = WaitingQueue(live, BLOCK)
     for name, tokens in (("first", 400), ("second", 20), ("third", 100)):
-        ticket = Ticket(remote_block_ids=[[]], num_tokens=tokens)
-        line.add(request(name, tokens, fetch=ticket))
+        line.add(request(name, tokens, fetch=ticket(tokens)))
     assert [each.request_id for each in line.candidates()] == ["first", "second", "third"]
     assert line.tokens == 0
 
 
 def test_a_fork_never_comes_before_its_parent():
-    scheduler = make()
+    scheduler = make(4096, max_num_seqs=64)
     scheduler.add(request("parent", 300))
     parent = scheduler.get("parent")
     fork = Request.from_submit(
@@ -137,7 +116,7 @@ def test_a_long_prompt_begins_and_ends_in_bounded_time_however_many_short_ones_c
     """Short prompts arrive as fast as the engine computes, for ever: without ageing the long one
     would never end.
     """
-    rng, scheduler, long = random.Random(seed), make(), request("long", 640)
+    rng, scheduler, long = random.Random(seed), make(4096, max_num_seqs=64), request("long", 640)
     computed = 0
     scheduler.add(request("before", 200))
     scheduler.add(long)
@@ -147,13 +126,13 @@ def test_a_long_prompt_begins_and_ends_in_bounded_time_however_many_short_ones_c
             tokens = rng.randint(4, 60)
             scheduler.add(request(f"{computed}-{arriving}", tokens))
             arriving += tokens
-        computed += sum(count for _, count in step(scheduler))
+        computed += sum(count for _, _, count in step(scheduler))
         assert computed <= 200 + (1 + OVERTAKEN) * 640 + 2 * BUDGET
     assert computed > 200 + 640 + BUDGET  # it was overtaken
 
 
 def test_a_preempted_request_comes_back_to_its_place():
-    scheduler = make(blocks=12, max_num_batched_tokens=200)
+    scheduler = make(12, max_num_seqs=64, max_num_batched_tokens=200)
     older, newer = (request(name, 70) for name in ("older", "newer"))
     for each in (older, newer):
         each.params = SamplingParams(40, seed=0, temperature=0)
@@ -165,5 +144,5 @@ def test_a_preempted_request_comes_back_to_its_place():
     assert older.turn < newer.turn < late.turn
     begun: list[str] = []
     while "late" not in begun:
-        begun += [name for name, count in step(scheduler) if count > 1]
+        begun += [name for name, _, count in step(scheduler) if count > 1]
     assert begun == ["newer", "late"]
