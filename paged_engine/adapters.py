@@ -1,9 +1,8 @@
 """LoRA adapters of an engine: read at start or beside the steps, put into slots, taken out.
 
-A slot holds one adapter's matrices on the device. An adapter that is unloaded or replaced keeps its
-slot until its last request is done, so where adapters are replaced at run time there is one slot
-more than may be loaded. A thread of each rank reads files; rank 0 leads, and an adapter is in a
-slot on every rank or on none.
+A retired adapter keeps its slot until its last request is done, so where adapters are loaded at run
+time there is one slot to spare. A thread of each rank reads files; rank 0 leads, and an adapter is
+in a slot on every rank or on none.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class AdapterSlots:
 
     @property
     def loaded(self) -> list[AdapterFacts]:
-        """Return the adapters that requests may name, in order of loading."""
         return [loaded.facts for loaded in self._named.values()]
 
     def named(self, name: str) -> Loaded | None:
@@ -88,8 +86,7 @@ class AdapterSlots:
         if len({*self._named, *self._loading.values(), name}) > self.limit:
             raise ValueError(
                 f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is "
-                f"{self.limit}; unload "
-                "one or start the node with more"
+                f"{self.limit}; unload one or start the node with more"
             )
         if not self._free:
             raise ValueError(
@@ -106,7 +103,6 @@ class AdapterSlots:
         self._named[facts.name] = Loaded(slot, facts)
 
     def cancel(self, slot: int) -> None:
-        """Free a reserved slot."""
         del self._loading[slot]
         self._free.append(slot)
 
@@ -118,7 +114,6 @@ class AdapterSlots:
 
     @property
     def ending(self) -> bool:
-        """Return whether a slot waits for its last requests."""
         return bool(self._ending)
 
     def free_unused(self, used: Collection[int]) -> list[int]:
@@ -135,7 +130,7 @@ _SITES = {
     "up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-# Of which a rank has a share of the inputs: A is cut, of all others B.
+# Projections whose inputs are cut among ranks, and so A; of all others B is.
 _CUT_INPUTS = (".o_proj", ".down_proj")
 
 
@@ -216,7 +211,7 @@ class AdapterStore(Protocol):
         """Return this rank's matrices for `install`. May run in another thread beside the steps."""
 
     def install(self, slot: int, prepared: Any) -> None:
-        """Put matrices into a slot that no request uses, before the next step."""
+        """Put matrices into an unused slot, before the next step."""
 
     def remove(self, slot: int) -> None: ...
 
@@ -242,12 +237,11 @@ class AdapterReader:
     ranks: Ranks
 
     def read(self, path: str) -> Adapter:
-        """Return this rank's share. Raises ConfigError."""
         whole = read_adapter(path, self.model, self.max_rank, self.dtype)
         return shard_adapter(whole, self.model, self.ranks.rank, self.ranks.size)
 
     def given(self, config: EngineConfig) -> list[Adapter]:
-        """Read the adapters named at start. Raises ConfigError, also if ranks find different ones."""
+        """Read the adapters named at start. Raises ConfigError, also if ranks' files differ."""
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
             self.ranks.require_equal(
@@ -261,8 +255,6 @@ class AdapterReader:
 
 @dataclass(slots=True)
 class Reading:
-    """An adapter that a thread reads."""
-
     name: str
     slot: int
     done: Callable[[], None] | None = None

@@ -48,7 +48,6 @@ _SCALE_BYTES = 4
 
 
 def default_block_tokens(device: str) -> int:
-    """Return the default tokens per block on `cpu` or `cuda`."""
     return 16 if device == "cpu" else 64
 
 
@@ -69,8 +68,7 @@ def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: s
     if blocks < 2:
         raise ConfigError(
             f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at "
-            f"least {2 * block}: "
-            "raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
+            f"least {2 * block}: raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
         )
     return blocks
 
@@ -88,10 +86,9 @@ def longest_context(
         have = num_blocks * block_bytes(config, block_size, dtype)
         raise ConfigError(
             f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} "
-            f"tokens. Lower "
-            f"max_model_len to at most {room}, or make room for {needed} bytes: with "
-            f"kv_cache_memory_bytes, or on a "
-            "GPU with a higher gpu_memory_utilization or kv_cache_dtype fp8"
+            f"tokens. Lower max_model_len to at most {room}, or make room for {needed} bytes: with "
+            "kv_cache_memory_bytes, or on a GPU with a higher gpu_memory_utilization or "
+            "kv_cache_dtype fp8"
         )
     return wanted or min(config.max_position, room)
 
@@ -113,7 +110,7 @@ def least_weight_bytes(config: ModelConfig, ranks: int, *, dtype: str, quantize:
 
 
 def checked_model(config: EngineConfig, device: str) -> ModelConfig:
-    """Read the model's config. Raises ConfigError if the device cannot serve it as configured."""
+    """Read the model's config. Raises ConfigError if the device cannot serve it so."""
     model = read_model_config(config.model, config.load_format)
     if config.max_model_len > model.max_position:
         raise ConfigError(
@@ -138,11 +135,10 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    """Return the dtype of the computation. Raises ConfigError if the device does not serve it."""
+    """Return the computation's dtype. Raises ConfigError if the device has none such."""
     wanted = config.dtype
     if device == "cpu":
-        # fp32 unless asked otherwise: bf16 products are ten times slower on CPUs without bf16
-        # units.
+        # bf16 products are ten times slower on CPUs without bf16 units.
         return "float32" if wanted == "auto" else wanted
     if wanted == "float32":
         raise ConfigError(
@@ -175,7 +171,7 @@ def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raise ConfigError if this host's ranks of the engine cannot work as configured."""
+    """Raise ConfigError if this host's ranks cannot work as configured."""
     ranks = config.tensor_parallel_size_local or config.tensor_parallel_size
     checked_model(config, choose_device(config.device, ranks - 1).type)
 
@@ -184,8 +180,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`; `index` is a GPU's. Raises ConfigError."""
     import torch
 
-    # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's
-    # steps. CUDA reads this when it begins.
+    # By default streams share 8 work queues, and one that waits for a peer holds up the steps.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -198,8 +193,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"{index + 1} ranks here need {index + 1} GPUs, and this host shows "
-            f"{torch.cuda.device_count()}; lower "
-            "tensor_parallel_size, or tensor_parallel_size_local and start other ranks elsewhere "
-            "with `kvrelay rank`"
+            f"{torch.cuda.device_count()}; lower tensor_parallel_size, or "
+            "tensor_parallel_size_local and start other ranks elsewhere with `kvrelay rank`"
         )
     return torch.device("cuda", index)

@@ -28,7 +28,6 @@ class Changes:
     texts: dict[BlockHash, BlockText] = field(default_factory=dict)
     """Contents of stored blocks, where texts are noted."""
     cleared: bool = False
-    """Everything was forgotten before these changes."""
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.cleared)
@@ -59,7 +58,6 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Return how many blocks can be found by hash."""
         return len(self._block_of)
 
     @property
@@ -81,7 +79,6 @@ class BlockPool:
         return len(self._free) - sum(1 for block in shared if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to cached blocks."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
@@ -196,11 +193,10 @@ class KeptBlocks:
         return self._held.get(request_id)
 
     def held_for(self, call_id: str) -> list[str]:
-        """Return ids of held requests that are `call_id` or begin with it (`<call id>-<suffix>`)."""
+        """Return ids of held requests that are `call_id` or `<call id>-<suffix>`."""
         return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def release(self, request_id: str) -> None:
-        """Free the blocks held for a request."""
         self._pool.release(self._held.pop(request_id, []))
 
     def quarantine(self, request_id: str, blocks: Sequence[int], shared: int = 0) -> None:

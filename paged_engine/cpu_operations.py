@@ -39,9 +39,7 @@ class CpuStep:
     offsets: torch.Tensor  # [T] int64, place in that block
     sampled_rows: torch.Tensor  # [S] int64, rows whose logits are wanted
     attention: Mapping[int, AttentionPlan]  # by window
-    adapted: Sequence[
-        tuple[int, torch.Tensor]
-    ] = ()  # adapter slots, and int64 which rows of the T are theirs
+    adapted: Sequence[tuple[int, torch.Tensor]] = ()  # adapter slots and their rows of the T
     adapted_samples: Sequence[tuple[int, torch.Tensor]] = ()  # the same among the S
 
 
@@ -191,8 +189,6 @@ Prepared = list[dict[str, PackedLora]]
 
 
 class AdaptedLinear(Linear):
-    """A linear layer and what each slot's adapter adds to it."""
-
     def __init__(self, base: Linear, operations: CpuAdapterOperations) -> None:
         self.out_features, self.in_features, self.device = (
             base.out_features,
@@ -211,8 +207,6 @@ class AdaptedLinear(Linear):
 
 
 class CpuAdapterOperations(CpuOperations):
-    """CpuOperations whose linear layers take adapters."""
-
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__(config, dtype, ranks)
         self.adapted_rows: Sequence[tuple[int, torch.Tensor]] = ()

@@ -1,7 +1,4 @@
-"""Decoder-only models of every supported architecture in one file. Knows no device.
-
-What a layer computes is here; how a device computes it is in its `Operations`.
-"""
+"""Decoder-only models of every supported architecture. Knows no device: see operations.py."""
 
 from __future__ import annotations
 
@@ -249,14 +246,13 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [rows, vocab] of hidden states."""
         if not len(hidden):
             return hidden.new_empty(0, self.config.vocab_size)
         return self._operations.logits(self._operations.norm(hidden, self._norm), self._lm_head)
 
     @torch.inference_mode()
     def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return hidden states [S, hidden] of the sampled rows."""
+        """Write the step's KV into `pool`; return hidden states [S, hidden] of the sampled rows."""
         ops = self._operations
         rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
@@ -271,7 +267,7 @@ class Decoder:
                 # Nobody reads the other rows any more: of a prompt, only the last token goes on.
                 hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
                 if not len(hidden):
-                    ops.barrier(qkv)  # see "What the end of a step means", paged_engine/ranks.py
+                    ops.barrier(qkv)  # paged_engine/ranks.py says why
                     return hidden
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)

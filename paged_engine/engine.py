@@ -41,19 +41,17 @@ from kvrelay.wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "broadcast_aside", "run_follower"]
 
-# Who waits so long for a step's tokens has seen when it ended; taking those that are there takes
-# less.
+# A longer wait for a step's tokens shows when it ended; taking those that are there is quicker.
 _WAITED_S = 2e-4
 _PACE_EVERY = 4  # steps: to sum up a step of 256 requests takes 60 us
 # A step that takes longer is waited for in one piece, which has a deadline.
 _PATIENCE_S = 0.5
-# Before a message that is not about a step; msgpack, in which steps are told, begins nothing with
-# it.
+# Begins a message that is not about a step; no msgpack, which steps are sent in, begins so.
 _ASIDE = b"\xc1"
 assert ABOUT_ADAPTERS.startswith(_ASIDE)
 
-# What all ranks of an engine must be told alike, beside the model.
-_ALIKE = (
+# Settings that must be equal on all ranks, beside the model.
+_EQUAL_SETTINGS = (
     "load_format",
     "dtype",
     "block_size",
@@ -74,15 +72,12 @@ _ALIKE = (
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine did since start."""
-
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Steps by the classes of their tokens, STEP_TOKENS."""
     step_tokens: int = 0
 
     def count_step(self, tokens: int) -> None:
@@ -163,7 +158,6 @@ class Engine:
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
     def reset(self) -> None:
-        """Forget all requests, all cached KV and all counters."""
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
             block_size=self.pool.block_size,
@@ -178,17 +172,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step could do something now, without news from outside."""
         return self.scheduler.has_work or self._in_flight is not None
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """Return the prompt tokens to which the device pads a step, in order."""
         return self._runner.shapes
 
     @property
     def runs_ahead(self) -> bool:
-        """Return whether a step is launched while the previous one runs on the device."""
         return self._runner.runs_ahead
 
     def load(self, now: float) -> Load:
@@ -249,7 +240,6 @@ class Engine:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the tokens of the step in flight are there."""
         return self._in_flight is None or self._in_flight.launched.is_done
 
     def step(self, handover: Handover | None = None, *, wait: bool = True) -> list[Request]:
@@ -387,7 +377,7 @@ def run_follower(
 def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> tuple[Runner, AdapterReader, list[Adapter]]:
-    alike = {name: str(getattr(config, name)) for name in _ALIKE}
+    alike = {name: str(getattr(config, name)) for name in _EQUAL_SETTINGS}
     ranks.require_equal(
         {"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike}
     )
@@ -400,7 +390,7 @@ def _open_runner(
 def _loaded_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> Runner:
-    # A rank of several keeps a share of each tensor, and a view of a share would keep it all.
+    # On the host first if ranks share tensors: a view of a share would keep a whole tensor.
     plain = ranks.size == 1 and model.quantization is None
     tensors = read_tensors(
         config.model, model, config.load_format, device if plain else torch.device("cpu")
@@ -408,14 +398,14 @@ def _loaded_runner(
     if device.type == "cuda" and (
         config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)
     ):
-        # Products in fp8 depend on the batch's size, and older GPUs have none.
+        # fp8 products depend on the batch's size, and older GPUs have none.
         tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))
     stored = split_fused(model, tensors)
     weights = shard_weights(stored, model, ranks.rank, ranks.size)
     model = shard_config(model, ranks.size)
     if device.type == "cpu":
         return CpuRunner.open(config, model, weights, ranks)
-    # Only here is triton imported.
+    # Imports triton.
     from kvrelay.paged_engine.gpu_runner import GpuRunner
 
     return GpuRunner.open(config, model, weights, device, ranks)

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufFile", "GgufTensor", "gguf_model_config", "gguf_tensors"]
 
-# The gguf package takes 16 rows at a time, too few to be fast where they are short. A block knows
-# nothing of the row that it is in, so rows can have so many of them: a third of the time for
-# SmolLM2.
+# The gguf package takes 16 rows at a time. Blocks are independent, so longer rows are as good:
+# a third of the time for SmolLM2.
 _ROW_BLOCKS = 128
 
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -44,7 +43,6 @@ class GgufTensor:
     kind: str
     shape: tuple[int, ...]
     start: int
-    """Byte offset in the file."""
     num_bytes: int
 
 
@@ -69,13 +67,12 @@ class GgufFile:
 
     def load(self, name: str) -> torch.Tensor:
         """Return a tensor: F32, F16 and BF16 as stored, every quantization as float32."""
-        import torch  # who only asks for the header need not wait for it
+        import torch  # the header needs none
 
         tensor = self.tensors[name]
         if dtype := _DENSE.get(tensor.kind):
             with warnings.catch_warnings():
-                # torch warns that the mapped file is read-only; clone() is what makes the tensor
-                # writable.
+                # torch warns that the mapped file is read-only; clone() makes a writable tensor.
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 count = math.prod(tensor.shape)
                 return (
@@ -203,8 +200,7 @@ def _arch(fields: Fields) -> str:
     if arch not in _ARCHITECTURES:
         raise ConfigError(
             f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} "
-            f"are. "
-            "Others are served from their safetensors folder"
+            "are. Others are served from their safetensors folder"
         )
     return arch
 
@@ -218,9 +214,8 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    pairs = tensor.view(
-        heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:]
-    )  # [heads, half, 2, in]
+    # From llama.cpp's rotary order (0, h, 1, h+1, ...) to (0, 1, ..., h, ...); [heads, half, 2, in]
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
@@ -262,9 +257,8 @@ def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeSca
         math.isclose(a, b, rel_tol=1e-4) for a, b in zip(stored, expected, strict=True)
     ):
         raise ConfigError(
-            f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling "
-            f"(1, 4, 8192); "
-            "use the model's safetensors folder"
+            f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling (1, "
+            "4, 8192); use the model's safetensors folder"
         )
     return scaling
 

@@ -1,9 +1,7 @@
 """CUDA graphs: decode steps by batch size, steps with short prompts by shape, and the sampler.
 
 Without them a step takes what the host needs to launch its kernels, several times the GPU's own
-time. All graphs are captured before the first request, over buffers at fixed addresses, in one
-memory: they run one after the other. The sampler has graphs of its own, so that logits can be
-changed before it.
+time. All are captured before the first request, over buffers at fixed addresses, in one memory.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Step
 
 __all__ = ["GpuGraphs", "StepUploads"]
 
-# Two uploads may be under way at once: that of the running step's successor and, not yet read, its
-# own.
-_UPLOADS = 2
+_UPLOADS = 2  # the running step's and its successor's
 _ROW_FIELDS, _SEQUENCE_FIELDS = len(PADDING_ROW), len(PADDING_SEQUENCE)
-# Of a decode: its row, its sequence, the slot that samples.
+# A decode's row, sequence and sampling slot.
 _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 
 
@@ -65,10 +61,9 @@ class StepUploads:
 
         self._null_slot = rows  # behind all others: its blocks stay null
         self._slot_tables = zeros(rows + 1, self.max_blocks)
-        # One for each sequence. The scheduler's chunks and proposals together are `max_num_seqs` at
-        # most.
+        # One per sequence: chunks and proposals together are `max_num_seqs` at most.
         self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
-        # What decode graphs read: at fixed addresses, one upload for all.
+        # Decode graphs read fixed addresses, filled by one upload.
         self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
         self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
         self._pinned_decodes = [
@@ -80,12 +75,12 @@ class StepUploads:
         )
         self._turn = 0
         self.shapes = shapes
-        # What the graphs of shapes read: each from the beginning.
+        # Graphs of shapes all read from the beginning of this.
         self._shaped = zeros(max((self._numbers_of(shape) for shape in shapes), default=0))
 
     @property
     def decode_slots(self) -> torch.Tensor:
-        """Return int32 slots of the newest decode step's rows, at a fixed address."""
+        """Return int32 slots of the newest decode step's rows."""
         return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
@@ -107,7 +102,6 @@ class StepUploads:
         )
 
     def decode_tables(self, rows: int) -> None:
-        """Launch the kernel that builds a decode step's block tables."""
         slots, contexts, newest = self._sequences[:, :rows]
         step_tables(
             slots,
@@ -259,9 +253,8 @@ class _OfBatch:
     decodes: torch.cuda.CUDAGraph
     adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
     logits: torch.Tensor  # [rows, vocab]
-    samplers: dict[
-        bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]
-    ]  # by whether rows are cut; tokens int64 [rows]
+    # By whether rows are cut; tokens int64 [rows].
+    samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
 
 
 class GpuGraphs:
@@ -277,7 +270,6 @@ class GpuGraphs:
         max_num_seqs: int,
         adapters: bool,
     ) -> None:
-        """Capture all graphs, the largest first; with `adapters` each of them twice."""
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
         # All batches up to 8, then steps of 8.
@@ -322,7 +314,6 @@ class GpuGraphs:
         return tokens[: plan.rows]
 
     def close(self) -> None:
-        """Drop all graphs and what they hold of libraries."""
         self._of_shape.clear()
         self._of_batch.clear()
 
@@ -363,7 +354,7 @@ class GpuGraphs:
     def _capture(
         self, run: Callable[[], torch.Tensor]
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        run()  # compiles what is not compiled yet
+        run()  # compiles kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._memory, torch.cuda.current_stream(), _CAPTURE):

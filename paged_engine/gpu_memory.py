@@ -30,9 +30,8 @@ class GpuBudget:
         if allowed > free:
             raise ConfigError(
                 f"gpu_memory_utilization {utilization:g} asks for {gib(allowed)} of {gib(total)}, "
-                f"but only "
-                f"{gib(free)} are free on {device}; lower it to at most {free / total:.2f} or end "
-                f"what else runs there"
+                f"but only {gib(free)} are free on {device}; lower it to at most "
+                f"{free / total:.2f} or end what else runs there"
             )
         return cls(device, total, free, allowed)
 
@@ -41,10 +40,9 @@ class GpuBudget:
         if least_bytes >= self.allowed_bytes:
             raise ConfigError(
                 f"the weights need at least {gib(least_bytes)} on each GPU, and "
-                f"gpu_memory_utilization allows "
-                f"{gib(self.allowed_bytes)} of {gib(self.total_bytes)}; raise it, use "
-                f"quantization fp8, or spread "
-                "the model over more GPUs with tensor_parallel_size"
+                f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of "
+                f"{gib(self.total_bytes)}; raise it, use quantization fp8, or spread the model "
+                "over more GPUs with tensor_parallel_size"
             )
 
     def _needed(self) -> int:
@@ -53,17 +51,16 @@ class GpuBudget:
         return torch.cuda.max_memory_allocated(self.device) + max(0, outside_torch) + RESERVE_BYTES
 
     def left_for_kv(self) -> int:
-        """Return the bytes left for KV after the largest step has run. Raises ConfigError if none."""
+        """Return the bytes left for KV after the largest step. Raises ConfigError if none."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         left = self.allowed_bytes - self._needed()
         if left <= 0:
             raise ConfigError(
-                f"nothing is left for the KV cache: the weights and a step need "
-                f"{gib(self._needed())}, and "
-                f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of "
-                f"{gib(self.total_bytes)}. Raise it, "
-                "lower max_num_batched_tokens or max_num_seqs, or spread the model over more GPUs"
+                "nothing is left for the KV cache: the weights and a step need "
+                f"{gib(self._needed())}, and gpu_memory_utilization allows "
+                f"{gib(self.allowed_bytes)} of {gib(self.total_bytes)}. Raise it, lower "
+                "max_num_batched_tokens or max_num_seqs, or spread the model over more GPUs"
             )
         return left
 
@@ -82,14 +79,12 @@ class GpuBudget:
         if pool_bytes > spare:
             raise ConfigError(
                 f"a KV pool of {gib(pool_bytes)} does not fit: beside the weights and a step "
-                f"{gib(max(0, spare))} "
-                "are free; lower kv_cache_memory_bytes"
+                f"{gib(max(0, spare))} are free; lower kv_cache_memory_bytes"
             )
 
     def report(self, tokens: int) -> str:
         free, _ = torch.cuda.mem_get_info(self.device)
         return (
             f"GPU memory: {gib(self.free_bytes - free)} of {gib(self.total_bytes)} in use, the KV "
-            f"pool holds "
-            f"{tokens} tokens"
+            f"pool holds {tokens} tokens"
         )

@@ -1,7 +1,6 @@
 """The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, fit for CUDA graphs.
 
-A step in which no row has an adapter runs the very kernels of an engine without adapters: the host
-knows which it is, and there are graphs of each kind. A row's adapter is read on the device.
+A step in which no row has an adapter runs the kernels of an engine without adapters.
 """
 
 from __future__ import annotations
@@ -54,14 +53,10 @@ class GpuStep:
     context_lens: torch.Tensor  # [S] tokens of the sequence, this step's included; 0 for padding
     tables: torch.Tensor  # [S, max_blocks]
     chunk_context_lens: torch.Tensor  # [S - D] context_lens of the prefill chunks
-    query_starts: (
-        torch.Tensor | None
-    )  # [S - D + 1] first row of each prefill chunk, counted from row D on
+    query_starts: torch.Tensor | None  # [S - D + 1] first row of each chunk, from row D on
     tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
     sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
-    adapters: torch.Tensor | None = (
-        None  # [T] slot of the row's adapter, or -1; None where no row has one
-    )
+    adapters: torch.Tensor | None = None  # [T] adapter slots or -1; None where no row has one
 
 
 class GpuOperations:
@@ -116,7 +111,7 @@ class GpuOperations:
     ) -> Linear:
         if scale is not None:
             return Fp8Linear(weight, scale, bias)
-        # Small ones, a mixture's router above all, decide more than they cost.
+        # Not a mixture's router and other small ones: they decide more than they cost.
         fits = min(weight.shape) >= _LEAST_QUANTIZED and not any(size % 16 for size in weight.shape)
         if self._quantize and fits:
             return Fp8Linear.quantized(weight, bias)
@@ -241,7 +236,7 @@ class GpuOperations:
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if self._ranks.size == 1:
             return linear(x, residual=hidden, out=hidden, pdl=self._pdl)
-        # The hidden state is a term of the sum over the ranks: of rank 0's.
+        # Only rank 0 adds the hidden state to the sum over the ranks.
         added = hidden if self._ranks.rank == 0 else None
         return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
 
@@ -313,7 +308,6 @@ class GpuOperations:
 
 
 Prepared = list[dict[str, Matrices]]
-"""Each layer's adapted sites: A and B in pinned memory."""
 
 
 class AdaptedLinear:
@@ -356,7 +350,7 @@ class AdaptedLinear:
         tiles = default_tiles(
             INVARIANT_ROWS if self._operations.batch_invariant else len(x), x.shape[1]
         )
-        # Before the layer's own product, which can fetch its first weights meanwhile.
+        # Before the layer's product, which fetches its first weights meanwhile.
         low = shrink(x, self._down, rows, pdl=pdl, tiles=tiles)
         y = self._base(x, residual=residual, out=out, pdl=pdl)
         return expand(low, self._up, rows, y, self._widths, pdl=pdl, tiles=tiles)
@@ -391,13 +385,11 @@ class AdaptedLinear:
             )
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
-        # What adapters add comes before the activation, so that is a launch of its own here.
+        # Adapters add before the activation, which needs a launch of its own here.
         return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
 
 
 class GpuAdapterOperations(GpuOperations):
-    """GpuOperations whose linear layers take adapters."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.row_adapters: torch.Tensor | None = None
@@ -434,14 +426,13 @@ class GpuAdapters:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate the memory of all slots."""
         self._sites, self._linears, self._dtype, self._device = (
             sites_of(model),
             linears,
             dtype,
             device,
         )
-        self._rank = -(-max_rank // 16) * 16  # what a tensor core multiplies
+        self._rank = -(-max_rank // 16) * 16  # a tensor core's tile
         for sites, layer in zip(self._sites, linears, strict=True):
             for name, site in sites.items():
                 layer[name].make_room(site, slots, self._rank, dtype)
@@ -464,4 +455,4 @@ class GpuAdapters:
                 linears[name].put(slot, given.get(name))
 
     def remove(self, slot: int) -> None:
-        """Do nothing: the next adapter overwrites all of the slot."""
+        """The next adapter overwrites all of the slot."""

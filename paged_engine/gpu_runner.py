@@ -1,8 +1,7 @@
 """The GPU's runner: steps are launched ahead of the host, all but long prompts as CUDA graphs.
 
-A step is three things in the stream: one upload of a few integers per row, the forward pass, the
-sampler. None waits for the host: a decode reads its token on the device, where the previous step's
-sampler left it. The host synchronizes once a step, when it takes the previous step's tokens.
+A step is one upload of a few integers per row, the forward pass and the sampler, all in one stream.
+The host synchronizes once a step, when it takes the previous step's tokens.
 """
 
 from __future__ import annotations
@@ -60,12 +59,10 @@ __all__ = ["GpuRunner"]
 
 log = logging.getLogger("kvrelay.engine")
 
-# Where nobody decodes. Beside decodes max_gap_ms is less, on an H200 some 2,000 tokens of an 8B
-# model; such steps have graphs (paged_engine/step_shapes.py).
+# Where nobody decodes. Beside decodes max_gap_ms allows less: 2,000 tokens of an 8B model, H200.
 _STEP_TOKENS = 8192
 _MAX_NUM_SEQS = 256
-# A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU
-# for ever.
+# A step of several ranks that takes longer has lost one; NCCL itself would wait forever.
 _RANKS_DEADLINE_S = 60.0
 
 
@@ -121,7 +118,7 @@ class GpuRunner:
         Raises ConfigError when the configuration cannot work on this GPU.
         """
         torch.cuda.set_device(device)
-        # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
+        # Above the streams that move KV beside the steps.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_fp8(config, device)
         budget = GpuBudget.measure(device, config.gpu_memory_utilization)
@@ -221,7 +218,7 @@ class GpuRunner:
         log.info("%s", budget.report(num_blocks * self._block_size))
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
-        # A shape has room for few chunks, and where decodes are chunks, too, there are many.
+        # A shape has room for few chunks; where decodes are chunks, there are many.
         longest = 0 if self._chunks_only else min(self.max_num_batched_tokens, max_model_len)
         return StepUploads(
             self._decoder.config,
@@ -242,7 +239,6 @@ class GpuRunner:
         )
 
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
-        """Queue the step on the device; returns at once."""
         planned = self._slots.step(chunks)
         guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
@@ -261,7 +257,6 @@ class GpuRunner:
         return launched
 
     def follow(self, message: bytes) -> None:
-        """Compute the step that rank 0 has launched; equal logits draw equal tokens."""
         if self._unsampled is not None:
             forward, self._unsampled = self._unsampled, None
             self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
@@ -291,7 +286,6 @@ class GpuRunner:
             self._sampler.set(slot, request.params, token_index, newest)
 
     def close(self) -> None:
-        """Leave the group; rank 0 ends the others."""
         if self._ranks.rank == 0:
             self._ranks.broadcast(b"")
         # A NCCL group does not end before the last graph that holds its calls.

@@ -1,9 +1,8 @@
 """Choose the next tokens on the GPU; a launch reads nothing of the host.
 
-What a request asks for lies in its *slot*. The next step can be launched before anybody has seen
-this one's tokens: `sampled` holds them for the embedding, and token indices, output counts and
-min_tokens move on where they lie. Several rows of one request are sampled in several slots. Twin on
-the CPU: paged_engine/sampler.py.
+What a request asks for lies in its *slot*. Token indices, output counts and min_tokens move on
+where they lie, so the next step can be launched before anybody has seen this one's tokens. Several
+rows of one request are sampled in several slots. Twin on the CPU: paged_engine/sampler.py.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _Ints = npt.NDArray[np.int32]
 
 # Features of a slot's request.
 _CUT, _ADJUSTED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8
-# 16 rows of 128,256 in fp32, twice: 16 MB beside the step's own memory.
-_LOGPROB_ROWS = 16
+_LOGPROB_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,8 @@ class GpuSampler:
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
         self._features = [0] * (max_slots + spare_slots)
-        self._forbidden = [0] * (
-            max_slots + spare_slots
-        )  # launches in which the slot's request may not end yet
+        # Launches in which the slot's request may not end yet.
+        self._forbidden = [0] * (max_slots + spare_slots)
         self._staged: dict[int, _Admission] = {}
 
     @property
@@ -271,8 +268,6 @@ class GpuSampler:
 
 
 class Sampled:
-    """The tokens of one launch on their way to the host."""
-
     def __init__(
         self,
         tokens: torch.Tensor,
@@ -280,7 +275,6 @@ class Sampled:
         logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ) -> None:
         self.tokens = tokens
-        """int64 [rows], on the device."""
         self.logprobs = logprobs
         """Rows that want any: chosen tokens' [n], likeliest ids and values [n, most]."""
         self._plan = plan
@@ -288,7 +282,6 @@ class Sampled:
         self._copied: torch.cuda.Event | None = None
 
     def start_copy(self) -> None:
-        """Queue the copy to the host behind the launch."""
         self._on_host = [to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
         if self.tokens.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

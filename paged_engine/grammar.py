@@ -1,9 +1,8 @@
 """Constraints on an answer's text as token masks, by llguidance.
 
-Compiles and caches grammars and fills the masks of many rows. A matcher forces no tokens: it allows
-every token that can go on, so masks need no tokenizer and no call back into Python. The step loop
-waits for masks, so the time of a token is limited: by the library, which counts; by `try_out`,
-before a grammar is used; and by TimedMatcher, in the loop.
+A matcher forces no tokens: it allows every token that can go on, so masks need no tokenizer. The
+step loop waits for masks, so the time of a token is limited: by the library, which counts; by
+`try_out`, before a grammar is used; and by TimedMatcher, in the loop.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ONE_SCHEMA = (
 )
 _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# With one of them a property may be known from elsewhere.
+# Keywords that may name further properties.
 _OPEN = (
     "additionalProperties",
     "unevaluatedProperties",
@@ -76,13 +75,12 @@ def closed(schema: Any) -> Any:
     return found
 
 
-# Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
+# Compiled grammars: most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
 _KEPT = 32
 TOKEN_LIMIT_S = 0.03
 """CPU time for a token's mask and step; common grammars take 3 ms."""
 _TRIED_PATHS, _TRIED_TOKENS = 3, 16
-# In the step loop, where a grammar may come to a place that was not tried: so often, and the answer
-# ends.
+# In the step loop an answer ends at its third stall.
 _STALL_S = 0.1
 _STALLS = 3
 _WATCHED_STEPS = 64
@@ -95,11 +93,10 @@ _CLIENTS_LIMITS = LLParserLimits(
     max_lexer_states=50_000, max_items_in_row=500, step_max_items=10_000
 )
 _CLIENTS = "\n// rules of a client\n"
-# Between JSON's tokens, unless a request says otherwise: a model that may write white space for
-# ever does.
+# Between JSON's tokens: a model that may write white space forever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Texts are people's: no pattern here looks at a character twice.
+# Texts come from clients: no pattern here may backtrack.
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
 _LIMITS_HINT = re.compile(
@@ -124,8 +121,7 @@ class Grammars:
             tokens[token].decode(errors="replace") for token in special_ids if token < len(tokens)
         )
         self._ends = eos
-        # A grammar ends with a token: a model without one gets an id that means nothing to it, or
-        # else its last.
+        # A grammar needs an end token: without one it gets an unused id, or else the last.
         empty = next(
             (token for token in reversed(range(len(tokens))) if not tokens[token]), len(tokens) - 1
         )
@@ -178,9 +174,8 @@ class Grammars:
             pick, matcher, tokens = random.Random(path), self.matcher(constraint), list[int]()
             while len(tokens) < _TRIED_TOKENS and not matcher.is_stopped():
                 took, mask = _timed_step(matcher, tokens[-1:])
-                if (
-                    took > TOKEN_LIMIT_S
-                ):  # the first time part of the automaton is built, and the machine may be busy
+                # The first time part of the automaton is built, and the machine may be busy.
+                if took > TOKEN_LIMIT_S:
                     again = self.matcher(constraint)
                     again.consume_tokens(tokens[:-1])
                     took = min(took, _timed_step(again, tokens[-1:])[0])
@@ -190,8 +185,7 @@ class Grammars:
                     raise _refused(
                         constraint,
                         f"a token takes {took * 1000:.0f} ms of CPU time; the limit is "
-                        f"{TOKEN_LIMIT_S * 1000:.0f} ms: "
-                        "make it simpler",
+                        f"{TOKEN_LIMIT_S * 1000:.0f} ms: make it simpler",
                     )
                 allowed = np.flatnonzero(
                     np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
@@ -321,9 +315,8 @@ class TimedMatcher:
         if self._stalls >= _STALLS and not self._error:
             self._error = (
                 f"{self._stalls} of its tokens took more than {_STALL_S * 1000:.0f} ms of CPU "
-                f"time, the last one "
-                f"{seconds * 1000:.0f} ms; the limit is {_STALLS - 1} of an answer: make the "
-                f"grammar simpler"
+                f"time, the last one {seconds * 1000:.0f} ms; the limit is {_STALLS - 1} of an "
+                "answer: make the grammar simpler"
             )
 
 

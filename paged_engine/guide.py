@@ -1,8 +1,7 @@
 """Which tokens may come next in one request: a grammar, allowed tokens, bad words. Pure numpy.
 
-A guide is a function of parameters and output tokens: it follows tokens wherever they were
-generated, so a hand-over or a preemption carries nothing of it. Masks are words of 32 tokens: bit i
-of word w is token 32 * w + i.
+A guide is a function of parameters and output tokens, so a hand-over or a preemption carries
+nothing of it. Masks are words of 32 tokens: bit i of word w is token 32 * w + i.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ Words = npt.NDArray[np.uint32]
 class Matcher(Protocol):
     """What is needed of llguidance's LLMatcher. An error is a state, never raised, and stays."""
 
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Advance by tokens; False if they do not match."""
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
 
-    def is_stopped(self) -> bool:
-        """Return whether nothing can follow; true after an error."""
+    def is_stopped(self) -> bool: ...
 
-    def is_error(self) -> bool:
-        """Return whether a limit was hit or a token did not match."""
+    def is_error(self) -> bool: ...
 
     def get_error(self) -> str: ...
 
@@ -90,9 +86,8 @@ class Guide:
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
         self._seen = 0  # output tokens that the matcher has consumed
         single = [word[0] for word in params.bad_words if len(word) == 1]
-        self._bad: dict[
-            int, list[tuple[list[int], int]]
-        ] = {}  # by the last but one token: those before the last
+        # By the last but one token: the tokens up to it, and the last one.
+        self._bad: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in params.bad_words:
             if before:
                 self._bad.setdefault(before[-1], []).append((before, last))
@@ -145,7 +140,7 @@ class Guide:
             if len(before) <= outputs and list(token_ids[len(token_ids) - len(before) :]) == before:
                 words[last >> 5] &= ~np.uint32(1 << (last & 31))
         if self.matcher is not None and self._params.ignore_eos:
-            words &= ~self._eos_bits  # it would end the grammar, and with it the answer
+            words &= ~self._eos_bits  # it would end the answer
         left = words & ~self._ends if outputs < self._params.min_tokens else words
         self.exhausted = not left.any()
 

@@ -24,12 +24,22 @@ from kvrelay.wire.errors import ConfigError
 __all__ = ["model_config_of", "quantization_of"]
 
 _FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text", "gemma3", "phi3", "opt",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3",
+    "phi3",
+    "opt",
+)
 _ARCHITECTURE_OF = dict(zip(_FAMILIES, ARCHITECTURES, strict=True))
 _FAMILY_OF = dict(zip(ARCHITECTURES, _FAMILIES, strict=True))
 
-# What a family's files call by another name than Llama's: theirs, ours.
+# A family's names of fields -> Llama's.
 _RENAMED = {
     "mixtral": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
@@ -46,8 +56,7 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-# Where a family's defaults differ from Llama's. They hold for missing fields only: null has its own
-# meaning.
+# Defaults that differ from Llama's, for missing fields only: null has its own meaning.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
@@ -79,7 +88,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "opt": {"activation_function": "relu", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
-# Which activations a family is built with.
 _ACTIVATION_OF = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "opt": "relu"}
 
 
@@ -220,8 +228,7 @@ def _opt(fields: Fields) -> dict[str, Any]:
     if fields.integer("word_embed_proj_dim", hidden) != hidden:
         raise ConfigError(
             f"{fields.where}: word_embed_proj_dim {fields.values['word_embed_proj_dim']} is not "
-            f"supported; "
-            f"hidden_size ({hidden}) is"
+            f"supported; hidden_size ({hidden}) is"
         )
     for key, wanted in (
         ("_remove_final_layer_norm", False),
@@ -368,8 +375,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
         return _fp8(said)
     raise ConfigError(
         f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights "
-        f"and fp8 are. "
-        "Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
+        "and fp8 are. Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
     )
 
 

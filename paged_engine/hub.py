@@ -257,8 +257,7 @@ def _readable_errors(source: _Source) -> Iterator[None]:
     except errors.RepositoryNotFoundError as why:
         raise ConfigError(
             f"there is no folder {source.repo!r} here and no such model on the Hub; if it is "
-            f"private, give a token "
-            "with --hf-token or in HF_TOKEN"
+            "private, give a token with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RevisionNotFoundError as why:
         raise ConfigError(f"{source.repo} on the Hub has no revision {source.revision!r}") from why

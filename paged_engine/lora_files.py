@@ -32,8 +32,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _BEFORE_LAYERS = ("", "model.", "model.decoder.", "language_model.model.", "model.language_model.")
-# What a config may ask for, and what that is. Any other value than these fields' nothing is
-# refused.
+# Fields that are refused unless empty, and what they mean.
 _NOT_SERVED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -44,8 +43,7 @@ _NOT_SERVED = {
     "alora_invocation_tokens": "activation by tokens (aLoRA)",
     "use_qalora": "QALoRA",
 }
-# Initializations that change the base model's weights: what was trained belongs to those, not to
-# the checkpoint's.
+# Initializations that change the base model's weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
@@ -132,9 +130,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         raise ConfigError(
-            f"adapter {folder} was initialized by {start}, which changes the base model's "
-            f"weights; convert it to a "
-            "plain LoRA when saving it (path_initial_model_for_weight_conversion)"
+            f"adapter {folder} was initialized by {start}, which changes the base model's weights; "
+            "convert it to a plain LoRA when saving it (path_initial_model_for_weight_conversion)"
         )
     for field, kind in (("r", int), ("lora_alpha", (int, float))):
         if (
@@ -203,9 +200,8 @@ def _placed(
         or a.shape[0] != b.shape[1]
     ):
         raise ConfigError(
-            f"adapter {folder}: A and B of {module} are {tuple(a.shape)} and {tuple(b.shape)}, "
-            f"and {model.name} wants "
-            f"(rank, {columns}) and ({sum(rows)}, rank); it was trained for "
+            f"adapter {folder}: A and B of {module} are {tuple(a.shape)} and {tuple(b.shape)}, and "
+            f"{model.name} wants (rank, {columns}) and ({sum(rows)}, rank); it was trained for "
             f"{config.get('base_model_name_or_path')!r}"
         )
     rank = a.shape[0]
@@ -230,8 +226,7 @@ def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]
     if ".experts." in module:
         raise ConfigError(
             f"adapter {folder} has matrices for a mixture's experts ({module}), which are not "
-            f"served; train it for "
-            "attention's projections only"
+            "served; train it for attention's projections only"
         )
     places = {
         theirs.removesuffix(".weight").partition("layers.")[2]: tuple(
@@ -243,9 +238,8 @@ def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]
     if before not in _BEFORE_LAYERS or not layers or rest not in places:
         raise ConfigError(
             f"adapter {folder} is for module {module}, which {model.name} does not have or which "
-            f"takes no adapter; "
-            f"served are {', '.join(_TARGETS)}, and it was trained for another model if its names "
-            f"differ"
+            f"takes no adapter; served are {', '.join(_TARGETS)}, and it was trained for another "
+            "model if its names differ"
         )
     return places[rest]
 

@@ -41,32 +41,21 @@ ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What changes the rotary frequencies (paged_engine/rope.py)."""
+    """What changes the rotary frequencies; fields are named as in config.json."""
 
     kind: str
     factor: float
-    """How many times longer the context becomes."""
     low_freq_factor: float
-    """llama3: turns over the original context up to which frequencies are divided."""
     high_freq_factor: float
-    """llama3: turns from which a frequency is kept."""
     original_max_position: int
-    """Context length in tokens before the scaling."""
     beta_fast: float = 32.0
-    """yarn: turns from which a frequency is kept."""
     beta_slow: float = 1.0
-    """yarn: turns up to which a frequency is divided by the factor."""
     truncate: bool = True
-    """yarn: the blend between the two begins and ends at whole pairs."""
     attention_factor: float | None = None
-    """yarn, longrope: what cos and sin are multiplied by; None: from the other fields."""
     mscale: float = 0.0
-    """yarn: with mscale_all_dim, weights in the attention factor; 0: none."""
     mscale_all_dim: float = 0.0
     short_factors: tuple[float, ...] = ()
-    """longrope: divisors of the frequencies up to the original context."""
     long_factors: tuple[float, ...] = ()
-    """longrope: the same for longer contexts."""
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -109,11 +98,9 @@ class Quantization:
     activations: str
     """How activations were meant: dynamic (scale per token), static (one) or none (16 bit)."""
     targets: tuple[str, ...]
-    """Modules as in `ignored`; Linear stands for all linear ones."""
     ignored: tuple[str, ...]
     """Modules stored as usual: names, parts of names at dots, or re:REGEX."""
     block: tuple[int, int] = (0, 0)
-    """Rows and columns of a block."""
 
     def keeps(self, weight: str) -> bool:
         """Return whether an fp8 weight stays fp8 in memory, with a scale per row.
@@ -147,7 +134,6 @@ class MixtureOfExperts:
     per_token: int
     intermediate_size: int
     renormalize: bool
-    """Whether the weights of the chosen experts are made to sum to one."""
     dense_layers: tuple[int, ...]
     """Layers with one MLP of the model's intermediate_size instead."""
 
@@ -155,8 +141,7 @@ class MixtureOfExperts:
         if not 0 < self.per_token <= self.experts or self.intermediate_size <= 0:
             raise ConfigError(
                 f"a token cannot be sent to {self.per_token} of {self.experts} experts of "
-                f"intermediate size "
-                f"{self.intermediate_size}"
+                f"intermediate size {self.intermediate_size}"
             )
 
 
@@ -169,7 +154,6 @@ class ModelConfig:
 
     architecture: str
     name: str
-    """Short served name, for example SmolLM2-135M-Instruct."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -181,29 +165,23 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_position: int
-    """Longest context in tokens that the model was made for."""
     tie_embeddings: bool
-    """The output layer is the embedding; there is no lm_head.weight."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm over head_dim of each query and key head, before rotation."""
     window: int
     """Tokens that a token sees, itself included; 0 for all (see full_attention_layers)."""
     dtype: str
     """The checkpoint's own: float32, bfloat16 (any quantized GGUF) or float16."""
     eos_token_ids: tuple[int, ...]
     full_attention_layers: tuple[int, ...] = ()
-    """Layers that see everything though the model has a window."""
     local_rope_theta: float | None = None
     """Rotary base of layers with a window, without rope scaling; None: as all others."""
     partial_rotary_factor: float = 1.0
-    """Share of head_dim, counted from its start, that is rotated."""
     learned_positions: bool = False
     """A learned vector per position is added to the embedding; nothing is rotated."""
     embedding_scale: float = 1.0
-    """Factor of embeddings, rounded to the dtype of the computation."""
     norm: str = "rms"
     """rms; rms_plus_one: the weight is stored less one; layer: less the mean, with bias."""
     norm_places: str = "before"
@@ -213,11 +191,9 @@ class ModelConfig:
     activation: str = "silu"
     """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
     query_pre_attn_scalar: float | None = None
-    """Attention scores are divided by its square root; None: by head_dim's."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     logit_softcap: float | None = None
-    """The same for the logits."""
     moe: MixtureOfExperts | None = None
     quantization: Quantization | None = None
 
@@ -265,8 +241,7 @@ class ModelConfig:
         ):
             raise ConfigError(
                 f"model {self.name}: rope scaling longrope has {len(scaling.short_factors)} "
-                f"factors, the rotary "
-                f"embedding {self.rotary_dim // 2} frequencies"
+                f"factors, the rotary embedding {self.rotary_dim // 2} frequencies"
             )
         for field, values in (
             ("norm", NORMS),
@@ -310,7 +285,6 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Return the distinct windows of the layers."""
         return tuple(sorted({self.window_of(layer) for layer in range(self.num_layers)}))
 
     def window_of(self, layer: int) -> int:
@@ -355,21 +329,18 @@ class Fields:
         return bool(self._typed(key, default, (bool,), "true or false"))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return a list of numbers; () if there is none."""
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
             raise ConfigError(f"{self.where}: {key} must be a list of numbers, got {value!r}")
         return tuple(map(float, value))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings; () if there is none."""
         value = self.values.get(key) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{self.where}: {key} must be a list of strings, got {value!r}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:
-        """Return the object of that name; without fields if there is none."""
         value = self.values.get(key) or {}
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: {key} must be an object, got {value!r}")

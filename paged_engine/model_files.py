@@ -151,8 +151,7 @@ def _model_path(model: str, load_format: str) -> Path:
     elif load_format == ("safetensors" if is_gguf else "gguf"):
         raise ConfigError(
             f"model {model!r} is a {'GGUF file' if is_gguf else 'folder'}; load_format "
-            f"{load_format} does not read it, "
-            "auto does"
+            f"{load_format} does not read it, auto does"
         )
     return path
 
@@ -168,9 +167,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _served_name(config: Path) -> str:
-    config = (
-        config.parent.resolve() / config.name
-    )  # the file itself is a link in Hugging Face's cache
+    config = config.parent.resolve() / config.name  # the file is a link in the Hub's cache
     if config.name != "config.json":
         return config.stem
     folder = config.parent

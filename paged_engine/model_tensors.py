@@ -21,8 +21,7 @@ __all__ = [
     "weight_shapes",
 ]
 
-# How a checkpoint spells what we call by Llama's names, in order of replacement. Where several of
-# our names become one, the checkpoint holds their rows in one tensor, one weight above the other.
+# Llama's spelling -> a checkpoint's, in order of replacement. Names that become one are stacked.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "MixtralForCausalLM": (
         (".mlp.router.", ".block_sparse_moe.gate."),

@@ -1,8 +1,6 @@
 """What the decoder asks of a device: cpu_operations.py (torch) or gpu_operations.py (Triton).
 
-The decoder says *what* a layer computes; how much of it one kernel does is the device's business.
-Activations are [T, features] for the T tokens of a step; `Step` is the device's own description of
-a step.
+Activations are [T, features] for the T tokens of a step; `Step` is the device's own type.
 """
 
 from __future__ import annotations
@@ -71,15 +69,16 @@ class Operations(Protocol[Step]):
         """Return scaled embeddings of the step's tokens, [T, hidden]."""
 
     def add_positions(self, step: Step, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Return hidden + the rows of `table` [positions, hidden] at the tokens' positions."""
+        """Return hidden + the rows of `table` at the tokens' positions."""
 
     def rotary(self, step: Step, cos_sin: torch.Tensor) -> Any:
         """Prepare a table [max_positions, rotary_dim] of fp32 cosines, then sines."""
 
     def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor: ...
 
-    def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Any) -> torch.Tensor:
-        """Return linear(norm(hidden))."""
+    def normed_linear(
+        self, hidden: torch.Tensor, norm: Norm | None, linear: Any
+    ) -> torch.Tensor: ...
 
     def rotate_and_write(
         self, step: Step, qkv: torch.Tensor, rotary: Any, qk_norm: QkNorm | None, cache: LayerCache
@@ -95,19 +94,16 @@ class Operations(Protocol[Step]):
     ) -> torch.Tensor:
         """Return causal attention, [T, heads * head_dim], `window` tokens back or 0 for all."""
 
-    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any) -> torch.Tensor:
-        """Return hidden + linear(x)."""
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any) -> torch.Tensor: ...
 
     def add_normed_linear(
         self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm
-    ) -> torch.Tensor:
-        """Return hidden + norm(linear(x))."""
+    ) -> torch.Tensor: ...
 
     def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Any) -> torch.Tensor:
         """Return act(gate) * up of linear(norm(hidden)) = [gate, up], [T, intermediate]."""
 
-    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Any) -> torch.Tensor:
-        """Return relu(linear(norm(hidden))), [T, intermediate]."""
+    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Any) -> torch.Tensor: ...
 
     def add_experts(
         self, hidden: torch.Tensor, norm: Norm, router: Any, experts: Any

@@ -1,9 +1,8 @@
 """fp8 checkpoints: how their scales are stored, and the way back to plain weights.
 
-Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM; with blocks:
-DeepSeek and Qwen). In both the real weight is fp8 * scale, also where the scale is called
-weight_scale_inv. Scales of activations are passed over: activations are scaled per token, which is
-never coarser. So are scales of the KV cache, whose tokens are scaled as they are written.
+Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM, DeepSeek and Qwen
+with blocks). The real weight is fp8 * scale, also where that is called weight_scale_inv. Scales of
+activations and of the KV cache are passed over: both are scaled per token here.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ _PASSED_OVER = re.compile(
 
 
 def canonical_name(name: str) -> str:
-    """Return a checkpoint's tensor name with our spelling of weight scales."""
     return name.removesuffix("_inv") if name.endswith(".weight_scale_inv") else name
 
 
 def is_passed_over(name: str) -> bool:
-    """Return whether a tensor is a scale of activations or of the KV cache."""
     return _PASSED_OVER.search(name) is not None
 
 
@@ -92,8 +89,7 @@ def _scale(
         return scale.reshape(rows)
     raise ConfigError(
         f"tensor {name} is {tuple(scale.shape)}, which is no scale per {quantization.scales} of a "
-        f"weight "
-        f"[{rows}, {columns}]"
+        f"weight [{rows}, {columns}]"
     )
 
 

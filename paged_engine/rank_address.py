@@ -1,4 +1,4 @@
-"""The address at which a tensor-parallel group's ranks meet. Asks this host alone, without torch."""
+"""The address at which a tensor-parallel group's ranks meet. Asks this host alone. No torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def check_rank_0(address: str) -> None:
 
 def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port in TIME_WAIT counts as free
+        # A port in TIME_WAIT counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
 
 

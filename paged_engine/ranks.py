@@ -27,8 +27,7 @@ from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
 
-# How long a step may take on a rank before the others give it up; also how long all ranks have to
-# find each other.
+# For a step on a rank, and for all ranks to find each other.
 _DEADLINE = timedelta(seconds=300)
 # Most messages fit into the first frame, so that a step costs one broadcast.
 _FRAME_BYTES = 16 << 10
@@ -36,8 +35,6 @@ _LENGTH_BYTES = 8
 
 
 class Ranks(Protocol):
-    """A tensor-parallel group as one of its ranks sees it."""
-
     rank: int
     size: int
 
@@ -47,8 +44,7 @@ class Ranks(Protocol):
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Return all ranks' x [rows, shard] side by side, cut to [rows, columns]."""
 
-    def minimum(self, value: int) -> int:
-        """Return the smallest of all ranks' values."""
+    def minimum(self, value: int) -> int: ...
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
         """Raise ConfigError, on all ranks, if one has other facts than rank 0."""
@@ -56,13 +52,10 @@ class Ranks(Protocol):
     def broadcast(self, message: bytes) -> None:
         """Send every other rank a message (rank 0 alone); an empty one ends them."""
 
-    def close(self) -> None:
-        """Leave the group: its threads must end before the process does."""
+    def close(self) -> None: ...
 
 
 class Alone:
-    """A group of one."""
-
     rank, size = 0, 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,18 +95,16 @@ class TorchRanks:
                 timeout=_DEADLINE,
                 device_id=device if on_gpu else None,
             )
-            # A message may be long in coming: nobody may want anything. A rank that dies closes its
-            # connections.
+            # Idle engines send nothing for long; a rank that dies closes its connections.
             self._messages = torch.distributed.new_group(
                 backend="gloo", timeout=timedelta(days=365)
             )
         except (RuntimeError, OSError) as why:
             raise ConfigError(
                 f"rank {rank} of {size} did not meet all others at tensor_parallel_address "
-                f"{address!r}, where they are "
-                f"awaited for {_DEADLINE.total_seconds():g} s: {str(why).splitlines()[0]}; give "
-                f"all ranks rank 0's "
-                "address, start each of them once, and let no firewall stand between their hosts"
+                f"{address!r}, where they are awaited for {_DEADLINE.total_seconds():g} s: "
+                f"{str(why).splitlines()[0]}; give all ranks rank 0's address, start each of them "
+                "once, and let no firewall stand between their hosts"
             ) from why
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +153,6 @@ class TorchRanks:
             self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """Return rank 0's next message."""
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._broadcast(frame)
         first = frame.numpy().tobytes()

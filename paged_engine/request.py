@@ -22,7 +22,7 @@ __all__ = ["StopConditions", "Request", "State"]
 
 
 class State(enum.Enum):
-    """WAITING -> (FETCHING ->) RUNNING -> DONE; preempted requests and failed fetches wait again."""
+    """WAITING -> (FETCHING ->) RUNNING -> DONE; preemption and failed fetches lead to WAITING."""
 
     WAITING = enum.auto()
     FETCHING = enum.auto()
@@ -40,65 +40,59 @@ class Request:
     params: SamplingParams
     arrival_s: float
     root: BlockHash
-    adapter: Loaded | None = None  # the LoRA adapter that computes it
-    salt: str = ""  # of its root
+    adapter: Loaded | None = None
+    salt: str = ""  # hashed into `root`
     hold: bool = False
     hold_stopped: bool = False
     fork_of: str | None = None
     priority: int = 0
-    # of arrival, from 1; this and the next two are set where it waits (paged_engine/waiting.py)
-    order: int = 0
-    rank: int = 0  # its place among requests of equal priority
-    work: int = (
-        0  # tokens to compute that were neither cached nor shared when it last began to wait
-    )
-    shared: int = 0  # its first tokens, that were
-    wanted: int = 0  # tokens of KV that it was then expected to take
-    tpot_ms: float = (
-        0.0  # the time per token that it wants; from its arrival on 0, if it does not decode here
-    )
+    tpot_ms: float = 0.0  # wanted time per token; 0 if it decodes elsewhere
     expected_output: int = 0
     spill: bool = False  # a prefill node could compute its prompt
-    offered: bool = False  # others have been told of its blocks: they stay its own until it ends
+    guide: Guide | None = None  # which tokens may come next, if not all
     fetch: Ticket | None = None
-    state: State = State.WAITING
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_pending: int = 0  # tokens that a launched step samples and the host has not seen yet
-    proposals: tuple[
-        int, ...
-    ] = ()  # tokens that a launched step takes for its next ones; not counted as pending
-    lookup: NgramIndex | None = None
-    draft_pace: DraftPace | None = None  # made with it
-    draft_tokens: int = 0  # proposals so far, and those of them that were drawn
-    accepted_tokens: int = 0
-    num_scored: int = (
-        0  # positions of the prompt whose logits are computed or under way, if they are asked for
-    )
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not reported yet
-    hashes: list[BlockHash] = field(default_factory=list)
-    num_published: int = 0
-    unfindable: bool = (
-        False  # the prefix cache was reset after it came: its blocks are for nobody else
-    )
-    cached_tokens: int | None = None  # prefix hit when first scheduled; None before
-    num_counted: int = 0  # tokens of the prompt that are in the engine's counters
-    finish: Finish | None = None
     fetch_error: str | None = None
-    new_tokens: list[int] = field(default_factory=list)  # not reported yet
+    state: State = State.WAITING
+    finish: Finish | None = None
+    # Set by the waiting queue.
+    order: int = 0  # of arrival, from 1
+    rank: int = 0  # among requests of equal priority
+    work: int = 0  # tokens to compute that were neither cached nor shared
+    shared: int = 0  # first tokens that were
+    wanted: int = 0  # tokens of KV that it was expected to take
+    # Its KV.
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    offered: bool = False  # others know its blocks: they stay its own until it ends
+    num_computed: int = 0
+    num_published: int = 0
+    unfindable: bool = False  # the prefix cache was reset after it came
+    cached_tokens: int | None = None  # prefix hit when first scheduled
+    num_counted: int = 0  # prompt tokens that are in the engine's counters
+    # Steps in flight.
+    num_pending: int = 0  # tokens that a launched step samples, unknown to the host
+    proposals: tuple[int, ...] = ()  # tokens that it takes for the next ones; not pending
+    lookup: NgramIndex | None = None
+    draft_pace: DraftPace | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    # Not reported yet.
+    new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_scored: int = 0  # prompt positions whose logits are computed or pending, if asked for
+    # Times.
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     fetch_started_s: float | None = None
     fetched_s: float | None = None
     fetched_bytes: int = 0
     exposed_s: float = 0.0
-    told_at_s: float | None = None  # when the news came that its KV was complete elsewhere
-    first_step: int | None = None  # the position that its first decode step computes
+    told_at_s: float | None = None  # when its KV was known to be complete elsewhere
+    first_step: int | None = None  # position that its first decode step computes
     first_step_s: float | None = None  # when that was launched
-    stepped_s: float | None = None  # and when its token was there
+    stepped_s: float | None = None  # when its token was there
     timings_told: int = 0
-    guide: Guide | None = None  # which tokens may come next, if not all
 
     @classmethod
     def from_submit(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
@@ -124,12 +118,10 @@ class Request:
 
     @property
     def adapter_slot(self) -> int:
-        """Return the slot of its adapter's matrices; -1 for none."""
         return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def output_tokens(self) -> int:
-        """Return how many tokens were generated so far, here or on an earlier node."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
@@ -160,12 +152,10 @@ class Request:
         return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
 
     def block_hashes(self, block_size: int) -> list[BlockHash]:
-        """Return hashes of all full blocks of the tokens so far."""
         extend(self.hashes, self.token_ids, block_size, self.root)
         return self.hashes
 
     def block_text(self, index: int, block_size: int) -> BlockText:
-        """Return what is in one of its full blocks."""
         tokens = self.token_ids[index * block_size : (index + 1) * block_size]
         adapter = "" if self.adapter is None else self.adapter.facts.name
         return BlockText(tokens, adapter, "" if index else self.salt)
@@ -184,7 +174,6 @@ class Request:
             self.first_step_s = now
 
     def mark_token(self, now: float) -> None:
-        """Note that its newest token is known."""
         if self.first_token_s is None:
             self.first_token_s = now
         if (

@@ -1,8 +1,7 @@
 """Frequencies of the rotary embedding, under every context extension that checkpoints name.
 
-All are computed once, for the node's own limit. transformers changes two of them while a context
-grows (dynamic, and longrope beyond the original length), which would give keys in one KV cache that
-were turned by different frequencies. vLLM makes the same choice.
+All are computed once, for the node's own limit. transformers changes two of them (dynamic,
+longrope) while a context grows, which would mix frequencies in one KV cache. vLLM does as we do.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
     Source: "The Llama 3 herd of models", 2024, and its published reference configuration.
     """
-    turns = (
-        scaling.original_max_position * frequencies / (2 * math.pi)
-    )  # turns over the original context
+    # Turns over the original context.
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return _blend(frequencies, kept.clamp(0, 1), scaling.factor)
 

@@ -42,17 +42,13 @@ from kvrelay.wire.outputs import TokenLogprobs
 __all__ = ["CpuRunner", "Launched", "Runner"]
 
 
-# A chunk is as small as two cores compute at full speed, so that the first of several prompts is
-# not held up by the others: 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585
-# ms, at equal throughput.
+# As few as two cores compute at full speed, so that prompts hold each other up less: 1P1D under 8
+# clients has a TTFT p50 of 420 ms with 128 tokens and 585 ms with 512, at equal throughput.
 _STEP_TOKENS = 128
-# Of a prompt whose tokens' log-probabilities are asked for, so many rows of logits exist at a time.
-_SCORED_ROWS = 64
+_SCORED_ROWS = 64  # rows of logits at a time where a prompt's log-probabilities are asked for
 
 
 class Launched(Protocol):
-    """A step that was given to the device."""
-
     @property
     def requests(self) -> Sequence[Request]:
         """Return the request of each sampled row; a request's rows are adjacent."""
@@ -71,13 +67,10 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """What the engine asks of a device."""
-
     pool: KVPool
     max_model_len: int
     """Longest prompt plus answer that the model and the pool allow."""
     rope_variant: str
-    """`rope.rope_variant`: KV moves only between engines where it is equal."""
     max_num_batched_tokens: int
     max_num_seqs: int
     adapters: AdapterStore | None
@@ -92,11 +85,9 @@ class Runner(Protocol):
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Begin a step: write the chunks' KV and sample a token for each of their sampled rows."""
 
-    def follow(self, message: bytes) -> None:
-        """Compute the step that rank 0 has launched, on another rank."""
+    def follow(self, message: bytes) -> None: ...
 
-    def close(self) -> None:
-        """Leave the group of ranks; rank 0 ends the others."""
+    def close(self) -> None: ...
 
 
 class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
@@ -202,9 +193,8 @@ class CpuRunner:
         self.adapters: AdapterStore | None = None
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self.max_num_seqs = config.max_num_seqs or 64
-        # The first exp() that two OpenMP threads enter at once may return low-accuracy values on
-        # the second one (seen with MKL 2024.2: errors of 7e-4, in the first call only). Let one
-        # thread enter it first.
+        # The first exp() of two OpenMP threads at once may be inaccurate on the second (MKL 2024.2:
+        # errors of 7e-4, in the first call only): let one thread enter it first.
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
@@ -213,7 +203,6 @@ class CpuRunner:
         return request.guide is None
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Compute the whole step."""
         rows = [
             (chunk.request, chunk.proposals[:ahead])
             for chunk in chunks
@@ -235,7 +224,6 @@ class CpuRunner:
         return self._compute(values, ScoredRows.from_chunks(chunks))
 
     def follow(self, message: bytes) -> None:
-        """Compute what rank 0 computes; it alone samples."""
         self._compute(msgspec.msgpack.decode(message, type=list[ChunkValues]))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ __all__ = ["PromptScores", "Sampler"]
 
 
 class Sampler:
-    """A stateless sampler: a token is a function of logits, parameters and the tokens so far."""
+    """A sampler without state: tokens follow from logits, parameters and tokens so far."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = tuple(eos_token_ids)
@@ -113,8 +113,7 @@ def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     )
 
 
-# 16 rows of 128,256 in fp32, twice: 16 MB beside the step's own memory.
-_SLICE_ROWS = 16
+_SLICE_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's memory
 
 Columns = tuple[torch.Tensor, ...]
 """Each row's log-probability and rank [n], and likeliest ids and values [n, most]."""

@@ -1,11 +1,10 @@
 """Continuous batching: which requests run next, how many of their tokens, in which blocks.
 
-Pure Python: no torch, no sockets; `now` is an argument. Decodes come first, and wire/step_costs.py
-says what room a step has for prompts beside them. A step may be scheduled while the previous one's
-tokens are *pending* on the device. A request without a block for its next token preempts the last
-in order, which is computed again later, mostly from the prefix cache. A fork shares full blocks of
-its parent's prompt and computes the rest in its own, so no block has two writers. No block that a
-transfer may touch is given to anybody else.
+Pure Python: no torch, no sockets; `now` is an argument. Decodes come first; wire/step_costs.py says
+how much of prompts fits beside them. A step may be scheduled while the previous one's tokens are
+*pending*. A request without a block for its next token preempts the last in order. A fork shares
+full blocks of its parent's prompt and computes the rest in its own, so no block has two writers. No
+block that a transfer may touch is given to anybody else.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Scheduler:
         self.kept = KeptBlocks(pool)
         self._announced = Announced()
         self.legs = 1
-        """Requests that came to this engine, refused ones too, and one."""
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
@@ -102,8 +100,7 @@ class Scheduler:
         if not request.output_tokens:
             request.token_ids += generated
             request.new_tokens += generated
-        # A third party's ticket may come without the first token: then the last prompt token is
-        # computed once more.
+        # Without a first token (third parties) the last prompt token is computed again.
         request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
         request.fetch = None
         request.state = State.RUNNING
@@ -127,7 +124,7 @@ class Scheduler:
             self._wait(request)
 
     def end_failed_fetch(self, request_id: str, reason: str) -> None:
-        """End a fetching request whose KV will not come; its blocks stay untouchable until settled."""
+        """End a fetching request without KV; its blocks stay untouchable until settled."""
         request = self._requests[request_id]
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
@@ -174,7 +171,6 @@ class Scheduler:
     # --- one step
 
     def schedule(self, now: float) -> StepPlan:
-        """Choose the next step's work and take its blocks."""
         plan = StepPlan([], [], [])
         preemptions = self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
@@ -186,7 +182,7 @@ class Scheduler:
             self._schedule_running(request, plan.chunks, None)
         room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
         for request in prompts:
-            # Nor must a long prompt that has begun delay one whose turn comes before its own.
+            # A long prompt that has begun must not delay one whose turn comes before.
             if self.preemptions == preemptions:
                 self._admit(plan, room, now, before=request)
             if room.is_open:
@@ -213,8 +209,7 @@ class Scheduler:
             return
         chunk = Chunk.next_for(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
-            # Not one whose last token is on its way: its blocks are free soon, or will be held for
-            # a reader.
+            # Not one whose last token is pending: its blocks are free or held soon.
             going_on = [
                 r for r in self._running if not (r.offered or self._stop_conditions.needs_tokens(r))
             ]
@@ -294,8 +289,7 @@ class Scheduler:
         assert params is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
-        # With room for the next token: a request that is preempted as soon as it arrives has moved
-        # its KV for nothing.
+        # With room for the next token: else it might be preempted as soon as it arrives.
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
@@ -350,9 +344,8 @@ class Scheduler:
         for count, token_id in enumerate(self.speculation.accept(request, drawn)):
             if count:
                 request.num_pending += 1
-                if (
-                    request.state is State.RUNNING
-                ):  # not preempted: the KV of the proposal that came true is there
+                # Not preempted: the KV of the proposal that came true is there.
+                if request.state is State.RUNNING:
                     request.num_computed += 1
                     self._publish(request)
             if self.append(request, token_id, now) is not None:
@@ -430,7 +423,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
     def load(self, now: float, launched: Iterable[Chunk] = (), for_s: float = 0.0) -> Load:
@@ -442,7 +434,7 @@ class Scheduler:
             0,
         )
         tokens_now, pairs_now = 0, 0.0
-        # After each step, of all that decode: a call for each would take as long as all else here.
+        # Inlined: a call per request would double the time of a load, taken after each step.
         for request in self._running:
             start = request.num_computed
             context += start

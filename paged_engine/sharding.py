@@ -1,8 +1,6 @@
 """Tensor parallelism: what each rank holds of a model. Pure; never imports torch.
 
-A rank holds a share of the attention heads and of the MLP's columns, so it is a smaller model of
-the same hidden size; what its branches add to the hidden state is summed over the ranks. Source:
-Shoeybi et al., "Megatron-LM", 2019.
+Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_heads_of", "shard_config", "shard_weights", "vocab_shard"]
 
-# Linear layers whose outputs are cut, and those whose inputs are; the biases of the latter are
-# added once, by rank 0.
+# Layers whose outputs are cut, and those whose inputs are; rank 0 adds the latter's biases.
 _KEY_ROWS = (".k_proj", ".v_proj")
 _OTHER_ROWS = (".q_proj", ".gate_proj", ".up_proj")
 _COLUMNS = (".o_proj", ".down_proj")

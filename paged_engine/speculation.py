@@ -1,9 +1,8 @@
 """Speculative decoding by prompt lookup: propose tokens, and accept those that were drawn. Pure.
 
-A decode chunk with k proposals samples 1 + k rows, each as if the proposals before it were the
-request's tokens. What is drawn at a row is the request's token as long as all proposals before it
-were drawn too: a draw depends on seed, choice and token index, so the tokens are those of an engine
-that proposes nothing. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
+A decode chunk with k proposals samples 1 + k rows, each as if the proposals before it were known. A
+draw depends on seed, choice and token index, so tokens are those of an engine that proposes
+nothing. Source: Apoorv Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from kvrelay.paged_engine.step_plan import Chunk
 
 __all__ = ["DraftPace", "NgramIndex", "ROWS", "Speculation"]
 
-# A long prompt is indexed in several calls, so that no step of the engine waits longer than about a
-# millisecond for it.
+# Indexing a long prompt at once would hold a step up for more than a millisecond.
 _INDEXED_PER_CALL = 2048
 
 
@@ -26,9 +24,8 @@ class NgramIndex:
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
-        self._follower: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> place of the token behind its newest occurrence
+        # n-gram -> place of the token behind its newest occurrence
+        self._follower: dict[tuple[int, ...], int] = {}
         self._indexed = 0  # so many first tokens are known as followers
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -40,8 +37,7 @@ class NgramIndex:
         for n in range(min(self._longest, len(tokens)), self._shortest - 1, -1):
             place = self._follower.get(tuple(tokens[-n:]))
             if place is not None:
-                # What is proposed is copied from as well: a text that repeats itself every few
-                # tokens goes on so.
+                # Proposed tokens are copied from as well: short loops go on.
                 period = len(tokens) - place
                 return [tokens[place + i % period] for i in range(count)]
         return []
@@ -55,7 +51,7 @@ class NgramIndex:
 
 
 _LONGEST_WAIT = 64  # tokens
-# Where 7 of 10 proposed tokens come true, one draft in 37 is the third in a row to fail at once.
+# If 7 of 10 proposed tokens come true, 1 draft in 37 is the third failure in a row.
 _MISSES = 3
 
 
@@ -164,7 +160,7 @@ class Speculation:
         )
 
     def accept(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
-        """Return which of the tokens drawn at a chunk's rows are the request's; end its proposals."""
+        """Return which tokens drawn at a chunk's rows are the request's; end its proposals."""
         proposals, request.proposals = request.proposals, ()
         agreed = 0
         while agreed < len(proposals) and drawn[agreed] == proposals[agreed]:

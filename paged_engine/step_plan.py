@@ -26,7 +26,6 @@ class Chunk:
 
     @property
     def sampled_rows(self) -> int:
-        """Return how many of its last rows are sampled."""
         return 1 + len(self.proposals) if self.samples else 0
 
     @property
@@ -48,9 +47,7 @@ class ScoredRows:
     """The scored positions of a step, in the order of its chunks."""
 
     targets: list[int]
-    """The token after each position."""
     parts: list[tuple[Request, int]]
-    """Requests and how many positions each has."""
     most: int
     """The most likeliest tokens that one of them asks for."""
 
@@ -77,8 +74,6 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does."""
-
     chunks: list[Chunk]
     fetches: list[Fetch]
     offers: list[Request]

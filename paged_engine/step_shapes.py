@@ -1,8 +1,6 @@
 """The few shapes of steps with prompts that have CUDA graphs, and padding to them. Pure numpy.
 
-Padding touches the null block alone: decodes without a context and one more prompt in the null
-block. So every padded row is one that the kernels compute anyway, and none of them knows of
-padding.
+Padding is what kernels compute anyway: decodes without a context, and a prompt in the null block.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ class StepShape:
     prompt_rows: int
     decodes: int
     samples: int
-    """Rows whose logits are wanted."""
 
     @property
     def prompts(self) -> int:

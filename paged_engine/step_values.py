@@ -84,15 +84,12 @@ class SlotState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step's arrays and the requests behind them."""
-
     values: StepValues
     admitted: list[tuple[int, Request]]
     """Slots that were given to requests just now."""
     states: list[SlotState]
     """What slots must be told before they sample, beside `admitted`."""
     sampling: list[Request]
-    """The requests of `values.sampled_rows`."""
     scored: ScoredRows | None
 
 

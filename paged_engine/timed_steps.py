@@ -1,9 +1,7 @@
 """Time an engine's single steps, and fit the costs of steps (wire/step_costs.py) to them.
 
-Contexts were never computed: a request takes its context as if another node had sent it, so 128
-contexts of 16k tokens are there in a second. Steps are those of serving: launched ahead on a GPU,
-decodes as CUDA graphs. A time is that between the tokens of two steps, in ms. Of several ranks,
-rank 0 alone has random numbers in its pool.
+Contexts are dummy content, as if another node had sent it, so 128 contexts of 16k tokens are there
+in a second. A time is that between the tokens of two steps, in ms.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ STEPS = 24
 """Most steps of a decode point, warm-up included; contexts grow by as many tokens."""
 _WARM_UPS = 3
 _FEWEST = 3
-# Times the seconds that a point should take: then even fewer runs are enough, because its steps are
-# that slow.
+# Times the seconds of a point, after which even fewer runs are enough.
 _ENOUGH = 4.0
 _PIECE_BLOCKS = 16  # 128 MiB of an 8B model: a GPU has little to spare now
 
@@ -104,7 +101,6 @@ class TimedSteps:
         return request
 
     def step(self) -> list[Request]:
-        """Run one engine step; what was to be fetched is there when it ends."""
         arrivals = _Arrivals()
         updated = self.engine.step(arrivals)
         for fetch in arrivals.fetches:
@@ -292,21 +288,22 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     points = _points(engine, _LIMIT_S[kind])
     log.info(
         "measured steps, requests x context + prompt tokens behind others: %s",
-        ", ".join(f"{rows} x {context // max(1, rows)} + {tokens} behind {start}: {ms:.2f} ms"
-                  for rows, context, tokens, start, ms in points),
-    )  # fmt: skip
+        ", ".join(
+            f"{rows} x {context // max(1, rows)} + {tokens} behind {start}: {ms:.2f} ms"
+            for rows, context, tokens, start, ms in points
+        ),
+    )
     costs = fitted_costs(points)
     steps = [ms for rows, _, _, _, ms in points if rows]
     least = 2 * statistics.median(steps) if kind == "cpu" and steps else 0.0
     gap_ms = config.max_gap_ms or max(_GAP_MS[kind], least)
     log.info(
-        "a step takes %.2f ms, %.1f us more for each request that decodes and %.4f for each token "
-        "of its context; "
-        "with prompts %.2f ms more, %.2f us for each token and %.6f for each before it; at most "
-        "%.0f ms beside decodes",
-        costs.step, costs.row * 1e3, costs.row_context * 1e3,
-        costs.prompts, costs.prompt_token * 1e3, costs.prompt_context * 1e3, gap_ms,
-    )  # fmt: skip
+        f"a step takes {costs.step:.2f} ms, {costs.row * 1e3:.1f} us more for each request that "
+        f"decodes and {costs.row_context * 1e3:.4f} for each token of its context; with prompts "
+        f"{costs.prompts:.2f} ms more, {costs.prompt_token * 1e3:.2f} us for each token and "
+        f"{costs.prompt_context * 1e3:.6f} for each before it; at most {gap_ms:.0f} ms "
+        "beside decodes"
+    )
     engine.reset()
     engine.costs = costs
     budget = engine.scheduler.budget

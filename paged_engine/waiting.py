@@ -1,9 +1,8 @@
 """Requests that wait for a seat, blocks or another request, in order. Pure.
 
-Among requests of equal priority the shortest prompt goes first, with ageing. Age is counted in
-tokens of work that has arrived since, so the order needs no clock and never changes: later requests
-that overtake one have together less than OVERTAKEN times its own tokens. Fetches keep the order of
-arrival. A *fork* has the prompt of another request, its parent, and waits until that prompt is
+Among requests of equal priority the shortest prompt goes first, with ageing, counted in tokens of
+work that has arrived since: later requests that overtake one have together less than OVERTAKEN
+times its own tokens. Fetches keep the order of arrival. A *fork* waits until its parent's prompt is
 computed or fetched; if the parent is gone it starts by itself.
 """
 
@@ -16,8 +15,7 @@ from kvrelay.paged_engine.request import Request, State
 
 __all__ = ["OVERTAKEN", "WaitingQueue"]
 
-# With 2, a request waits for at most thrice its own tokens more than if it had come alone behind
-# those that were there.
+# A request waits for thrice its own tokens at most beyond those that were there before it.
 OVERTAKEN = 2
 
 

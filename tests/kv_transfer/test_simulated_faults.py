@@ -69,7 +69,7 @@ def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
         real(scheduler, request, *kept)
         scheduler.kept.settle(request.request_id)
 
-    around(patch, Scheduler, "_set_aside", at_once)
+    around(patch, Scheduler, "_quarantine", at_once)
 
 
 def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:

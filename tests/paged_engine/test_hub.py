@@ -206,10 +206,9 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
 
 def test_a_path_costs_no_import() -> None:
     code = (
-        "import sys; from kvrelay.paged_engine.hub import resolve_model; from kvrelay.wire.config import "
-        "EngineConfig; "
-        "resolve_model(EngineConfig('.'), id); "
-        "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
+        "import sys; from kvrelay.paged_engine.hub import resolve_model; from kvrelay.wire.config "
+        "import EngineConfig; resolve_model(EngineConfig('.'), id); assert not "
+        "{'huggingface_hub', 'torch'} & set(sys.modules)"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60
@@ -344,8 +343,7 @@ def test_a_load_format_that_does_not_fit_the_name_is_refused_before_the_download
     )
     assert refused("org/gguf", load_format="gguf") == (
         "load_format gguf reads one file, and org/gguf is a repository; name a file of it, for "
-        "example "
-        "--model org/gguf/a.Q4.gguf"
+        "example --model org/gguf/a.Q4.gguf"
     )
     assert (
         "holds no model.safetensors; it holds GGUF files, for example --model org/gguf/a.Q4.gguf"
