@@ -40,7 +40,7 @@ from kvrelay.paged_engine.engine import aside, follow
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host
 from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
-from kvrelay.paged_engine.sharding import kv_heads_of
+from kvrelay.paged_engine.sharding import kv_head_range
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import KvrelayError
 from kvrelay.wire.profiler_config import ProfilerConfig
@@ -80,7 +80,7 @@ def meet_ranks(
     """Have the other ranks open their transfer backends; return the link to them. Raises ConfigError."""
     if ranks.size == 1:
         return None
-    heads = [kv_heads_of(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
+    heads = [kv_head_range(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))

@@ -36,9 +36,9 @@ __all__ = [
     "Reading",
     "Site",
     "shard_adapter",
-    "sites_of",
+    "adapter_sites",
     "slots_in_use",
-    "slots_of",
+    "num_slots",
     "stacked",
 ]
 
@@ -146,7 +146,7 @@ class Site:
     rows: tuple[int, ...]
 
 
-def sites_of(model: ModelConfig) -> list[dict[str, Site]]:
+def adapter_sites(model: ModelConfig) -> list[dict[str, Site]]:
     """Return each layer's sites by the names of `Decoder.sites`. A mixture's experts have none."""
     shapes = weight_shapes(replace(model, quantization=None))
     layers = []
@@ -222,7 +222,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""  # read: the path; install: the digest, empty if rank 0 failed to read
 
 
-def slots_of(config: EngineConfig) -> int:
+def num_slots(config: EngineConfig) -> int:
     """Return the number of slots on the device; one to spare if adapters load at run time."""
     return config.adapter_slots + config.allow_runtime_lora
 
@@ -299,7 +299,7 @@ class Adapters:
         given: Sequence[Adapter],
     ) -> None:
         self._reader, self._store, self._ranks = reader, store, reader.ranks
-        self.slots = AdapterSlots(config.adapter_slots, slots_of(config))
+        self.slots = AdapterSlots(config.adapter_slots, num_slots(config))
         for slot, ((name, _), adapter) in enumerate(zip(config.adapters, given, strict=True)):
             assert self.slots.reserve(name, in_place=False) == slot
             self.slots.fill(slot, AdapterFacts(name, adapter.digest, adapter.rank))

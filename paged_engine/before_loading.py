@@ -32,8 +32,8 @@ __all__ = [
     "checked_model",
     "choose_device",
     "default_block_tokens",
-    "dtype_of",
-    "kv_dtype_of",
+    "compute_dtype",
+    "kv_dtype_name",
     "least_memory",
     "least_weight_bytes",
     "longest_context",
@@ -118,7 +118,7 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
             f"{model.max_position}; lower it"
         )
     shard = shard_config(model, config.tensor_parallel_size)
-    dtype_of(config, model, device)
+    compute_dtype(config, model, device)
     if device == "cpu" and (config.kv_cache_dtype != "auto" or config.quantization):
         raise ConfigError(
             "kv_cache_dtype fp8 and quantization fp8 need a GPU; leave them out on a CPU"
@@ -126,7 +126,7 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
     pool_bytes = config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else 0)
     if pool_bytes:  # on a GPU the rest is measured
         block_size = config.block_size or default_block_tokens(device)
-        dtype = kv_dtype_of(config, model, device)
+        dtype = kv_dtype_name(config, model, device)
         num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
         longest_context(
             config.max_model_len, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype
@@ -134,7 +134,7 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
     return model
 
 
-def dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
+def compute_dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     """Return the computation's dtype. Raises ConfigError if the device has none such."""
     wanted = config.dtype
     if device == "cpu":
@@ -149,8 +149,8 @@ def dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
     return wanted
 
 
-def kv_dtype_of(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    return FP8 if config.kv_cache_dtype == "fp8" else dtype_of(config, model, device)
+def kv_dtype_name(config: EngineConfig, model: ModelConfig, device: str) -> str:
+    return FP8 if config.kv_cache_dtype == "fp8" else compute_dtype(config, model, device)
 
 
 def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple[int, int]:
@@ -162,11 +162,11 @@ def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple
     shard = shard_config(model, config.tensor_parallel_size)
     if device == "cpu":  # computes in no fp8
         shard = replace(shard, quantization=None)
-    dtype, quantize = dtype_of(config, model, device), config.quantization == "fp8"
+    dtype, quantize = compute_dtype(config, model, device), config.quantization == "fp8"
     weights = least_weight_bytes(shard, config.tensor_parallel_size, dtype=dtype, quantize=quantize)
     tokens = config.block_size or default_block_tokens(device)
     blocks = 1 + max(1, -(-config.max_model_len // tokens))
-    needed = blocks * block_bytes(shard, tokens, kv_dtype_of(config, model, device))
+    needed = blocks * block_bytes(shard, tokens, kv_dtype_name(config, model, device))
     return weights, config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else needed)
 
 

@@ -15,7 +15,7 @@ from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
-from kvrelay.paged_engine.adapters import Site, sites_of, stacked
+from kvrelay.paged_engine.adapters import Site, adapter_sites, stacked
 from kvrelay.paged_engine.lora_files import Adapter
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
@@ -241,7 +241,7 @@ class CpuAdapters:
     ) -> None:
         """Raise ConfigError where products of these shapes are not batch-invariant."""
         self._sites, self._linears, self._rank, self._dtype = (
-            sites_of(model),
+            adapter_sites(model),
             linears,
             max_rank,
             dtype,

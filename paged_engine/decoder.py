@@ -120,7 +120,7 @@ class Decoder:
             else None
         )
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
-        self._norm, (head,) = self._fold(self._norm_of(parts, "model.norm"), head)
+        self._norm, (head,) = self._fold(self._norm_at(parts, "model.norm"), head)
         self._lm_head = operations.output_layer(head)
         self.rope_variant = rope_variant(config.rope_scaling, max_positions)
         tables = _rotary_tables(config, max_positions)
@@ -163,7 +163,7 @@ class Decoder:
     def _pack(self, index: int, have: dict[str, torch.Tensor]) -> _Layer:
         config = self.config
         input_norm, o_norm, mlp_norm, down_norm = (
-            None if name is None else self._norm_of(have, name)
+            None if name is None else self._norm_at(have, name)
             for name in _NORMS[config.norm_places]
         )
         qk_norm = None
@@ -173,7 +173,7 @@ class Decoder:
         qkv, *qkv_rest = _fused(have, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         input_norm, (qkv,) = self._fold(input_norm, qkv)
         mlp_norm, mlp = self._pack_mlp(index, have, mlp_norm)
-        window = config.window_of(index)
+        window = config.layer_window(index)
         return _Layer(
             window=window,
             rope=1 if window and config.local_rope_theta else 0,
@@ -190,7 +190,7 @@ class Decoder:
     def _pack_mlp(
         self, index: int, have: dict[str, torch.Tensor], norm: Norm | None
     ) -> tuple[Norm | None, _Mlp | _Experts]:
-        ops, mixture = self._operations, self.config.experts_of(index)
+        ops, mixture = self._operations, self.config.layer_experts(index)
         halves = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         if mixture is None:
             up, *up_rest = _fused(have, *(f"mlp.{half}" for half in halves))
@@ -216,7 +216,7 @@ class Decoder:
         linear = self._operations.linear
         return linear(weight, bias) if scale is None else linear(weight, bias, scale)
 
-    def _norm_of(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
+    def _norm_at(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
         if f"{name}.weight" not in have:
             return None
         plus_one = self.config.norm == "rms_plus_one"

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowerAdapters
-from kvrelay.paged_engine.before_loading import checked_model, choose_device, dtype_of
+from kvrelay.paged_engine.before_loading import checked_model, choose_device, compute_dtype
 from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.decoder import split_fused
 from kvrelay.paged_engine.guide import Guide, Matcher
@@ -381,7 +381,7 @@ def _open_runner(
     ranks.require_equal(
         {"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike}
     )
-    dtype = getattr(torch, dtype_of(config, model, device.type))
+    dtype = getattr(torch, compute_dtype(config, model, device.type))
     reader = AdapterReader(model, dtype, config.max_lora_rank, ranks)
     given = reader.given(config)
     return _loaded_runner(config, model, device, ranks), reader, given

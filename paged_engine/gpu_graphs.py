@@ -21,7 +21,7 @@ from kvrelay.kernels.prefill_tiles import prefill_tiles, tile_tokens
 from kvrelay.paged_engine.gpu_operations import GpuStep
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
 from kvrelay.paged_engine.model_config import ModelConfig
-from kvrelay.paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded, shape_of
+from kvrelay.paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded, smallest_shape
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues, null_step
 
 __all__ = ["GpuGraphs", "StepUploads"]
@@ -300,7 +300,7 @@ class GpuGraphs:
             assert forward is not None, "a row has an adapter, and the engine has no slots for any"
             forward.replay()
             return graphs.logits[:rows]
-        shape = shape_of(values, self._uploads.shapes)
+        shape = smallest_shape(values, self._uploads.shapes)
         if shape is None:
             return None
         self._uploads.shaped(values, shape)

@@ -23,7 +23,7 @@ from kvrelay.kernels.grouped_lora import INVARIANT_ROWS, default_tiles, expand, 
 from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation
-from kvrelay.paged_engine.adapters import Site, sites_of, stacked
+from kvrelay.paged_engine.adapters import Site, adapter_sites, stacked
 from kvrelay.paged_engine.lora_files import Adapter, Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
@@ -427,7 +427,7 @@ class GpuAdapters:
         device: torch.device,
     ) -> None:
         self._sites, self._linears, self._dtype, self._device = (
-            sites_of(model),
+            adapter_sites(model),
             linears,
             dtype,
             device,

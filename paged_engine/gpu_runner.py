@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from kvrelay.paged_engine.adapters import AdapterStore, slots_of
+from kvrelay.paged_engine.adapters import AdapterStore, num_slots
 from kvrelay.paged_engine.before_loading import (
     block_bytes,
     blocks_in,
+    compute_dtype,
     default_block_tokens,
-    dtype_of,
-    kv_dtype_of,
+    kv_dtype_name,
     least_weight_bytes,
     longest_context,
 )
@@ -33,7 +33,7 @@ from kvrelay.paged_engine.gpu_operations import (
     GpuStep,
 )
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
-from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.guide import RowMasks
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.model_config import ModelConfig
@@ -96,7 +96,7 @@ class _InFlight:
         return self.sampled.wait(self.deadline_s)
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
+        return () if self.prompt_scores is None else self.prompt_scores.by_request()
 
 
 class GpuRunner:
@@ -122,7 +122,7 @@ class GpuRunner:
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_fp8(config, device)
         budget = GpuBudget.measure(device, config.gpu_memory_utilization)
-        dtype, quantize = dtype_of(config, model, device.type), config.quantization == "fp8"
+        dtype, quantize = compute_dtype(config, model, device.type), config.quantization == "fp8"
         budget.check_weights(least_weight_bytes(model, ranks.size, dtype=dtype, quantize=quantize))
         return cls(config, model, weights, device, ranks, budget)
 
@@ -135,8 +135,8 @@ class GpuRunner:
         ranks: Ranks,
         budget: GpuBudget,
     ) -> None:
-        dtype: torch.dtype = getattr(torch, dtype_of(config, model, device.type))
-        kv_name = kv_dtype_of(config, model, device.type)
+        dtype: torch.dtype = getattr(torch, compute_dtype(config, model, device.type))
+        kv_name = kv_dtype_name(config, model, device.type)
         kv_dtype: torch.dtype = getattr(torch, kv_name)
         self._device, self._ranks = device, ranks
         self._block_size = config.block_size or default_block_tokens(device.type)
@@ -172,7 +172,7 @@ class GpuRunner:
             self.adapters = GpuAdapters(
                 model,
                 self._decoder.sites(),
-                slots=slots_of(config),
+                slots=num_slots(config),
                 max_rank=config.max_lora_rank,
                 dtype=dtype,
                 device=device,
@@ -308,7 +308,7 @@ class GpuRunner:
         )
 
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
-        masks = masks_of(sampling, forward.logits.shape[1])
+        masks = row_masks(sampling, forward.logits.shape[1])
         if self._ranks.size > 1:
             self._ranks.broadcast(msgspec.msgpack.encode(RankMasks.from_masks(masks)))
         return masks

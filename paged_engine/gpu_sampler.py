@@ -86,7 +86,7 @@ class GpuSampler:
         assert len(biases) <= MAX_BIASES, (
             f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
         )
-        features = self._features[slot] = _features_of(params, outputs)
+        features = self._features[slot] = _features(params, outputs)
         self._forbidden[slot] = max(0, params.min_tokens - outputs)
         self._staged[slot] = _Admission(
             self._record(params, outputs),
@@ -102,14 +102,14 @@ class GpuSampler:
 
     def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
         """Set what a slot samples next: an unadjusted request at this token index."""
-        self._features[slot] = _features_of(params, token_index)
+        self._features[slot] = _features(params, token_index)
         nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
         self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
 
     @staticmethod
     def is_unadjusted(params: SamplingParams, outputs: int) -> bool:
         """Return whether logits are taken as they are from token number `outputs` on."""
-        return not _features_of(params, outputs) & (_ADJUSTED | _MINIMUM)
+        return not _features(params, outputs) & (_ADJUSTED | _MINIMUM)
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
         """Upload what admit() staged and return what the rows need; row i is slots[i]."""
@@ -319,7 +319,7 @@ class Sampled:
         return tokens, logprobs
 
 
-def _features_of(params: SamplingParams, outputs: int) -> int:
+def _features(params: SamplingParams, outputs: int) -> int:
     cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return (
         cut * _CUT

@@ -27,7 +27,7 @@ from kvrelay.paged_engine.request import Request
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import GBNF_RULE, Constraint
 
-__all__ = ["Grammars", "TOKEN_LIMIT_S", "TimedMatcher", "closed", "masks_of"]
+__all__ = ["Grammars", "TOKEN_LIMIT_S", "TimedMatcher", "closed", "row_masks"]
 
 _ONE_SCHEMA = (
     "items",
@@ -320,7 +320,7 @@ class TimedMatcher:
             )
 
 
-def masks_of(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
+def row_masks(requests: Sequence[Request], vocab_size: int) -> RowMasks | None:
     """Return the masks of a step's rows; row i is requests[i]. None if no row needs one.
 
     All tokens must be known. A row that no token can follow has no mask: its request ends.

@@ -21,7 +21,7 @@ from kvrelay.paged_engine.model_config import (
 )
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["model_config_of", "quantization_of"]
+__all__ = ["parse_model_config", "parse_quantization"]
 
 _FAMILIES = (
     "llama",
@@ -91,7 +91,7 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"
 _ACTIVATION_OF = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "opt": "relu"}
 
 
-def model_config_of(
+def parse_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], name: str, where: str
 ) -> ModelConfig:
     """Return the model of a config.json (`raw`) and a generation_config.json ({} if none).
@@ -137,7 +137,7 @@ def model_config_of(
         activation=_activation(fields, family),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
         eos_token_ids=eos,
-        quantization=quantization_of(fields),
+        quantization=parse_quantization(fields),
         **_differences(fields, family),
     )
 
@@ -359,7 +359,7 @@ def _slides(fields: Fields, family: str, layer: int) -> bool:
 _FORMATS = ("float-quantized", "naive-quantized")
 
 
-def quantization_of(fields: Fields) -> Quantization | None:
+def parse_quantization(fields: Fields) -> Quantization | None:
     """Return what a config.json says of fp8 weights; None if nothing.
 
     Raises ConfigError for every quantization that is not fp8 in one of the two layouts.

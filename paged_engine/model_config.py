@@ -285,12 +285,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        return tuple(sorted({self.window_of(layer) for layer in range(self.num_layers)}))
+        return tuple(sorted({self.layer_window(layer) for layer in range(self.num_layers)}))
 
-    def window_of(self, layer: int) -> int:
+    def layer_window(self, layer: int) -> int:
         return 0 if layer in self.full_attention_layers else self.window
 
-    def experts_of(self, layer: int) -> MixtureOfExperts | None:
+    def layer_experts(self, layer: int) -> MixtureOfExperts | None:
         """Return a layer's experts; None if its MLP is dense."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.model_config import DTYPES, ModelConfig
 from kvrelay.paged_engine.model_tensors import check_names, quantized_weights, tensor_shapes
 from kvrelay.wire.errors import ConfigError
@@ -49,7 +49,7 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
             f".gguf file"
         )
     generation = config.parent / "generation_config.json"
-    return model_config_of(
+    return parse_model_config(
         _read_json(config),
         _read_json(generation) if generation.exists() else {},
         _served_name(config),

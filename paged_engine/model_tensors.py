@@ -105,7 +105,7 @@ def quantized_weights(config: ModelConfig) -> set[str]:
 
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    hidden, experts = config.hidden_size, config.experts_of(index)
+    hidden, experts = config.hidden_size, config.layer_experts(index)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {
         "self_attn.q_proj": (queries, hidden, config.qkv_bias),

@@ -9,7 +9,13 @@ import struct
 
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["address_towards", "awaiting", "check_rank_0", "interface_towards", "is_of_this_host"]
+__all__ = [
+    "address_towards",
+    "listen_for_ranks",
+    "check_rank_0",
+    "interface_towards",
+    "is_of_this_host",
+]
 
 _SIOCGIFADDR = 0x8915
 
@@ -43,7 +49,7 @@ def _bind(host: str, port: int) -> None:
         probe.bind((host, port))
 
 
-def awaiting(address: str) -> socket.socket:
+def listen_for_ranks(address: str) -> socket.socket:
     """Return rank 0's listening socket, at this address alone. Raises OSError."""
     host, _, port = address.rpartition(":")
     door = socket.socket()

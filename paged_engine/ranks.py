@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
 
-from kvrelay.paged_engine.rank_address import awaiting, interface_towards
+from kvrelay.paged_engine.rank_address import interface_towards, listen_for_ranks
 from kvrelay.wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
@@ -178,7 +178,7 @@ class TorchRanks:
 
 def _meeting(address: str, rank: int, size: int) -> TCPStore:
     host, _, port = address.rpartition(":")
-    door = awaiting(address).detach() if rank == 0 else None
+    door = listen_for_ranks(address).detach() if rank == 0 else None
     return TCPStore(host, int(port), size, rank == 0, _DEADLINE, master_listen_fd=door)
 
 

@@ -141,7 +141,7 @@ class Request:
             self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending
         )
 
-    def supposing(self, proposals: Iterable[int]) -> Request:
+    def with_tokens(self, proposals: Iterable[int]) -> Request:
         """Return a read-only copy as if these were its next tokens, for a sampler."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 

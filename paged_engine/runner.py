@@ -17,8 +17,8 @@ from kvrelay.paged_engine.adapters import AdapterStore
 from kvrelay.paged_engine.before_loading import (
     CPU_POOL_BYTES,
     blocks_in,
+    compute_dtype,
     default_block_tokens,
-    dtype_of,
     longest_context,
 )
 from kvrelay.paged_engine.blocks import NULL_BLOCK
@@ -132,7 +132,7 @@ class _Done:
         return self.tokens, self.logprobs
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
+        return () if self.prompt_scores is None else self.prompt_scores.by_request()
 
 
 class CpuRunner:
@@ -154,7 +154,7 @@ class CpuRunner:
         """
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
-        name = dtype_of(config, model, device.type)
+        name = compute_dtype(config, model, device.type)
         dtype: torch.dtype = getattr(torch, name)
         block_size = config.block_size or default_block_tokens(device.type)
         pool_bytes = config.kv_cache_memory_bytes or CPU_POOL_BYTES
@@ -208,7 +208,7 @@ class CpuRunner:
             for chunk in chunks
             for ahead in range(chunk.sampled_rows)
         ]
-        states = [request.supposing(ahead) if ahead else request for request, ahead in rows]
+        states = [request.with_tokens(ahead) if ahead else request for request, ahead in rows]
         logits, scores = self._run(chunks)
         tokens, logprobs = self._sampler.sample(logits, states)
         return _Done([request for request, _ in rows], tokens, logprobs, scores)

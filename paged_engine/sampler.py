@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.kernels.philox import uniform
 from kvrelay.kernels.sampling import draw, keep_likely, penalize
-from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.step_plan import ScoredRows
 from kvrelay.wire.outputs import TokenLogprobs
@@ -74,7 +74,7 @@ class Sampler:
 
 
 def _mask(logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    masks = masks_of(requests, logits.shape[1])
+    masks = row_masks(requests, logits.shape[1])
     if masks is not None:
         allowed = np.unpackbits(
             masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
@@ -144,7 +144,7 @@ class PromptScores:
             parts += _scores(logits(some), wanted, rows.most)
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
-    def of_requests(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
+    def by_request(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
         """Yield what each request asked for, once the columns are on the host."""
         values = zip(self._rows.targets, *(column.tolist() for column in self.columns), strict=True)
         for request, count in self._rows.parts:

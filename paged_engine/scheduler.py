@@ -265,7 +265,7 @@ class Scheduler:
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
-        forked = self._waiting.parents_blocks(request)
+        forked = self._waiting.parent_blocks(request)
         if forked and len(forked) >= len(shared):
             shared = forked
         needed = self._blocks_for(len(request.token_ids)) - len(shared)

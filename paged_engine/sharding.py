@@ -15,7 +15,7 @@ from kvrelay.wire.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["kv_heads_of", "shard_config", "shard_weights", "vocab_shard"]
+__all__ = ["kv_head_range", "shard_config", "shard_weights", "vocab_shard"]
 
 # Layers whose outputs are cut, and those whose inputs are; rank 0 adds the latter's biases.
 _KEY_ROWS = (".k_proj", ".v_proj")
@@ -61,7 +61,7 @@ def shard_weights(
         yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
 
 
-def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+def kv_head_range(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
     """Return the first KV head of a rank, and the one behind its last."""
     first = rank * num_kv_heads // size
     return first, first + max(1, num_kv_heads // size)
@@ -81,7 +81,7 @@ def _shard(
         return weight.chunk(size, dim=0)[rank]
     if layer.endswith(_KEY_ROWS):
         heads = weight.reshape(config.num_kv_heads, config.head_dim, *weight.shape[1:])
-        first, end = kv_heads_of(config.num_kv_heads, rank, size)
+        first, end = kv_head_range(config.num_kv_heads, rank, size)
         return heads[first:end].flatten(0, 1)
     if layer.endswith(_COLUMNS) and kind == "weight":
         return weight.chunk(size, dim=1)[rank]

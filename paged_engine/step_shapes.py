@@ -13,7 +13,7 @@ import numpy as np
 from kvrelay.paged_engine.blocks import NULL_BLOCK
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
-__all__ = ["MOST_PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
+__all__ = ["MOST_PROMPTS", "StepShape", "padded", "smallest_shape", "step_shapes"]
 
 _PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -57,7 +57,7 @@ def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
     return sorted([*shapes, StepShape(most_rows, 0, 0)])
 
 
-def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
+def smallest_shape(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
     """Return the smallest of the sorted `shapes` that fits; None if none, or if rows are scored."""
     if len(values.scored_rows):
         return None

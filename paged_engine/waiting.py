@@ -63,7 +63,7 @@ class WaitingQueue:
             end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
         return [request for request in self._line[:end] if not self._held_back(request)]
 
-    def parents_blocks(self, request: Request) -> list[int]:
+    def parent_blocks(self, request: Request) -> list[int]:
         """Return the blocks that a fork shares with its parent; none if that is gone."""
         parent = self._parent(request)
         return [] if parent is None else parent.blocks[: self._forked(request)]

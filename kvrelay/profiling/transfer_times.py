@@ -18,7 +18,7 @@ from kvrelay.paged_engine.before_loading import (
     checked_model,
     choose_device,
     default_block_tokens,
-    kv_dtype_of,
+    kv_dtype_name,
 )
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.profiling.transfer_pair import Pair, Part, open_pair
@@ -45,7 +45,7 @@ class BlocksMoved:
     def __init__(self, config: EngineConfig) -> None:
         device = choose_device(config.device)
         model = checked_model(config, device.type)
-        dtype = kv_dtype_of(config, model, device.type)
+        dtype = kv_dtype_name(config, model, device.type)
         self.block_size = config.block_size or default_block_tokens(device.type)
         self.block_bytes = block_bytes(
             shard_config(model, config.tensor_parallel_size), self.block_size, dtype

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kvrelay.kv_transfer.shares import Heads, Share, shares
-from kvrelay.paged_engine.sharding import kv_heads_of
+from kvrelay.paged_engine.sharding import kv_head_range
 from kvrelay.wire.errors import Incompatible
 
 SIZES = (1, 2, 4, 8)
@@ -16,7 +16,7 @@ HEAD_BYTES = 3
 
 
 def layout(kv_heads: int, size: int) -> list[Heads]:
-    return [kv_heads_of(kv_heads, rank, size) for rank in range(size)]
+    return [kv_head_range(kv_heads, rank, size) for rank in range(size)]
 
 
 def block(heads: Heads) -> list[tuple[int, int]]:

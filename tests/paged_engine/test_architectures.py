@@ -162,7 +162,7 @@ def test_qwen3_moe_has_experts_where_its_steps_and_lists_say(tmp_path: Path) -> 
             8,
             768,
         )
-        assert [config.experts_of(i) is None for i in range(12)] == [
+        assert [config.layer_experts(i) is None for i in range(12)] == [
             i in config.moe.dense_layers for i in range(12)
         ]
         return config.moe.dense_layers
@@ -178,7 +178,7 @@ def test_qwen3_moe_has_experts_where_its_steps_and_lists_say(tmp_path: Path) -> 
 
 def test_gemma2_alternates_and_null_turns_a_soft_cap_off(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh")
-    assert [config.window_of(layer) for layer in range(4)] == [4096, 0, 4096, 0]
+    assert [config.layer_window(layer) for layer in range(4)] == [4096, 0, 4096, 0]
     assert (config.norm, config.norm_places, config.activation) == (
         "rms_plus_one",
         "around",

@@ -15,7 +15,7 @@ import torch
 
 from kvrelay.paged_engine import engine as engine_module
 from kvrelay.paged_engine.engine import Engine
-from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.model_tensors import tensor_shapes
 from kvrelay.paged_engine.request import Request
@@ -103,7 +103,7 @@ def test_log_probabilities_are_those_of_fp32(
 
     Both are measured in standard deviations of the log-probabilities of all tokens.
     """
-    model = model_config_of(
+    model = parse_model_config(
         {"architectures": [architecture], **SIZES, **MODELS[architecture]}, {}, "tiny", "test"
     )
     weights = weights_of(model)

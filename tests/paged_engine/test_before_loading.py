@@ -12,11 +12,11 @@ import torch
 from kvrelay.paged_engine.before_loading import (
     check_engine,
     choose_device,
-    dtype_of,
+    compute_dtype,
     least_weight_bytes,
 )
 from kvrelay.paged_engine.gpu_memory import GpuBudget
-from kvrelay.paged_engine.hf_config import model_config_of
+from kvrelay.paged_engine.hf_config import parse_model_config
 from kvrelay.paged_engine.sharding import shard_config
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.errors import ConfigError
@@ -127,10 +127,10 @@ def test_the_device_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
     def dtype(device: str, model_dtype: str, wanted: str = "auto") -> str:
-        model = model_config_of(
+        model = parse_model_config(
             json.loads(Path(llama).read_text()) | {"dtype": model_dtype}, {}, "m", "test"
         )
-        return dtype_of(EngineConfig("m", dtype=wanted), model, device)
+        return compute_dtype(EngineConfig("m", dtype=wanted), model, device)
 
     assert dtype("cpu", "bfloat16") == "float32"
     assert dtype("cpu", "bfloat16", "float16") == "float16"
@@ -140,7 +140,7 @@ def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
 
 
 def test_weights_that_cannot_fit_a_gpu_are_refused(llama: str) -> None:
-    whole = model_config_of(json.loads(Path(llama).read_text()), {}, "m", "test")
+    whole = parse_model_config(json.loads(Path(llama).read_text()), {}, "m", "test")
     in_16_bits, in_fp8 = (
         least_weight_bytes(whole, 1, dtype="bfloat16", quantize=quantize)
         for quantize in (False, True)

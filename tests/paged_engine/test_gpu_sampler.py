@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from kvrelay.paged_engine.gpu_sampler import GpuSampler, SamplePlan
-from kvrelay.paged_engine.grammar import masks_of
+from kvrelay.paged_engine.grammar import row_masks
 from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.sampler import Sampler
@@ -209,7 +209,7 @@ def test_masked_rows_equal_the_cpus(device):
         logits = torch.randn(slots, vocab, generator=generator)
         logits[:, 40:42] = 20.0
         plan = ours.prepare(rows, [p.behind for p in pairs])
-        masks = masks_of([p.known for p in pairs], vocab)
+        masks = row_masks([p.known for p in pairs], vocab)
         assert masks is not None
         assert masks.rows == [1, 2, 3, 5]
         tokens, _ = ours.launch(
@@ -419,7 +419,7 @@ def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, devi
 
     def sample(rows: list[tuple[int, Request, list[int]]]) -> list[int]:
         """(slot, request, proposals before the row)"""
-        states = [request.supposing(ahead) for _, request, ahead in rows]
+        states = [request.with_tokens(ahead) for _, request, ahead in rows]
         for (slot, request, _), state in zip(rows, states, strict=True):
             if slot >= slots or request is not requests[1]:
                 ours.set(slot, request.params, state.output_tokens, state.token_ids[-1])

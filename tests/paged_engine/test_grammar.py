@@ -72,7 +72,7 @@ def test_rows_of_a_slow_step_are_timed_one_by_one_in_the_next(grammars, monkeypa
     monkeypatch.setattr(grammar, "_executor", Executor)
     requests = [guided_request(grammars, regex("[a-z]*")) for _ in range(3)]
     for _ in range(grammar._WATCHED_STEPS + 2):
-        assert grammar.masks_of(requests, VOCAB) is not None
+        assert grammar.row_masks(requests, VOCAB) is not None
     assert executed == [3, 3]
 
 

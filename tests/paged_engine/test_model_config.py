@@ -180,7 +180,7 @@ def test_qwen_has_a_window_in_the_layers_that_the_config_names(
 ) -> None:
     def windows(**changes: Any) -> list[int]:
         config = config_of(tmp_path, architectures=[architecture], sliding_window=24, **changes)
-        return [config.window_of(layer) for layer in range(4)]
+        return [config.layer_window(layer) for layer in range(4)]
 
     assert windows(use_sliding_window=False, max_window_layers=0) == [0] * 4
     assert windows(use_sliding_window=True, max_window_layers=4) == [0] * 4

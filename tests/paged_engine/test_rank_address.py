@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.local_cluster import free_ports
 from kvrelay.paged_engine import ranks
-from kvrelay.paged_engine.rank_address import awaiting, check_rank_0, interface_towards
+from kvrelay.paged_engine.rank_address import check_rank_0, interface_towards, listen_for_ranks
 from kvrelay.paged_engine.ranks import TorchRanks
 from kvrelay.wire.errors import ConfigError
 
@@ -50,7 +50,7 @@ def test_a_port_that_is_taken_is_refused(taken: int) -> None:
 
 
 def test_rank_0_listens_at_its_address_and_at_no_other(free: int) -> None:
-    with awaiting(f"127.0.0.1:{free}") as door, socket.socket() as other:
+    with listen_for_ranks(f"127.0.0.1:{free}") as door, socket.socket() as other:
         assert door.getsockname() == ("127.0.0.1", free)
         other.bind(("127.0.0.2", free))  # taken if the first listened everywhere
 

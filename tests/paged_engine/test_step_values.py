@@ -16,7 +16,7 @@ from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.speculation import Speculation
 from kvrelay.paged_engine.step_plan import Chunk
-from kvrelay.paged_engine.step_shapes import StepShape, padded, shape_of, step_shapes
+from kvrelay.paged_engine.step_shapes import StepShape, padded, smallest_shape, step_shapes
 from kvrelay.paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
 from kvrelay.wire.engine_messages import AdapterFacts, Submit
 from kvrelay.wire.sampling import SamplingParams
@@ -128,7 +128,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
             planned = slots.step(plan.chunks)
             assert len({slot for slot, _ in planned.admitted}) == len(planned.admitted)
             device.tell(planned)
-            values, shape = planned.values, shape_of(planned.values, shapes)
+            values, shape = planned.values, smallest_shape(planned.values, shapes)
             if shape is not None:
                 values = padded(values, shape, null_slot=SLOTS, block_size=BLOCK)
                 assert values.rows.shape == (len(PADDING_ROW), shape.decodes + shape.prompt_rows)
@@ -198,17 +198,17 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
         ([769], 800, 0, 24),
         ([1] * 8 + [769 - 23 * 31, *[31] * 21], 768, 8, 32),
     ):
-        assert shape_of(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
+        assert smallest_shape(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
         assert samples >= len(counts)
     # Decodes alone, a prompt too long, prompts too many.
     for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24)):
-        assert shape_of(none, shapes) is None
+        assert smallest_shape(none, shapes) is None
     begins = replace(
         step_of([800]),
         sampled_rows=step_of([800]).scored_rows,
         sampled_slots=step_of([800]).scored_rows,
     )
-    assert shape_of(begins, shapes) == StepShape(800, 0, 0)
+    assert smallest_shape(begins, shapes) == StepShape(800, 0, 0)
     # As decode graphs have: the sampler's are theirs.
     assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
     assert step_shapes(max_num_seqs=40, max_prompt_rows=1) == []
