@@ -97,7 +97,6 @@ class AdapterSlots:
         return slot
 
     def fill(self, slot: int, facts: AdapterFacts) -> None:
-        """Put an adapter into a reserved slot and retire its namesake."""
         del self._loading[slot]
         self.retire(facts.name)
         self._named[facts.name] = Loaded(slot, facts)
@@ -117,7 +116,6 @@ class AdapterSlots:
         return bool(self._ending)
 
     def free_unused(self, used: Collection[int]) -> list[int]:
-        """Free retired slots that no live request uses, and return them."""
         freed = sorted(self._ending.difference(used))
         self._ending.difference_update(freed)
         self._free += freed
@@ -136,7 +134,7 @@ _CUT_INPUTS = (".o_proj", ".down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A linear layer of the decoder: its projections and how many outputs (`rows`) each has.
+    """A linear layer of the decoder; `rows` are the outputs of each of its projections.
 
     Projections of a site share their input, so their A's are stacked, and their B's too.
     """
@@ -183,8 +181,7 @@ def stacked(
 ) -> Matrices | None:
     """Return A [projections * rank, in] and B [outputs, rank] of a site; None if not adapted.
 
-    Lower ranks are padded with zeros. Rows of B for projection i belong to the i-th `rank` rows of
-    A.
+    Lower ranks are padded with zeros; B's rows for projection i belong to A's i-th `rank` rows.
     """
     if not any(module in modules for module in site.modules):
         return None
@@ -282,14 +279,13 @@ class Reading:
 
     @property
     def digest(self) -> str:
-        """Wait for the thread and return the adapter's digest; "" if reading failed."""
         assert self.thread is not None
         self.thread.join()
         return "" if self.facts is None else self.facts.digest
 
 
 class Adapters:
-    """Rank 0's adapters. Only the thread that steps may call its methods."""
+    """A holder of rank 0's adapters. Only the thread that steps may call its methods."""
 
     def __init__(
         self,
@@ -335,7 +331,6 @@ class Adapters:
         return reading.facts
 
     def remove_unused(self, live: Iterable[Request]) -> None:
-        """Free the slots of retired adapters that no live request uses."""
         if not self.slots.ending:
             return
         for slot in self.slots.free_unused(set.union(*slots_in_use(live))):
@@ -348,7 +343,7 @@ class Adapters:
 
 
 class FollowerAdapters:
-    """The adapters of a rank other than 0."""
+    """A mirror of `Adapters` on another rank."""
 
     def __init__(
         self, reader: AdapterReader, store: AdapterStore, given: Sequence[Adapter]

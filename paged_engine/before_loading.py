@@ -52,7 +52,6 @@ def default_block_tokens(device: str) -> int:
 
 
 def bytes_per_head(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Return the bytes of one KV head in a block, over all layers."""
     vector = config.head_dim * _ITEM_BYTES[dtype] + (_SCALE_BYTES if dtype == FP8 else 0)
     return config.num_layers * 2 * block_size * vector
 
@@ -177,7 +176,7 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
-    """Return the device for `auto`, `cpu` or `cuda`; `index` is a GPU's. Raises ConfigError."""
+    """Return the device; `index` is a GPU's. Raises ConfigError."""
     import torch
 
     # By default streams share 8 work queues, and one that waits for a peer holds up the steps.

@@ -21,7 +21,7 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True)
 class Changes:
-    """Hashes that became findable (with each one's parent, None at the start) or no longer are."""
+    """A record of hashes that became findable (each with its parent) or no longer are."""
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
@@ -34,7 +34,7 @@ class Changes:
 
 
 class BlockPool:
-    """All blocks of one KV pool; `num_blocks` counts the null block."""
+    """A pool of all KV blocks; `num_blocks` counts the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -65,7 +65,7 @@ class BlockPool:
         return len(self._quarantined)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the blocks of the longest cached prefix of `hashes`, without taking them."""
+        """Return the blocks of the longest cached prefix, without taking them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -112,7 +112,6 @@ class BlockPool:
                     self._changes.texts[block_hash] = text
 
     def reset(self) -> None:
-        """Forget all hashes. Requests keep their blocks, but nobody else finds them."""
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
@@ -120,7 +119,6 @@ class BlockPool:
             self._changes = Changes(cleared=True)
 
     def note_changes(self, *, texts: bool = False) -> None:
-        """Record from now on what becomes findable and what no longer is."""
         self._changes, self.notes_texts = Changes(), texts
 
     @property
@@ -175,10 +173,10 @@ class BlockPool:
 
 
 class KeptBlocks:
-    """Blocks of ended requests and probes that are not free yet, by request or probe id. Pure.
+    """A table of blocks of ended requests and probes that are not free yet. Pure.
 
-    *Held* blocks are kept under a lease, for a reader. *Unsettled* ones are in quarantine, because
-    a transfer that nobody waits for may still write to them.
+    *Held* blocks are kept under a lease, for a reader. *Unsettled* ones are in quarantine: a
+    transfer that nobody waits for may still write to them.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -209,7 +207,6 @@ class KeptBlocks:
         self.quarantine(probe_id, self._held.pop(probe_id))
 
     def settle(self, request_id: str) -> None:
-        """Free quarantined blocks: no transfer can touch them any more."""
         blocks = self._unsettled.pop(request_id, [])
         self._pool.leave_quarantine(blocks)
         self._pool.release(blocks)

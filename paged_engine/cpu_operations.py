@@ -31,7 +31,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CpuStep:
-    """The T tokens of a step as tensors, request by request."""
+    """A step's T tokens as tensors, request by request."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, position in its own sequence
@@ -55,7 +55,7 @@ def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
 
 
 class CpuOperations:
-    """`Operations` on a CPU."""
+    """An implementation of `Operations` in torch."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -230,7 +230,7 @@ class CpuAdapterOperations(CpuOperations):
 
 
 class CpuAdapters:
-    """`AdapterStore` on a CPU; `linears` are `Decoder.sites`."""
+    """An `AdapterStore` on a CPU; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,

@@ -88,10 +88,10 @@ def split_fused(
 
 
 class Decoder:
-    """Weights ready for the forward pass.
+    """A decoder with its weights, ready for the forward pass.
 
     `weights` yields what `split_fused` does, in any order; each is dropped once it is packed.
-    Raises ConfigError naming weights that are missing or have the wrong shape.
+    Raises ConfigError naming weights that are missing or misshaped.
     """
 
     def __init__(
@@ -241,7 +241,6 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return logits [S, vocab] of the sampled rows."""
         return self.logits(self.hidden(step, pool))
 
     @torch.inference_mode()
@@ -309,7 +308,6 @@ class Decoder:
         return layers
 
     def linears(self) -> list[Any]:
-        """Return one linear layer of each shape, without experts."""
         linears = [self._lm_head]
         for layer in self._layers:
             assert layer is not None

@@ -21,8 +21,7 @@ def dummy_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1.
 
-    A function of names and shapes alone. Copying from one random pool takes seconds for 8 billion
-    values; drawing each would take minutes.
+    A function of names and shapes alone. Values are cut from one random pool: seconds, not minutes.
     """
     values = _pool()
     dtype: torch.dtype = getattr(torch, config.dtype)

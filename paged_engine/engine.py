@@ -86,11 +86,11 @@ class Counters:
 
 
 class AdapterNotLoaded(LookupError):
-    """A request names an adapter that has no slot."""
+    """A request's adapter has no slot."""
 
 
 class Handover(Protocol):
-    """Whoever moves KV between nodes. Each method returns at once."""
+    """A mover of KV between nodes. Each method returns at once."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Read remote blocks into local ones, to which nobody else writes any more."""
@@ -183,7 +183,6 @@ class Engine:
         return self._runner.runs_ahead
 
     def load(self, now: float) -> Load:
-        """Return the load told to routers, with the prompts of the step in flight."""
         step = self._in_flight
         if step is None:
             return self.scheduler.load(now)
@@ -194,10 +193,7 @@ class Engine:
         return self._in_flight is not None
 
     def check(self, submit: Submit) -> None:
-        """Raise ValueError for a request that would break the engine.
-
-        The HTTP side has checked it; one slip there must not end everybody's engine.
-        """
+        """Raise ValueError for a request that would break the engine, and with it all others."""
         tokens = [*submit.prompt_token_ids, *submit.generated]
         vocab_size, fetch = self.model.vocab_size, submit.fetch
         if (
@@ -220,7 +216,6 @@ class Engine:
                 )
 
     def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
-        """Return the guide of a request with these parameters and this unused matcher, if any."""
         model = self.model
         return Guide.for_params(
             params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher
@@ -230,7 +225,7 @@ class Engine:
         self._runner.close()
 
     def request(self, submit: Submit, now: float) -> Request:
-        """Return a request for the scheduler, with its adapter. Raises AdapterNotLoaded."""
+        """Return a request with its adapter. Raises AdapterNotLoaded."""
         adapter = None
         if submit.adapter:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)

@@ -38,7 +38,7 @@ _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies: its quantization (`kind`, for example Q4_1) and shape, rows first."""
+    """A tensor's place; `kind` is its quantization, for example Q4_1, `shape` rows first."""
 
     kind: str
     shape: tuple[int, ...]

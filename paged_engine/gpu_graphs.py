@@ -33,10 +33,9 @@ _PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 
 
 class StepUploads:
-    """A step's integers on their way to the device: pinned memory, one copy, fixed buffers.
+    """An uploader of a step's integers: pinned memory, one copy, fixed buffers.
 
-    Owns the block tables of slots. Everything is queued on the current stream; nothing waits for
-    the device.
+    Owns the block tables of slots. Nothing waits for the device.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class _OfBatch:
 
 
 class GpuGraphs:
-    """All CUDA graphs. `forward` writes the logits of row i into row i of one memory."""
+    """A set of all CUDA graphs. `forward` writes the logits of row i into row i of one memory."""
 
     @torch.inference_mode()
     def __init__(

@@ -15,7 +15,7 @@ __all__ = ["GpuBudget"]
 
 @dataclass(frozen=True, slots=True)
 class GpuBudget:
-    """What the operator allows of a GPU's memory, taken before anything is allocated."""
+    """A share of a GPU's memory, measured before anything is allocated."""
 
     device: torch.device
     total_bytes: int

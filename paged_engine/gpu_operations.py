@@ -39,10 +39,7 @@ _LEAST_QUANTIZED = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """One step's tokens: rows of one-token sequences, then those of the prefill chunks.
-
-    T tokens, S sequences of which the first D have one token. All tensors are int32 on the device.
-    """
+    """A step's T tokens and S sequences, of which the first D have one token; int32."""
 
     decodes: int  # D
     token_ids: torch.Tensor  # [T]
@@ -60,7 +57,7 @@ class GpuStep:
 
 
 class GpuOperations:
-    """`Operations` on a GPU; `sampled` int64 [slots] holds each slot's newest token."""
+    """An implementation of `Operations`; `sampled` int64 [slots] are the newest tokens."""
 
     def __init__(
         self,
@@ -414,7 +411,7 @@ class GpuAdapterOperations(GpuOperations):
 
 
 class GpuAdapters:
-    """`AdapterStore` on a GPU; `linears` are `Decoder.sites`."""
+    """An `AdapterStore` on a GPU; `linears` are `Decoder.sites`."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class _InFlight:
 
 
 class GpuRunner:
-    """One rank on one GPU; a `Runner`."""
+    """A rank on one GPU; a `Runner`."""
 
     runs_ahead = True
 

@@ -33,7 +33,7 @@ _LOGPROB_ROWS = 16  # twice 16 rows of 128,256 in fp32: 16 MB beside the step's 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What a step's rows need together. Equal `cut` and `adjusted` run the same kernels."""
+    """A launch's needs. Equal `cut` and `adjusted` run the same kernels."""
 
     rows: int
     cut: bool = False  # top-k, top-p or min-p
@@ -51,7 +51,7 @@ class _Admission:
 
 
 class GpuSampler:
-    """The tables of the slots. Everything is queued on the current stream without waiting."""
+    """A sampler on the GPU with the tables of its slots."""
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class GpuSampler:
         )
 
     def mask(self, masks: RowMasks, rows: int) -> TokenMask:
-        """Upload the masks of a launch of `rows` rows, in one copy."""
         of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
         of_row[masks.rows] = np.arange(len(masks.rows))
         flat = self._send(np.concatenate((of_row, masks.words.view(np.int32).reshape(-1))))
@@ -181,7 +180,6 @@ class GpuSampler:
         return Sampled(tokens, plan, (chosen, ids, values))
 
     def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
-        """Compile all kernels for logits of this dtype, with masks if `masked`."""
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
         padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
         words = torch.zeros(1, words_for(self._vocab), dtype=torch.int32, device=self._device)

@@ -106,7 +106,7 @@ _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
 class Grammars:
-    """The grammars of one vocabulary, for any number of threads. Compiling releases the GIL."""
+    """A cache of compiled grammars of one vocabulary, for any number of threads."""
 
     def __init__(
         self,

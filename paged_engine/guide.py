@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """What is needed of llguidance's LLMatcher. An error is a state, never raised, and stays."""
+    """A grammar's state, as llguidance has it. An error is a state, never raised, and stays."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
 
@@ -36,7 +36,7 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Masks of some rows: ascending row numbers, and words [rows, words_for(vocab)]."""
+    """A set of masks: ascending row numbers, and words [rows, words_for(vocab)]."""
 
     rows: list[int]
     words: Words
@@ -47,7 +47,7 @@ def words_for(vocab_size: int) -> int:
 
 
 class Guide:
-    """One request's guide; call `follow` before anything else."""
+    """A guide of one request; call `follow` before anything else."""
 
     @classmethod
     def for_params(
@@ -78,11 +78,9 @@ class Guide:
     ) -> None:
         self.matcher = matcher
         self.over = False
-        """The grammar has ended: nothing may follow."""
         self.exhausted = False
         """No token may come next, although the grammar has not ended."""
         self.error: str | None = None
-        """Why the grammar cannot be followed any further."""
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
         self._seen = 0  # output tokens that the matcher has consumed
         single = [word[0] for word in params.bad_words if len(word) == 1]
@@ -106,7 +104,6 @@ class Guide:
         return self.exhausted or self.error is not None
 
     def fork(self) -> Guide:
-        """Return another guide in the same state, for another choice."""
         other = object.__new__(Guide)
         other.__dict__.update(self.__dict__)
         other.matcher = None if self.matcher is None else self.matcher.deep_copy()

@@ -43,7 +43,7 @@ SMALL_FILES = (
 
 
 class DownloadFailed(ConfigError):
-    """The Hub cannot be reached or broke off; another try may help."""
+    """A download that failed; another try may help."""
 
     exit_code = 1
 

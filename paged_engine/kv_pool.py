@@ -21,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class KVPool:
-    """The KV pool of one rank: `layers` for kernels, `address` and `block_bytes` for transfers."""
+    """A rank's KV pool: `layers` for kernels, `address` and `block_bytes` for transfers."""
 
     def __init__(
         self,

@@ -52,9 +52,9 @@ Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Matrices by our projection names, such as model.layers.0.self_attn.q_proj.
+    """An adapter's matrices by projection, such as model.layers.0.self_attn.q_proj.
 
-    `rank` is the highest of them; `digest` covers all that decides what the adapter computes.
+    `rank` is the highest of them; `digest` covers all that decides what it computes.
     """
 
     digest: str

@@ -41,7 +41,7 @@ ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What changes the rotary frequencies; fields are named as in config.json."""
+    """A change of the rotary frequencies, with config.json's names."""
 
     kind: str
     factor: float
@@ -91,7 +91,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which linear weights a checkpoint holds as float8_e4m3fn * scale."""
+    """A description of which linear weights are stored as float8_e4m3fn * scale."""
 
     scales: str
     """What has one scale: tensor, channel (an output row) or block."""
@@ -147,7 +147,7 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model. Raises ConfigError where the sizes do not fit together.
+    """A decoder-only model's sizes. Raises ConfigError where they do not fit together.
 
     Fields with a default are what sets the newer architectures apart from Llama.
     """
@@ -173,14 +173,12 @@ class ModelConfig:
     window: int
     """Tokens that a token sees, itself included; 0 for all (see full_attention_layers)."""
     dtype: str
-    """The checkpoint's own: float32, bfloat16 (any quantized GGUF) or float16."""
     eos_token_ids: tuple[int, ...]
     full_attention_layers: tuple[int, ...] = ()
     local_rope_theta: float | None = None
     """Rotary base of layers with a window, without rope scaling; None: as all others."""
     partial_rotary_factor: float = 1.0
     learned_positions: bool = False
-    """A learned vector per position is added to the embedding; nothing is rotated."""
     embedding_scale: float = 1.0
     norm: str = "rms"
     """rms; rms_plus_one: the weight is stored less one; layer: less the mean, with bias."""
@@ -192,7 +190,6 @@ class ModelConfig:
     """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
-    """Scores s become cap * tanh(s / cap)."""
     logit_softcap: float | None = None
     moe: MixtureOfExperts | None = None
     quantization: Quantization | None = None
@@ -297,7 +294,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to loosely typed values; ConfigError names file, field and value.
+    """A reader of loosely typed values; its ConfigErrors name file, field and value.
 
     A default is taken when the field is missing or null.
     """

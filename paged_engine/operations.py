@@ -1,4 +1,4 @@
-"""What the decoder asks of a device: cpu_operations.py (torch) or gpu_operations.py (Triton).
+"""Operations that the decoder asks of a device: cpu_operations.py or gpu_operations.py.
 
 Activations are [T, features] for the T tokens of a step; `Step` is the device's own type.
 """
@@ -36,7 +36,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms over head_dim of each query and key head; `query` and `key` are [head_dim]."""
+    """A pair of RMS norms of query and key heads; `query` and `key` are [head_dim]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -45,10 +45,10 @@ class QkNorm:
 
 
 class Operations(Protocol[Step]):
-    """One device's operations for one model. `Linear` objects come from `linear`.
+    """A device's operations for one model. `Linear` objects come from `linear`.
 
-    What is the same in all layers is the ModelConfig's: sizes, scales, soft caps, activation,
-    experts per token. Results may be written into `hidden`. A norm of None is no norm.
+    Sizes, scales, soft caps, activation and experts per token are the ModelConfig's. Results may be
+    written into `hidden`. A norm of None is no norm.
     """
 
     def linear(
@@ -65,8 +65,7 @@ class Operations(Protocol[Step]):
     def folds_norms(self, dtype: torch.dtype) -> bool:
         """Return whether norm weights go into the next product: W (g * x) = (W * g) x."""
 
-    def embed(self, step: Step, table: torch.Tensor) -> torch.Tensor:
-        """Return scaled embeddings of the step's tokens, [T, hidden]."""
+    def embed(self, step: Step, table: torch.Tensor) -> torch.Tensor: ...
 
     def add_positions(self, step: Step, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Return hidden + the rows of `table` at the tokens' positions."""
@@ -110,8 +109,7 @@ class Operations(Protocol[Step]):
     ) -> torch.Tensor:
         """Return hidden + the weighted sum of the experts that router(norm(hidden)) chooses."""
 
-    def sampled(self, step: Step, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of x that are sampled, [S, features]."""
+    def sampled(self, step: Step, x: torch.Tensor) -> torch.Tensor: ...
 
     def barrier(self, x: torch.Tensor) -> None:
         """Let no rank get past this before all have come so far; `x` is on the device."""

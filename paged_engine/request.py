@@ -22,7 +22,7 @@ __all__ = ["StopConditions", "Request", "State"]
 
 
 class State(enum.Enum):
-    """WAITING -> (FETCHING ->) RUNNING -> DONE; preemption and failed fetches lead to WAITING."""
+    """A request's state: WAITING -> (FETCHING ->) RUNNING -> DONE; back to WAITING if preempted."""
 
     WAITING = enum.auto()
     FETCHING = enum.auto()
@@ -96,7 +96,6 @@ class Request:
 
     @classmethod
     def from_submit(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
-        """Return a fresh request; `now` is the engine's monotonic clock."""
         return cls(
             request_id=submit.request_id,
             token_ids=[*submit.prompt_token_ids, *submit.generated],
@@ -142,7 +141,7 @@ class Request:
         )
 
     def with_tokens(self, proposals: Iterable[int]) -> Request:
-        """Return a read-only copy as if these were its next tokens, for a sampler."""
+        """Return a read-only copy with more tokens, for a sampler."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
 
     def to_score(self, start: int, end: int) -> range:
@@ -161,7 +160,6 @@ class Request:
         return BlockText(tokens, adapter, "" if index else self.salt)
 
     def mark_launched(self, start: int, now: float) -> None:
-        """Note that a step was launched that computes it from position `start` on."""
         handed_over = self.fetched_s is not None and self.fetch_error is None
         if self.first_step is None and (handed_over or start >= self.prompt_tokens):
             self.first_step, self.first_step_s = start, now
@@ -221,7 +219,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a request's tokens end it, in one model and context length."""
+    """A model's and a context's conditions that end a request."""
 
     eos: Collection[int]
     max_model_len: int

@@ -64,10 +64,7 @@ def _stretched(theta: float, scaling: RopeScaling, rotary_dim: int, max_position
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, between them a blend.
-
-    Source: "The Llama 3 herd of models", 2024, and its published reference configuration.
-    """
+    """Stretch long wavelengths, keep short ones. Source: "The Llama 3 herd of models", 2024."""
     # Turns over the original context.
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -75,9 +72,7 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """As llama3, but the blend is linear in the pair's index. Source: "YaRN", Peng et al. 2023,
-    section 3.2.
-    """
+    """Blend linearly in the pair's index. Source: "YaRN", Peng et al. 2023, section 3.2."""
     pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:

@@ -1,4 +1,4 @@
-"""What the engine asks of a device, and the CPU's runner: chunks -> tensors -> logits -> tokens."""
+"""The engine's interface to a device, and the CPU's runner: chunks -> logits -> tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ class Launched(Protocol):
 class Runner(Protocol):
     pool: KVPool
     max_model_len: int
-    """Longest prompt plus answer that the model and the pool allow."""
     rope_variant: str
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -77,7 +76,6 @@ class Runner(Protocol):
     shapes: tuple[int, ...]
     """Prompt tokens to which a step is padded, in order; none where it is not."""
     runs_ahead: bool
-    """Whether `launch` returns before the step is done."""
 
     def can_speculate(self, request: Request) -> bool:
         """Return whether proposals can be sampled in one step with the token before them."""

@@ -120,7 +120,7 @@ Columns = tuple[torch.Tensor, ...]
 
 
 class PromptScores:
-    """Log-probabilities of a step's prompt tokens on their way to the host.
+    """A step's log-probabilities of prompt tokens, on their way to the host.
 
     Logits are computed a slice of rows at a time: those of a whole prompt would be gigabytes.
     """

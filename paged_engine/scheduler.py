@@ -25,7 +25,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owner of all requests and the block pool. One method gives back what each took."""
+    """An owner of all requests and the block pool."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Scheduler:
         self.kept_blocks = 0
         """Blocks of failed fetches that need not be computed again."""
         self.forked_blocks = 0
-        """Blocks that forks have shared with their parents."""
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block whose KV is there now or derives from it."""
@@ -69,7 +68,6 @@ class Scheduler:
     # --- what comes in
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError on a second one with the same id."""
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
@@ -484,7 +482,6 @@ class Scheduler:
         return self._requests.values()
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()
         owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
         assert len(set(owned)) == self.pool.total - self.pool.free, (

@@ -57,7 +57,7 @@ _MISSES = 3
 
 @dataclass(slots=True)
 class DraftPace:
-    """How many tokens a request may propose, by what became of its proposals.
+    """A limit on a request's proposals that follows what became of them.
 
     A failed proposal costs a row and, on a GPU, a step that could not be planned ahead. After three
     failures in a row a request waits, twice as long each time.
@@ -96,7 +96,7 @@ An H200, 8B in bf16: 4.0 ms for 1 row, 5.9 for 40, 10.3 for 160.
 
 @dataclass(slots=True)
 class Speculation:
-    """At most `tokens` proposals per request and step, by n-grams of `longest` to `shortest`."""
+    """A proposer of at most `tokens` tokens, by n-grams of `longest` to `shortest`."""
 
     tokens: int = 0
     longest: int = 1
@@ -104,11 +104,9 @@ class Speculation:
     can_speculate: Callable[[Request], bool] = field(default=lambda request: True)
     """Whether this device's sampler can draw several rows of a request at once."""
     drafts: int = 0
-    """Chunks with proposals whose draws are known."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """Accepted tokens by place in their proposal."""
 
     def __post_init__(self) -> None:
         self.accepted_at = [0] * self.tokens

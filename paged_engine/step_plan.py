@@ -1,4 +1,4 @@
-"""What one step does: values that the scheduler makes."""
+"""A step as the scheduler plans it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Chunk", "Fetch", "ScoredRows", "StepPlan"]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `count` tokens of a request from position `start` on."""
+    """A part of a request to compute: `count` tokens from position `start` on."""
 
     request: Request
     start: int
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """The scored positions of a step, in the order of its chunks."""
+    """A step's scored positions, in the order of its chunks."""
 
     targets: list[int]
     parts: list[tuple[Request, int]]
@@ -65,7 +65,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Read remote block i into local block i; nothing if the prefix cache held all."""
+    """A read of remote block i into local block i; empty if the prefix cache held all."""
 
     request: Request
     remote_blocks: list[int]

@@ -39,7 +39,7 @@ PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """T rows (tokens) of S sequences, one-token sequences first; all int32.
+    """A step as int32 arrays: T rows (tokens) of S sequences, one-token sequences first.
 
     A request's newest token and its proposals are several one-token sequences with the same slot.
     """
@@ -73,20 +73,18 @@ class StepValues:
 
 
 class SlotState(NamedTuple):
-    """What a slot samples next: as the request in slot `seat` at token `token_index`."""
+    """A slot's next sampling state: that of slot `seat` at token `token_index`."""
 
     slot: int
     seat: int
     token_index: int
     newest: int
-    """The token before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     values: StepValues
     admitted: list[tuple[int, Request]]
-    """Slots that were given to requests just now."""
     states: list[SlotState]
     """What slots must be told before they sample, beside `admitted`."""
     sampling: list[Request]
@@ -102,7 +100,7 @@ class _Seat:
 
 
 class Slots:
-    """Slots of running requests, and what the device knows of them.
+    """A table of running requests' slots, and of what the device knows of them.
 
     A slot may go to another request while a step that used it still runs: whatever overwrites its
     tables is queued behind that step.
@@ -254,7 +252,7 @@ def _int32(values: Sequence[object] | np.ndarray, columns: int = 0) -> np.ndarra
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others of a step."""
+    """A step as rank 0 tells the others."""
 
     arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
     admitted: list[tuple[int, Submit]]
@@ -274,7 +272,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMasks(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0's guides allow in the step that it sent last."""
+    """A step's masks as rank 0 tells the others, after its RankStep."""
 
     rows: list[int]
     words: bytes

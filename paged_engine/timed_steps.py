@@ -30,7 +30,6 @@ from kvrelay.wire.transfer import Ticket
 __all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps", "measure_steps"]
 
 PREFILLS_AT_ONCE = 3
-"""Prompts that have blocks at a time while prefills are timed."""
 STEPS = 24
 """Most steps of a decode point, warm-up included; contexts grow by as many tokens."""
 _WARM_UPS = 3
@@ -53,7 +52,7 @@ class _Arrivals:
 
 
 class TimedSteps:
-    """An engine that nobody else uses."""
+    """A timer of steps of an engine that nobody else uses."""
 
     def __init__(
         self,

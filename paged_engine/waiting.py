@@ -20,7 +20,7 @@ OVERTAKEN = 2
 
 
 class WaitingQueue:
-    """Waiting requests in the order of their turns; `live` are all requests by id."""
+    """A queue in the order of turns; `live` are all requests by id."""
 
     def __init__(self, live: Mapping[str, Request], block_size: int) -> None:
         self._live = live
@@ -33,7 +33,6 @@ class WaitingQueue:
         self.pairs = 0.0
         """Each of these tokens times those before it in its request, summed up."""
         self.wanted = 0
-        """Tokens of KV that all of them are expected to take."""
 
     def __len__(self) -> int:
         return len(self._line)
