@@ -39,7 +39,7 @@ __all__ = [
     "adapter_sites",
     "slots_in_use",
     "num_slots",
-    "stacked",
+    "stack_sites",
 ]
 
 
@@ -176,15 +176,26 @@ def shard_adapter(adapter: Adapter, model: ModelConfig, rank: int, size: int) ->
     )
 
 
-def stacked(
-    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
-) -> Matrices | None:
-    """Return A [projections * rank, in] and B [outputs, rank] of a site; None if not adapted.
+def stack_sites(
+    adapter: Adapter, layers: Sequence[Mapping[str, Site]], rank: int, dtype: torch.dtype
+) -> list[dict[str, Matrices]]:
+    """Return each layer's adapted sites: A [projections * rank, in] and B [outputs, rank].
 
     Lower ranks are padded with zeros; B's rows for projection i belong to A's i-th `rank` rows.
     """
-    if not any(module in modules for module in site.modules):
-        return None
+    return [
+        {
+            name: _stacked(adapter.modules, site, rank, dtype)
+            for name, site in sites.items()
+            if any(module in adapter.modules for module in site.modules)
+        }
+        for sites in layers
+    ]
+
+
+def _stacked(
+    modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch.dtype
+) -> Matrices:
     a = torch.zeros(len(site.modules) * rank, site.in_features, dtype=dtype)
     b = torch.zeros(sum(site.rows), rank, dtype=dtype)
     for index, (module, ours) in enumerate(

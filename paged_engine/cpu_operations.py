@@ -15,7 +15,7 @@ from kvrelay.kernels.lora import PackedLora
 from kvrelay.kernels.moe import Experts, route
 from kvrelay.kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
 from kvrelay.kernels.paged_attention import AttentionPlan, attend
-from kvrelay.paged_engine.adapters import Site, adapter_sites, stacked
+from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
 from kvrelay.paged_engine.lora_files import Adapter
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
@@ -249,20 +249,14 @@ class CpuAdapters:
         self._min_rows = fewest_rows(_one_of_each(self._sites, max_rank, dtype), dtype)
 
     def prepare(self, adapter: Adapter) -> Prepared:
-        layers: Prepared = []
-        for sites in self._sites:
-            found = {
-                name: stacked(adapter.modules, site, self._rank, self._dtype)
-                for name, site in sites.items()
+        found = stack_sites(adapter, self._sites, self._rank, self._dtype)
+        return [
+            {
+                name: PackedLora(*matrices, sites[name].rows, self._min_rows)
+                for name, matrices in layer.items()
             }
-            layers.append(
-                {
-                    name: PackedLora(*matrices, sites[name].rows, self._min_rows)
-                    for name, matrices in found.items()
-                    if matrices is not None
-                }
-            )
-        return layers
+            for sites, layer in zip(self._sites, found, strict=True)
+        ]
 
     def install(self, slot: int, prepared: Prepared) -> None:
         for linears, packed in zip(self._linears, prepared, strict=True):

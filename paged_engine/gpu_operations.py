@@ -23,7 +23,7 @@ from kvrelay.kernels.grouped_lora import INVARIANT_ROWS, default_tiles, expand, 
 from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.paged_prefill import paged_prefill
 from kvrelay.kernels.skinny_gemm import Activation
-from kvrelay.paged_engine.adapters import Site, adapter_sites, stacked
+from kvrelay.paged_engine.adapters import Site, adapter_sites, stack_sites
 from kvrelay.paged_engine.lora_files import Adapter, Matrices
 from kvrelay.paged_engine.model_config import ModelConfig
 from kvrelay.paged_engine.operations import LayerCache, Norm, QkNorm
@@ -435,15 +435,11 @@ class GpuAdapters:
                 layer[name].make_room(site, slots, self._rank, dtype)
 
     def prepare(self, adapter: Adapter) -> Prepared:
+        found = stack_sites(adapter, self._sites, self._rank, self._dtype)
         with torch.cuda.device(self._device):  # a thread begins on the first GPU
             return [
-                {
-                    name: (matrices[0].pin_memory(), matrices[1].pin_memory())
-                    for name, site in sites.items()
-                    if (matrices := stacked(adapter.modules, site, self._rank, self._dtype))
-                    is not None
-                }
-                for sites in self._sites
+                {name: (a.pin_memory(), b.pin_memory()) for name, (a, b) in layer.items()}
+                for layer in found
             ]
 
     def install(self, slot: int, prepared: Prepared) -> None:

@@ -326,15 +326,15 @@ class Fields:
         return bool(self._typed(key, default, (bool,), "true or false"))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        value = self.values.get(key) or []
-        if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
-            raise ConfigError(f"{self.where}: {key} must be a list of numbers, got {value!r}")
-        return tuple(map(float, value))
+        return tuple(map(float, self._list(key, (int, float), "numbers")))
 
     def texts(self, key: str) -> tuple[str, ...]:
+        return self._list(key, (str,), "strings")
+
+    def _list(self, key: str, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
         value = self.values.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{self.where}: {key} must be a list of strings, got {value!r}")
+        if not isinstance(value, list) or not all(type(item) in kinds for item in value):
+            raise ConfigError(f"{self.where}: {key} must be a list of {what}, got {value!r}")
         return tuple(value)
 
     def section(self, key: str) -> Fields:

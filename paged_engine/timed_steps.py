@@ -12,7 +12,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -123,8 +123,9 @@ class TimedSteps:
         At most `steps` with the warm-up, and none after `seconds` unless there are fewer than 3.
         Raises ValueError if the pool or the batch has no room.
         """
+        arrivals = [None] * (steps - _WARM_UPS)
         with self.decoding(requests, context, steps):
-            return self._decode_times(requests, steps - _WARM_UPS, seconds)
+            return self._times(arrivals, 0, seconds, lambda updated: updated == requests)
 
     @contextlib.contextmanager
     def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
@@ -148,18 +149,27 @@ class TimedSteps:
         finally:
             self.clear()
 
-    def _decode_times(self, requests: int, most: int, seconds: float) -> list[float]:
+    def _times(
+        self,
+        arrivals: Sequence[Request | None],
+        warm_ups: int,
+        seconds: float,
+        is_whole: Callable[[int], bool],
+    ) -> list[float]:
         times: list[float] = []
         last = self._clock()
-        while len(times) < most and not _enough(times, seconds):
-            updated = self.step()
+        for number, request in enumerate(arrivals):
+            if request is not None:
+                self.engine.scheduler.add(request)
+            updated = len(self.step())
             now = self._clock()
-            if len(updated) != requests:
-                raise ValueError(
-                    f"{len(updated)} of {requests} requests decode in one step; {self._room()}"
-                )
-            times.append((now - last) * 1e3)
+            if number >= warm_ups:
+                if not is_whole(updated):
+                    raise ValueError(f"{updated} requests in one step; {self._room()}")
+                times.append((now - last) * 1e3)
             last = now
+            if _enough(times, seconds):
+                break
         return times
 
     def prefill(
@@ -180,55 +190,23 @@ class TimedSteps:
                 f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into "
                 f"{self._room()}"
             )
-        times: list[float] = []
-        last, taken = 0.0, 0
         # All made before: a prompt of 100k tokens takes longer to make than a short step.
-        prepared = [
+        prompts = [
             self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)
         ]
         try:
-            for request in prepared:
-                self.engine.scheduler.add(request)
-                updated = self.step()
-                now = self._clock()
-                if taken and len(updated) != 1:
-                    raise ValueError(
-                        f"{tokens} tokens behind {context} are not one step of this engine"
-                    )
-                taken += len(updated)
-                if taken > 1:
-                    times.append((now - last) * 1e3)
-                last = now
-                if len(times) == most or _enough(times, seconds):
-                    break
+            return self._times(prompts, _WARM_UPS, seconds, lambda updated: updated == 1)
         finally:
             self.clear()
-        return times
 
     def mixed(
         self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0
     ) -> list[float]:
         """Return the times of steps with decodes and one prompt of `tokens`, as `prefill`."""
         self._check_step(tokens)
-        times: list[float] = []
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
-            prepared = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
-            last = self._clock()
-            for number, request in enumerate(prepared):
-                self.engine.scheduler.add(request)
-                updated = self.step()
-                now = self._clock()
-                if len(updated) < requests:
-                    raise ValueError(
-                        f"{len(updated)} of {requests} requests decode beside a prompt; "
-                        f"{self._room()}"
-                    )
-                if number >= _WARM_UPS:
-                    times.append((now - last) * 1e3)
-                last = now
-                if _enough(times, seconds):
-                    break
-        return times
+            prompts = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
+            return self._times(prompts, _WARM_UPS, seconds, lambda updated: updated >= requests)
 
     def _check_step(self, tokens: int) -> None:
         if tokens > self.engine.max_num_batched_tokens:
