@@ -329,20 +329,20 @@ class EngineProcess:
             match event:
                 case Fetched():
                     if request is None:  # aborted after the last byte was in
-                        scheduler.kept.settled(event.request_id)
+                        scheduler.kept.settle(event.request_id)
                     else:
                         self._fetched(request, event)
                 case FetchFailed():
                     if request is not None:
                         self._fetch_failed(request, event)
                 case Settled(request_id):
-                    scheduler.kept.settled(request_id)
+                    scheduler.kept.settle(request_id)
                 case Released(request_id, expired):
                     if expired:
                         log.warning(
                             "request %s: nobody fetched its KV before the lease ended", request_id
                         )
-                    scheduler.kept.released(request_id)
+                    scheduler.kept.release(request_id)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
@@ -352,7 +352,7 @@ class EngineProcess:
         completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
-        self.engine.scheduler.fetched(request.request_id, completion.generated)
+        self.engine.scheduler.finish_fetch(request.request_id, completion.generated)
         if request.new_tokens:
             request.first_token_s = request.fetched_s
             self._update(request)
@@ -365,10 +365,10 @@ class EngineProcess:
                 request.request_id,
                 failed.reason,
             )
-            self.engine.scheduler.give_up(request.request_id, failed.reason)
+            self.engine.scheduler.end_failed_fetch(request.request_id, failed.reason)
             self._update(request, error=KvNotLoaded.because(failed.cause).message)
             return
-        self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.verified)
+        self.engine.scheduler.fail_fetch(request.request_id, failed.reason, failed.verified)
         log.warning(
             "request %s: KV not fetched, computing here from token %d of %d on: %s",
             request.request_id,
@@ -427,7 +427,7 @@ class EngineProcess:
             request_id, Completion(request.new_tokens, request.new_logprobs)
         )
         if ticket is None:  # its lease ended while it grew
-            scheduler.kept.released(request_id)
+            scheduler.kept.release(request_id)
         return ticket
 
     def _report(self) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvrelay.node import rank_messages
 from kvrelay.node.rank_messages import ProfileSteps
-from kvrelay.paged_engine.engine import Engine, aside
+from kvrelay.paged_engine.engine import Engine, broadcast_aside
 from kvrelay.paged_engine.ranks import Ranks
 from kvrelay.wire.engine_messages import Profile, Profiled
 from kvrelay.wire.profiler_config import ProfilerConfig
@@ -152,4 +152,4 @@ class EngineProfile:
     def _tell_ranks(self, *, begin: bool) -> None:
         if self._ranks.size > 1:
             assert self._config is not None
-            aside(self._ranks, rank_messages.encode(ProfileSteps(self._config, begin)))
+            broadcast_aside(self._ranks, rank_messages.encode(ProfileSteps(self._config, begin)))

@@ -19,10 +19,10 @@ from kvrelay.kv_transfer.connector import Event, Fetched, FetchFailed, Released,
 from kvrelay.kv_transfer.transfer_engine import TransferEngine
 from kvrelay.node import rank_messages
 from kvrelay.node.rank_messages import FillBlocks, RankMessage, VerifyBlocks
-from kvrelay.paged_engine.engine import Engine, aside
+from kvrelay.paged_engine.engine import Engine, broadcast_aside
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.ranks import Ranks
-from kvrelay.paged_engine.sharding import kv_heads_of
+from kvrelay.paged_engine.sharding import kv_head_range
 from kvrelay.wire.engine_messages import (
     PROBE_PREFIX,
     FetchProbe,
@@ -57,7 +57,7 @@ class ProbePattern:
 
     def __init__(self, pool: KVPool, num_kv_heads: int, rank: int = 0, size: int = 1) -> None:
         head_words = pool.block_bytes // pool.bytes.shape[1] // 4
-        self._first_word = kv_heads_of(num_kv_heads, rank, size)[0] * head_words
+        self._first_word = kv_head_range(num_kv_heads, rank, size)[0] * head_words
         self._block_words = num_kv_heads * head_words
         # [num_blocks, words of a block]
         self._words = pool.bytes.view(pool.num_blocks, -1).view(torch.int32)
@@ -126,7 +126,7 @@ class Probes:
         self._wait_for_device()
         self._tell_ranks(FillBlocks(seed, blocks, self._num_kv_heads))
         self._pattern.fill(seed, blocks)
-        self._ranks.least(1)
+        self._ranks.minimum(1)
         self._offered = probe.probe_id
         tokens = len(blocks) * self._engine.pool.block_size
         ticket = self._connector.offer(probe.probe_id, blocks, tokens)
@@ -157,7 +157,7 @@ class Probes:
         kept, running = self._engine.scheduler.kept, self._running
         if event.request_id == self._offered:
             assert isinstance(event, Released)
-            kept.released(event.request_id)
+            kept.release(event.request_id)
             self._offered = None
             return True
         if running is None or event.request_id != running.probe.probe_id:
@@ -165,20 +165,20 @@ class Probes:
         match event:
             case Fetched():
                 self._send(self._compare(running, event))
-                kept.released(event.request_id)
+                kept.release(event.request_id)
                 self._running = None
             case FetchFailed(probe_id, reason):
-                kept.set_aside(probe_id)
+                kept.quarantine_held(probe_id)
                 self._refuse(probe_id, reason, busy=False)
             case Settled(probe_id):
-                kept.settled(probe_id)
+                kept.settle(probe_id)
                 self._running = None
         return True
 
     def _compare(self, running: _Running, fetched: Fetched) -> ProbeFetched:
         seed, blocks = running.probe.seed, running.blocks
         self._tell_ranks(VerifyBlocks(seed, blocks, self._num_kv_heads))
-        verified = self._ranks.least(int(self._pattern.matches(seed, blocks))) == 1
+        verified = self._ranks.minimum(int(self._pattern.matches(seed, blocks))) == 1
         way = self._connector.way(running.probe.ticket)
         return ProbeFetched(
             fetched.request_id,
@@ -194,7 +194,7 @@ class Probes:
 
     def _take_blocks(self, probe_id: str, count: int) -> list[int] | None:
         spare = self._spare_blocks()
-        blocks = self._engine.scheduler.lend(probe_id, count) if 0 < count <= spare else None
+        blocks = self._engine.scheduler.lend_blocks(probe_id, count) if 0 < count <= spare else None
         if blocks is None:
             reason = f"this node can spare {spare} blocks now, and the probe asks for {count}"
             self._refuse(probe_id, reason)
@@ -209,7 +209,7 @@ class Probes:
 
     def _tell_ranks(self, message: RankMessage) -> None:
         if self._ranks.size > 1:
-            aside(self._ranks, rank_messages.encode(message))
+            broadcast_aside(self._ranks, rank_messages.encode(message))
 
     def _wait_for_device(self) -> None:
         # A step that runs may still write to what has just become free, on any rank.

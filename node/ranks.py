@@ -36,7 +36,7 @@ from kvrelay.node.process import (
 )
 from kvrelay.node.rank_messages import FillBlocks, Meet, ProfileSteps, VerifyBlocks
 from kvrelay.paged_engine.before_loading import check_engine, choose_device
-from kvrelay.paged_engine.engine import aside, follow
+from kvrelay.paged_engine.engine import broadcast_aside, run_follower
 from kvrelay.paged_engine.kv_pool import KVPool
 from kvrelay.paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host
 from kvrelay.paged_engine.ranks import Alone, Ranks, TorchRanks
@@ -84,7 +84,7 @@ def meet_ranks(
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
     link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
-    aside(ranks, rank_messages.encode(Meet(link.address)))
+    broadcast_aside(ranks, rank_messages.encode(Meet(link.address)))
     return link
 
 
@@ -170,10 +170,10 @@ class _RankTasks:
                 self._meet(pool, meeting)
             case FillBlocks(seed, blocks, num_kv_heads):
                 ProbePattern(pool, num_kv_heads, rank, size).fill(seed, blocks)
-                self._ranks.least(1)
+                self._ranks.minimum(1)
             case VerifyBlocks(seed, blocks, num_kv_heads):
                 pattern = ProbePattern(pool, num_kv_heads, rank, size)
-                self._ranks.least(int(pattern.matches(seed, blocks)))
+                self._ranks.minimum(int(pattern.matches(seed, blocks)))
             case ProfileSteps(config, begin):
                 self._profile(config, begin=begin)
 
@@ -228,7 +228,7 @@ def _follow() -> int:
             config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device
         )
         tasks = _RankTasks(ranks)
-        follow(config, ranks, device, tasks.handle)
+        run_follower(config, ranks, device, tasks.handle)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
         return 2
