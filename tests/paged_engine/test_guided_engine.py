@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def guided(
     return request
 
 
+@pytest.fixture
+def ask(engine, grammars):
+    return partial(guided, engine, grammars)
+
+
 def text(request: Request) -> str:
     return b"".join(TOKENS[token] for token in output(request) if token != EOS).decode()
 
@@ -94,13 +100,11 @@ KINDS = [
     ("constraint", "holds"), KINDS, ids=lambda value: getattr(value, "kind", "")
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, engine, grammars):
+def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, engine, ask):
     # Without a bias to its end a random model goes on as long as it may.
     bias = ((EOS, 30.0), (ord('"'), 5.0), (ord("/"), 20.0))
     requests = [
-        guided(
-            engine,
-            grammars,
+        ask(
             f"r{seed}",
             constraint=constraint,
             temperature=temperature,
@@ -115,15 +119,14 @@ def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, e
         assert holds(text(request)), text(request)
 
 
-def test_free_text_holds_its_tags(engine, grammars):
+def test_free_text_holds_its_tags(engine, ask):
     constraint = Constraint("tags", TAGS)
     likely = {
         "logit_bias": ((ord("<"), 20.0), (ord("f"), 20.0)),
         "bad_words": ((ord("<"), ord("<")),),
     }
     requests = [
-        guided(engine, grammars, f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely)
-        for s in range(4)
+        ask(f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely) for s in range(4)
     ]
     drain(engine)
     raw = [b"".join(TOKENS[t] for t in output(r)) for r in requests]
@@ -133,9 +136,9 @@ def test_free_text_holds_its_tags(engine, grammars):
             assert tag.startswith((b"=12>", b"=345>")), answer
 
 
-def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, grammars):
+def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, ask):
     def plain() -> list[int]:
-        request = guided(engine, grammars, "plain", max_tokens=30, ignore_eos=True)
+        request = ask("plain", max_tokens=30, ignore_eos=True)
         others.append(request)
         return output(request)
 
@@ -144,14 +147,14 @@ def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, grammars):
     drain(engine)
     alone = output(others[0])
     plain()
-    guided(engine, grammars, "a", constraint=JSON, max_tokens=30)
-    guided(engine, grammars, "b", constraint=regex("[ab]+"), max_tokens=30)
+    ask("a", constraint=JSON, max_tokens=30)
+    ask("b", constraint=regex("[ab]+"), max_tokens=30)
     drain(engine)
     assert output(others[1]) == alone
     assert others[1].guide is None
 
 
-def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
+def test_what_was_generated_elsewhere_is_replayed(engine, ask):
     """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if
     nothing had happened.
     """
@@ -162,12 +165,12 @@ def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
         "seed": 11,
         "logit_bias": ((ord('"'), 4.0), (EOS, 9.0)),
     }
-    whole = guided(engine, grammars, "whole", **params)
+    whole = ask("whole", **params)
     drain(engine)
     tokens = output(whole)
     assert whole.finish is Finish.STOP
     for cut in (1, 2, len(tokens) // 2, len(tokens) - 1):
-        rest = guided(engine, grammars, "whole", generated=tokens[:cut], **params)
+        rest = ask("whole", generated=tokens[:cut], **params)
         drain(engine)
         assert output(rest) == tokens
         assert rest.finish is Finish.STOP
@@ -358,8 +361,8 @@ def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
     ]
 
 
-def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
-    request = guided(engine, grammars, constraint=JSON, max_tokens=7)
+def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars, ask):
+    request = ask(constraint=JSON, max_tokens=7)
     drain(engine)
     assert request.finish is Finish.LENGTH
     assert len(output(request)) == 7
@@ -368,15 +371,13 @@ def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
     assert not matcher.is_stopped()
 
 
-def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, grammars):
+def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, ask):
     """The model wants nothing but to end."""
     wants = {"logit_bias": ((EOS, 100.0),), "constraint": regex("[ab]{3,}")}
-    request = guided(engine, grammars, "now", **wants)
-    late = guided(engine, grammars, "late", **wants, min_tokens=6)
-    never = guided(engine, grammars, "never", **wants, ignore_eos=True, max_tokens=8)
-    forced = guided(
-        engine,
-        grammars,
+    request = ask("now", **wants)
+    late = ask("late", **wants, min_tokens=6)
+    never = ask("never", **wants, ignore_eos=True, max_tokens=8)
+    forced = ask(
         "forced",
         constraint=regex("ab"),
         ignore_eos=True,
@@ -390,20 +391,20 @@ def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, gramma
     assert text(forced) == "ab"
 
 
-def test_an_answer_ends_when_no_token_is_left(engine, grammars):
+def test_an_answer_ends_when_no_token_is_left(engine, ask):
     """The grammar wants a b, which is forbidden: neither a b nor anything else is said."""
-    nothing = guided(engine, grammars, constraint=regex("ab"), bad_words=((ord("b"),),), logprobs=1)
+    nothing = ask(constraint=regex("ab"), bad_words=((ord("b"),),), logprobs=1)
     drain(engine)
     assert (text(nothing), nothing.finish) == ("a", Finish.STOP)
     assert len(nothing.new_logprobs) == 1
-    only_end = guided(engine, grammars, allowed_token_ids=(EOS,), min_tokens=3)
+    only_end = ask(allowed_token_ids=(EOS,), min_tokens=3)
     drain(engine)
     assert (output(only_end), only_end.finish) == ([], Finish.STOP)
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, grammars):
-    other = guided(engine, grammars, "other", max_tokens=5, ignore_eos=True)
-    wrong = guided(engine, grammars, "wrong", generated=[ord("z")], constraint=regex("ab"))
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, ask):
+    other = ask("other", max_tokens=5, ignore_eos=True)
+    wrong = ask("wrong", generated=[ord("z")], constraint=regex("ab"))
     drain(engine)
     assert (other.finish, len(output(other))) == (Finish.LENGTH, 5)
     assert wrong.finish is Finish.ERROR
@@ -411,7 +412,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, gramma
     assert output(wrong) == [ord("z")]
 
 
-def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine, grammars):
+def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine, ask):
     class GivesUp:
         """As llguidance does at its limits: while a mask is computed, here the third."""
 
@@ -431,7 +432,7 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
         def get_error(self) -> str:
             return "too many items\nin this state"
 
-    request = guided(engine, grammars, constraint=regex("[a-z]{30}"), logprobs=0)
+    request = ask(constraint=regex("[a-z]{30}"), logprobs=0)
     request.guide.matcher = GivesUp(request.guide.matcher)
     drain(engine)
     assert request.finish is Finish.ERROR
@@ -440,9 +441,9 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
     assert request.guide.error.endswith("cannot be followed any further: too many items")
 
 
-def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, grammars):
+def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, ask):
     letters = regex("[a-z]{30}")
-    slow, quick = (guided(engine, grammars, name, constraint=letters) for name in ("slow", "quick"))
+    slow, quick = (ask(name, constraint=letters) for name in ("slow", "quick"))
     slow.guide.matcher = TimedMatcher(Slow(slow.guide.matcher, 0.12))
     quick.guide.matcher = TimedMatcher(quick.guide.matcher)
     slow.guide.matcher.watched = quick.guide.matcher.watched = 99
@@ -454,12 +455,10 @@ def test_an_answer_ends_at_the_third_token_that_holds_up_the_step(engine, gramma
     assert re.fullmatch("[a-z]{30}", text(quick)), "whoever is computed beside it goes on"
 
 
-def test_only_allowed_tokens_come(engine, grammars):
+def test_only_allowed_tokens_come(engine, ask):
     allowed = (5, 31, 32, 63, 64, 255)
-    request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
-    both = guided(
-        engine,
-        grammars,
+    request = ask(allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
+    both = ask(
         "both",
         allowed_token_ids=(*b"xyz", EOS),
         constraint=regex("[w-y]{5}z"),
@@ -469,24 +468,24 @@ def test_only_allowed_tokens_come(engine, grammars):
     assert re.fullmatch("[xy]{5}z", text(both))
 
 
-def test_bad_words_end_nowhere(engine, grammars):
+def test_bad_words_end_nowhere(engine, ask):
     """Of four tokens that it may say, never b after a, never c after a and c, and never d."""
     bad = ((ord("a"), ord("b")), (ord("a"), ord("c"), ord("c")), (ord("d"),))
     params = {"allowed_token_ids": tuple(b"abcd"), "max_tokens": 150, "temperature": 2.0}
-    request = guided(engine, grammars, bad_words=bad, **params)
-    free = guided(engine, grammars, "free", **params)
+    request = ask(bad_words=bad, **params)
+    free = ask("free", **params)
     drain(engine)
     assert all(word in text(free) for word in ("ab", "acc", "d"))
     assert not any(word in text(request) for word in ("ab", "acc", "d"))
     assert all(word in text(request) for word in ("aa", "ac", "ba", "ca", "cc"))
 
 
-def test_a_guide_goes_with_all_other_parameters(engine, grammars):
+def test_a_guide_goes_with_all_other_parameters(engine, ask):
     others = {
         "min_tokens": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_k": 3,
         "top_p": 0.9, "min_p": 0.01, "logit_bias": ((ord("b"), 3.0),), "logprobs": 2,
     }  # fmt: skip
-    request = guided(engine, grammars, constraint=regex("[a-d]{2,20}"), **others)
+    request = ask(constraint=regex("[a-d]{2,20}"), **others)
     drain(engine)
     assert re.fullmatch("[a-d]{3,20}", text(request))
     # Log-probabilities are the model's own: what it would have liked to say need not be allowed.

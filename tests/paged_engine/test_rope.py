@@ -135,9 +135,3 @@ def test_only_two_kinds_depend_on_the_nodes_limit_and_say_so(tmp_path: Path) -> 
         assert all(torch.equal(group[0], other) for group in variants.values() for other in group)
         several = {"dynamic": 3, "longrope": 2}
         assert len(variants) == several.get(case.split()[0], 1)
-
-
-def test_a_context_within_the_original_length_is_as_trained() -> None:
-    config = config_of("dynamic")
-    plain, _ = rope_frequencies(None, 10_000.0, 128, 16_384)
-    assert torch.equal(plain, theirs_for(config, 100)[0])

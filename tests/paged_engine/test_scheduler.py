@@ -146,32 +146,22 @@ def test_held_blocks_stay_until_released():
     assert scheduler.pool.free == scheduler.pool.total
 
 
-def test_a_fetched_request_decodes_from_its_first_token():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_fetched_request_decodes_from_its_first_token(early):
+    """An early one's first token comes with the KV."""
     scheduler = make()
     prompt = list(range(40))
-    req = fetching("r", prompt)
+    req = fetching("r", prompt, early=early)
     scheduler.add(req)
     fetch = start_fetch(scheduler)
     assert (fetch.remote_blocks, len(fetch.local_blocks)) == ([500, 501, 502], 3)
     assert step(scheduler) == []
-    scheduler.finish_fetch("r")
+    scheduler.finish_fetch("r", [next_token(prompt)] if early else ())
+    assert req.new_tokens == ([next_token(prompt)] if early else [])
     assert step(scheduler) == [("r", 40, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
     assert scheduler.pool.free == scheduler.pool.total
-
-
-def test_the_first_token_may_come_with_the_kv():
-    scheduler = make()
-    prompt = list(range(40))
-    req = fetching("r", prompt, early=True)
-    scheduler.add(req)
-    start_fetch(scheduler)
-    scheduler.finish_fetch("r", [next_token(prompt)])
-    assert req.new_tokens == [next_token(prompt)]
-    assert step(scheduler) == [("r", 40, 1)]
-    drain(scheduler)
-    assert req.token_ids == expected(prompt, 5)
 
 
 def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
@@ -235,18 +225,6 @@ def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
     assert step(scheduler) == [("r", 31, 1)]
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
-
-
-def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
-    scheduler = make()
-    scheduler.add(fetching("r", list(range(40))))
-    start_fetch(scheduler)
-    scheduler.abort("r")
-    scheduler.check()
-    assert scheduler.pool.free < scheduler.pool.total
-    scheduler.kept.settle("r")
-    assert scheduler.pool.free == scheduler.pool.total
-    assert not scheduler.has_work
 
 
 def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_waits():
