@@ -1,9 +1,11 @@
-"""A node's metrics: what of a leg is counted where."""
+"""A node's metrics: what of a request is counted where, and in which role."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.node.metrics import NodeMetrics
@@ -12,29 +14,34 @@ from kvrelay.wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, 
 from kvrelay.wire.outputs import Finish, Load
 
 INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], "", 0, 1.0)
+P, D = Role.PREFILL, Role.DECODE
 
 
-def metrics(stats: EngineStats | None = None, role: Role = Role.DECODE) -> NodeMetrics:
+def metrics(stats: Any = None, role: Role = D) -> NodeMetrics:
     config = NodeConfig(EngineConfig("tiny", speculative_config=SpeculativeConfig(2)), role)
-    return NodeMetrics(lambda: stats or EngineStats(Load()), config, INFO, "tiny", os.getpid)
+    return NodeMetrics(stats or (lambda: EngineStats(Load())), config, INFO, "tiny", os.getpid)
 
 
-def values(of: NodeMetrics) -> dict[str, float]:
+def samples(ours: NodeMetrics) -> list[Any]:
+    families = text_string_to_metric_families(ours.text().decode())
+    return [sample for family in families for sample in family.samples]
+
+
+def values(ours: NodeMetrics) -> dict[str, float]:
     """Sums over all labels but those that tell buckets, reasons and places apart."""
-    told: dict[str, float] = {}
-    for family in text_string_to_metric_families(of.text().decode()):
-        for sample in family.samples:
-            apart = [
-                sample.labels[name]
-                for name in ("le", "finished_reason", "position")
-                if name in sample.labels
-            ]
-            name = " ".join([sample.name, *apart])
-            told[name] = told.get(name, 0.0) + sample.value
-    return told
+    found: dict[str, float] = {}
+    for sample in samples(ours):
+        apart = (sample.labels.get(name) for name in ("le", "finished_reason", "position"))
+        name = " ".join([sample.name, *filter(None, apart)])
+        found[name] = found.get(name, 0.0) + sample.value
+    return found
 
 
-def test_a_leg_that_fetched_its_kv() -> None:
+def by_role(ours: NodeMetrics, name: str) -> dict[str, float]:
+    return {each.labels["role"]: each.value for each in samples(ours) if each.name == name}
+
+
+def test_a_request_that_fetched_its_kv() -> None:
     ours = metrics()
     ours.count_submit(200, 12, 1, fetches=True)
     ours.observe_first_token(0.05)
@@ -47,68 +54,81 @@ def test_a_leg_that_fetched_its_kv() -> None:
         decode_s=0.2,
     )
     ours.count_end(Finish.LENGTH, 0.3, 11, timing, not_fetched=False)
-    told = values(ours)
-    assert told["vllm:request_prompt_tokens_sum"] == 200
-    assert told["vllm:request_generation_tokens_sum"] == 11
-    assert (
-        told["vllm:request_params_max_tokens_sum"]
-        == told["vllm:request_max_num_generation_tokens_sum"]
-        == 12
-    )
-    assert told["vllm:external_prefix_cache_queries_total"] == 200
-    assert told["vllm:external_prefix_cache_hits_total"] == 192
-    assert told["vllm:nixl_bytes_transferred_sum"] == 192 * 64
-    assert told["vllm:nixl_xfer_time_seconds_sum"] == told["kvrelay_transfer_seconds_sum"] == 0.03
-    assert (
-        told["vllm:time_per_output_token_seconds_sum"]
-        == told["vllm:inter_token_latency_seconds_sum"]
-        == 0.02
-    )
-    assert told["vllm:request_time_per_output_token_seconds_sum"] == 0.02
-    assert told["vllm:request_success_total length"] == 1
-    assert told["vllm:request_success_total stop"] == 0
+    found = values(ours)
+    expected = {
+        "vllm:request_prompt_tokens_sum": 200,
+        "vllm:request_generation_tokens_sum": 11,
+        "vllm:request_params_max_tokens_sum": 12,
+        "vllm:request_max_num_generation_tokens_sum": 12,
+        "vllm:external_prefix_cache_queries_total": 200,
+        "vllm:external_prefix_cache_hits_total": 192,
+        "vllm:nixl_bytes_transferred_sum": 192 * 64,
+        "vllm:nixl_xfer_time_seconds_sum": 0.03,
+        "kvrelay_transfer_seconds_sum": 0.03,
+        "vllm:time_to_first_token_seconds_sum": 0.05,
+        "vllm:time_per_output_token_seconds_sum": 0.02,
+        "vllm:inter_token_latency_seconds_sum": 0.02,
+        "vllm:request_time_per_output_token_seconds_sum": 0.02,
+        "vllm:request_success_total length": 1,
+        "vllm:request_success_total stop": 0,
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_what_the_engine_reports() -> None:
     sizes = [0] * (len(STEP_TOKENS) + 1)
     sizes[0], sizes[2], sizes[-1] = 3, 4, 1
     load = Load(running=2, waiting=1, free_blocks=25, total_blocks=100)
-    told = values(
-        metrics(
-            EngineStats(
-                load, step_sizes=sizes, step_tokens=99, accepted_at=[5, 2], accepted_tokens=7
-            )
-        )
+    stats = EngineStats(
+        load, step_sizes=sizes, step_tokens=99, accepted_at=[5, 2], accepted_tokens=7
     )
-    assert told["vllm:num_requests_running"] == 2
-    assert told["vllm:kv_cache_usage_perc"] == told["vllm:gpu_cache_usage_perc"] == 0.75
-    assert told["vllm:iteration_tokens_total_bucket 1.0"] == 3
-    assert told["vllm:iteration_tokens_total_bucket 16.0"] == 7
-    assert (told["vllm:iteration_tokens_total_count"], told["vllm:iteration_tokens_total_sum"]) == (
-        8,
-        99,
-    )
-    assert told["vllm:spec_decode_num_accepted_tokens_per_pos_total 0"] == 5
-    assert told["vllm:cache_config_info"] == 1
-    assert told["process_resident_memory_bytes"] > 1e6
-    assert told["kvrelay_engine_process_resident_memory_bytes"] > 1e6
+    found = values(metrics(lambda: stats))
+    expected = {
+        "vllm:num_requests_running": 2,
+        "vllm:kv_cache_usage_perc": 0.75,
+        "vllm:gpu_cache_usage_perc": 0.75,
+        "vllm:iteration_tokens_total_bucket 1.0": 3,
+        "vllm:iteration_tokens_total_bucket 16.0": 7,
+        "vllm:iteration_tokens_total_count": 8,
+        "vllm:iteration_tokens_total_sum": 99,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total 0": 5,
+        "vllm:cache_config_info": 1,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert found["process_resident_memory_bytes"] > 1e6
+    assert found["kvrelay_engine_process_resident_memory_bytes"] > 1e6
 
 
 def test_buckets_of_lengths_end_at_the_longest() -> None:
-    told = values(metrics())
-    bounds = [
-        name.split()[1] for name in told if name.startswith("vllm:request_prompt_tokens_bucket ")
-    ]
+    name = "vllm:request_prompt_tokens_bucket "
+    bounds = [each.removeprefix(name) for each in values(metrics()) if each.startswith(name)]
     assert bounds == [
-        "1.0",
-        "2.0",
-        "5.0",
-        "10.0",
-        "20.0",
-        "50.0",
-        "100.0",
-        "200.0",
-        "500.0",
-        "1000.0",
-        "+Inf",
+        *("1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "1000.0", "+Inf")
     ]
+
+
+def test_counts_belong_to_the_role_in_which_they_were_counted_and_gauges_to_the_newest() -> None:
+    stats = [EngineStats(Load(running=1, total_blocks=10, free_blocks=5), prompt_tokens=100)]
+    ours = metrics(lambda: stats[-1], P)
+    before = {sample.name for sample in samples(ours)}
+    assert by_role(ours, "kvrelay_node_role") == {"prefill": 1, "decode": 0}
+    ours.count_end(Finish.STOP, 2.0, 3, None, not_fetched=False)
+    ours.count_flip("done")
+    ours.set_role(D)
+    assert by_role(ours, "kvrelay_node_role") == {"prefill": 0, "decode": 1}
+    assert by_role(ours, "vllm:num_requests_running") == {"decode": 1}
+    assert by_role(ours, "vllm:prompt_tokens_total") == {"prefill": 100, "decode": 0}
+    stats.append(msgspec.structs.replace(stats[0], prompt_tokens=130))
+    ours.count_end(Finish.STOP, 4.0, 3, None, not_fetched=False)
+    for _ in range(2):
+        assert by_role(ours, "vllm:prompt_tokens_total") == {"prefill": 100, "decode": 30}
+        seconds = by_role(ours, "vllm:e2e_request_latency_seconds_sum")
+        assert seconds == {"prefill": 2, "decode": 4}
+        ours.set_role(P)
+        ours.set_role(D)
+    ours.set_role(P)
+    stats.append(msgspec.structs.replace(stats[0], prompt_tokens=135))
+    assert by_role(ours, "vllm:prompt_tokens_total") == {"prefill": 105, "decode": 30}
+    assert {sample.name for sample in samples(ours)} == before
+    lines = [line for line in ours.text().decode().splitlines() if not line.startswith("#")]
+    assert len({line.rsplit(" ", 1)[0] for line in lines}) == len(lines)

@@ -33,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from tiny_adapters import make_adapter
 from tiny_models import make_tiny
 
-SCRIPT = Path(__file__).with_name("engine_run.py")
+ENGINE = [sys.executable, str(Path(__file__).with_name("engine_run.py"))]
+CLI = [sys.executable, "-m", "kvrelay.cli"]
+Result = dict[str, Any]
 
 
 def start(
@@ -44,6 +46,7 @@ def start(
     folder: Path | None = None,
 ) -> subprocess.Popen[str]:
     defaults = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1}
+    paths = (str(repository), os.environ.get("PYTHONPATH", ""))
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -51,11 +54,7 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", ""))),
-            **(variables or {}),
-        },
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})},
     )
     assert child.stdin is not None
     child.stdin.write(json.dumps(defaults | config))
@@ -64,13 +63,13 @@ def start(
     return child
 
 
-def result(child: subprocess.Popen[str], seconds: float = 120) -> dict[str, Any]:
+def result(child: subprocess.Popen[str], seconds: float = 120) -> Result:
     out, err = child.communicate(timeout=seconds)
     assert child.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 
 
-def equal(ours: dict[str, Any], alone: dict[str, Any]) -> bool:
+def equal(ours: Result, alone: Result) -> bool:
     for name, values in alone["logprobs"].items():
         assert ours["logprobs"][name] == pytest.approx(values, abs=1e-4)
     return bool(ours["tokens"] == alone["tokens"])
@@ -85,12 +84,12 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, repository) -> dict[str, Any]:
-    return result(start([sys.executable, str(SCRIPT)], {"model": str(tiny)}, repository))
+def alone(tiny, repository) -> Result:
+    return result(start(ENGINE, {"model": str(tiny)}, repository))
 
 
 @pytest.fixture(scope="module")
-def with_adapters(tiny, repository, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_adapters(tiny, repository, tmp_path_factory) -> tuple[Result, Result]:
     """An engine's config with two adapters, and what it gives without ranks."""
     folder = tmp_path_factory.mktemp("adapters")
     lora = [
@@ -98,7 +97,13 @@ def with_adapters(tiny, repository, tmp_path_factory) -> tuple[dict[str, Any], d
         for seed, name in enumerate(("one", "two"))
     ]
     config = {"model": str(tiny), "enable_lora": True, "lora_modules": lora}
-    return config, result(start([sys.executable, str(SCRIPT)], config, repository))
+    return config, result(start(ENGINE, config, repository))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
+    config = {"model": str(tiny), "tensor_parallel_size": ranks}
+    assert equal(result(start(ENGINE, config, repository)), alone)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -106,9 +111,7 @@ def test_ranks_share_adapters(ranks, with_adapters, alone, repository):
     config, given = with_adapters
     assert given["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
     assert given["tokens"][2] != alone["tokens"][2]
-    shared = result(
-        start([sys.executable, str(SCRIPT)], config | {"tensor_parallel_size": ranks}, repository)
-    )
+    shared = result(start(ENGINE, config | {"tensor_parallel_size": ranks}, repository))
     assert equal(shared, given)
 
 
@@ -117,7 +120,7 @@ def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
     own = {"model": str(tiny), "enable_lora": True}
     given = own | {"lora_modules": [f"x={path}", f"y={path}"]}
     late = own | {"allow_runtime_lora": True, "tensor_parallel_size": 2}
-    command = [sys.executable, str(SCRIPT)]
+    command = ENGINE
     alone, shared = (
         start(command, given, repository),
         start([*command, "--load", str(path)], late, repository),
@@ -137,26 +140,14 @@ def test_ranks_that_find_other_adapters_end_and_say_so(tiny, repository, tmp_pat
         "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}",
         "tensor_parallel_size_local": 1,
     }
-    first = start([sys.executable, str(SCRIPT)], config, repository, folder=tmp_path / "one")
-    rank = [
-        sys.executable,
-        "-m",
-        "kvrelay.cli",
-        "rank",
-        *flags(config | {"lora_modules": config["lora_modules"][0]}),
-    ]
+    first = start(ENGINE, config, repository, folder=tmp_path / "one")
+    rank = [*CLI, "rank", *flags(config | {"lora_modules": config["lora_modules"][0]})]
     second = start(rank, {}, repository, folder=tmp_path / "two")
     for child in (first, second):
         _, err = child.communicate(timeout=120)
         assert child.returncode != 0
         assert "the ranks differ" in err
     assert "lora_modules a=adapter is" in err
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
-    config = {"model": str(tiny), "tensor_parallel_size": ranks}
-    assert equal(result(start([sys.executable, str(SCRIPT)], config, repository)), alone)
 
 
 def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
@@ -167,8 +158,8 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
         "tensor_parallel_address": address,
         "tensor_parallel_size_local": 1,
     }
-    first = start([sys.executable, str(SCRIPT)], config | {"block_size": 32}, repository)
-    second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config)], {}, repository)
+    first = start(ENGINE, config | {"block_size": 32}, repository)
+    second = start([*CLI, "rank", *flags(config)], {}, repository)
     for child, words in (
         (first, "the ranks differ"),
         (second, "block_size is 0 here and 32 on rank 0"),
@@ -242,7 +233,7 @@ def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, ti
         "--tensor-parallel-size=2",
         "--tensor-parallel-size-local=1",
     ]
-    child = start([sys.executable, "-m", "kvrelay.cli", *command, *more], {}, repository)
+    child = start([*CLI, *command, *more], {}, repository)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 2
     (line,) = err.splitlines()
@@ -275,12 +266,12 @@ def tiny_for_gpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone_on_gpu(tiny_for_gpus, repository) -> dict[str, Any]:
+def alone_on_gpu(tiny_for_gpus, repository) -> Result:
     config = {"model": str(tiny_for_gpus)} | ON_GPU
-    return result(start([sys.executable, str(SCRIPT)], config, repository), COLD)
+    return result(start(ENGINE, config, repository), COLD)
 
 
-def near(ours: dict[str, Any], alone: dict[str, Any]) -> bool:
+def near(ours: Result, alone: Result) -> bool:
     """Of bf16: the first token's log-probability; the later tokens may part at near-ties.
 
     Not those of r1, which may say one word only: so a rank that is not told of masks is heard."""
@@ -294,20 +285,14 @@ def near(ours: dict[str, Any], alone: dict[str, Any]) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_on_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repository):
-    import torch
-
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     config = {"model": str(tiny_for_gpus), "tensor_parallel_size": ranks} | ON_GPU
-    assert near(
-        result(start([sys.executable, str(SCRIPT)], config, repository), COLD), alone_on_gpu
-    )
+    assert near(result(start(ENGINE, config, repository), COLD), alone_on_gpu)
 
 
 @pytest.mark.gpu
 def test_ranks_on_gpus_share_adapters(tiny_for_gpus, alone_on_gpu, repository, tmp_path):
-    import torch
-
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     lora = [
@@ -315,7 +300,7 @@ def test_ranks_on_gpus_share_adapters(tiny_for_gpus, alone_on_gpu, repository, t
         for at, name in enumerate(("one", "two"))
     ]
     config = {"model": str(tiny_for_gpus), "enable_lora": True, "lora_modules": lora} | ON_GPU
-    command = [sys.executable, str(SCRIPT)]
+    command = ENGINE
     with_adapters = result(start(command, config, repository), COLD)
     # Of r2, whose prompt's 60 tokens are scored: its adapter is there, and the same on both.
     assert with_adapters["logprobs"]["r2"][:50] != pytest.approx(
@@ -338,7 +323,6 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
 
     They then meet over sockets, as hosts do, and any number of ranks can be tried with one GPU.
     """
-    import torch
 
     def host(rank: int) -> dict[str, str]:
         return {
@@ -357,10 +341,10 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
         "tensor_parallel_size_local": 1,
         "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}",
     }
-    first = start([sys.executable, str(SCRIPT)], config, repository, host(0))
+    first = start(ENGINE, config, repository, host(0))
     others = [
         start(
-            [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)],
+            [*CLI, "rank", *flags(config, rank)],
             {},
             repository,
             host(rank),
@@ -375,7 +359,7 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(
 
 def test_a_lost_rank_ends_the_engine(tiny, repository):
     config = {"model": str(tiny), "tensor_parallel_size": 2}
-    child = start([sys.executable, str(SCRIPT), "--forever"], config, repository)
+    child = start([*ENGINE, "--forever"], config, repository)
     assert child.stdout is not None
     assert child.stdout.readline() == "running\n"
     (rank,) = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
@@ -425,12 +409,10 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
         }
 
         def inside(which: str, *command: str) -> list[str]:
-            return ["ip", "netns", "exec", f"{name}{which}", sys.executable, *command]
+            return ["ip", "netns", "exec", f"{name}{which}", *command]
 
-        first = start(
-            inside("a", str(SCRIPT)), config | {"tensor_parallel_size_local": 1}, repository
-        )
-        second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config)), {}, repository)
+        first = start(inside("a", *ENGINE), config | {"tensor_parallel_size_local": 1}, repository)
+        second = start(inside("b", *CLI, "rank", *flags(config)), {}, repository)
         assert equal(result(first), alone)
         second.communicate(timeout=20)
         assert second.returncode == 0

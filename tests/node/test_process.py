@@ -1,8 +1,10 @@
-"""The soft limit of files is raised, and a server whose clients take its files goes on."""
+"""A process of ours: how it starts, logs, ends, and how many files it may have open."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import resource
 import socket
@@ -16,10 +18,105 @@ from typing import IO
 import pytest
 
 from kvrelay.node import process as node_process
-from kvrelay.node.process import raise_file_limit
+from kvrelay.node.process import (
+    MAX_QUEUED_LINES,
+    LogThread,
+    describe_exit,
+    python_command,
+    raise_file_limit,
+)
 
 DEADLINE_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+_MODULE = """
+import gc
+import sys
+
+from kvrelay.node.process import freeze_imports
+
+while_importing = gc.isenabled()
+
+
+def main():
+    freeze_imports()
+    print(while_importing, gc.isenabled(), gc.get_freeze_count() > 1000, *sys.argv[1:])
+"""
+
+
+def test_the_collector_passes_over_what_was_imported(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "started_so.py").write_text(_MODULE, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repository)])}
+    command = [*python_command("started_so"), "ENDPOINT"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True", "True", "ENDPOINT"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "killed, probably out of memory"),
+        (-11, "SIGSEGV"),
+        (0, "exit code 0"),
+        (2, "exit code 2"),
+    ],
+)
+def test_how_a_process_ended_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+LINES = MAX_QUEUED_LINES + 5000
+TALKATIVE = f"""
+import logging, os, sys
+from kvrelay.node.process import exit_now, log_to_stderr
+log_to_stderr("node")
+for at in range({LINES}):
+    logging.info("line %d", at)
+"""
+
+
+def test_a_process_goes_on_while_nobody_reads_its_log_and_tells_what_it_left_out(
+    repository: Path,
+) -> None:
+    code = TALKATIVE + "os.write(1, b'here'); sys.stdin.read(1); logging.info('the last one')"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=repository,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(4) == b"here"  # a pipe takes 64 KiB and this was 500
+        _, told = child.communicate(b"x", timeout=60)
+    finally:
+        child.kill()
+        child.wait(10)
+    lines = told.decode().splitlines()
+    written = [line for line in lines if " line " in line]
+    left_out = [int(line.split()[0]) for line in lines if "are left out" in line]
+    assert len(written) + sum(left_out) in (LINES, LINES + 1)  # the last one may be among them
+    assert "line 0" in written[0]
+    assert sum(left_out) > 0
+
+
+def test_the_end_of_a_process_does_not_wait_long_for_its_log(repository: Path) -> None:
+    ours, theirs = os.pipe()
+    try:
+        command = [sys.executable, "-c", TALKATIVE + "exit_now(3)"]
+        assert subprocess.Popen(command, stderr=theirs, cwd=repository).wait(60) == 3
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_what_was_logged_is_written_when_it_is_flushed() -> None:
+    ours, theirs = os.pipe()
+    handler = LogThread(theirs)
+    for text in ("one", "two"):
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, text, None, None))
+        handler.flush()
+        assert os.read(ours, 100) == f"{text}\n".encode()
 
 
 @pytest.fixture

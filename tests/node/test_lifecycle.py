@@ -1,0 +1,367 @@
+"""A node's life: when it is ready and alive, drains, changes its role, and announces itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+import kvrelay.node.lifecycle
+from kvrelay.node.lifecycle import SILENCE_LIMIT_S, Drain, Heartbeats, Node, NodeRole
+from kvrelay.wire.config import EngineConfig, NodeConfig, Role
+from kvrelay.wire.engine_messages import EngineStats
+from kvrelay.wire.errors import Conflict, DeadlineExceeded, Draining, EngineDead, RequestError
+from kvrelay.wire.heartbeat import Heartbeat, NodeState, opened
+from kvrelay.wire.outputs import Load
+
+P, D = Role.PREFILL, Role.DECODE
+KEY = "the nodes' key"
+FACTS = Heartbeat("http://p", P, "m", "g", Load(), 0.0)
+DEADLINE_S = 30.0
+
+
+class FakeEngine:
+    """An engine client that reports these held blocks in turn, the last of them for ever."""
+
+    def __init__(self, requests: int = 0, held: tuple[int, ...] = (0,), **fields: Any) -> None:
+        self.requests, self.held = requests, list(held)
+        self.info: Any = fields.get("info", "ready")
+        self.dies = fields.get("dies", False)
+        self.ended = asyncio.Event()
+        self.stats = EngineStats(Load(), kv_silent_s=fields.get("kv_silent_s", 0.0))
+        self.silent_s = lambda: fields.get("silent_s", 0.0)
+        if fields.get("ended"):
+            self.ended.set()
+
+    def queue_depth(self) -> int:
+        return self.requests
+
+    async def fresh_stats(self, deadline_s: float) -> EngineStats:
+        if self.dies:
+            self.ended.set()
+            raise EngineDead("gone")
+        held = self.held.pop(0) if len(self.held) > 1 else self.held[0]
+        if held < 0:
+            raise DeadlineExceeded("a long step")
+        return EngineStats(Load(), held_blocks=held)
+
+
+def drain_of(**fields: Any) -> Drain:
+    return Drain(cast(Any, FakeEngine(**fields)))
+
+
+def role_of(
+    role: Role = P, deadline_s: float = DEADLINE_S, **fields: Any
+) -> tuple[NodeRole, FakeEngine, Drain]:
+    engine = FakeEngine(**fields)
+    drain = Drain(cast(Any, engine))
+    return NodeRole(role, cast(Any, engine), drain, deadline_s), engine, drain
+
+
+def node_of(*, loaded: bool = True, **fields: Any) -> Node:
+    serving = cast(Any, object()) if loaded else None
+    return Node(NodeConfig(EngineConfig("m")), cast(Any, FakeEngine(**fields)), 0, serving=serving)
+
+
+async def changed(role: NodeRole) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while role.flips_to is not None:
+            await asyncio.sleep(0.005)
+
+
+def test_it_is_ready_while_its_engine_and_its_kv_link_are_seen_at_work() -> None:
+    node = node_of(silent_s=SILENCE_LIMIT_S, kv_silent_s=SILENCE_LIMIT_S)
+    assert node.ready() is node.serving
+    assert node.alive()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"silent_s": 21.0}, "the engine process has said nothing for 21 s"),
+        ({"kv_silent_s": 30.0}, "no KV over: a thread of its KV link has stood still for 30 s"),
+        ({"ended": True}, "has ended"),
+        ({"ended": True, "loaded": False}, "has ended"),
+    ],
+)
+def test_one_that_stands_still_is_neither_ready_nor_alive(fields: dict[str, Any], why: str) -> None:
+    node = node_of(**fields)
+    with pytest.raises(EngineDead, match=why):
+        node.ready()
+    assert not node.alive()
+
+
+def test_one_that_loads_or_drains_is_alive_unless_its_load_failed() -> None:
+    loading = node_of(loaded=False, silent_s=300.0)
+    with pytest.raises(EngineDead, match="still being loaded"):
+        loading.ready()
+    assert loading.alive()
+    loading.failure = "no such model"
+    assert not loading.alive()
+    draining = node_of()
+    draining.drain.begin()
+    assert draining.alive()
+
+
+async def test_a_drain_is_over_when_kv_was_fetched_and_not_before() -> None:
+    drain = drain_of(held=(4, -1, 4, 0))
+    assert await drain.wait_idle(5.0)
+    assert cast(Any, drain._engine).held == [0]
+
+
+@pytest.mark.parametrize("fields", [{"requests": 1}, {"held": (2,)}])
+async def test_by_the_deadline_it_is_not_over_while_a_request_runs_or_kv_is_held(
+    fields: dict[str, Any],
+) -> None:
+    assert not await drain_of(**fields).wait_idle(0.12)
+
+
+async def test_a_node_that_loads_or_whose_engine_has_ended_has_nothing_to_wait_for() -> None:
+    assert await drain_of(info=None, held=(1,)).wait_idle(0.1)
+    assert await drain_of(dies=True).wait_idle(5.0)
+
+
+def test_new_requests_are_refused_while_it_drains_and_each_change_is_told_once() -> None:
+    drain, told = drain_of(), list[bool]()
+    drain.on_change = lambda: told.append(drain.draining)
+    drain.check()
+    drain.begin()
+    drain.begin()
+    with pytest.raises(Draining) as refused:
+        drain.check()
+    assert (refused.value.status, refused.value.body().code) == (503, "draining")
+    drain.end()
+    drain.end()
+    drain.check()
+    assert told == [True, False]
+
+
+@pytest.mark.parametrize("busy", [{"requests": 1}, {"held": (4,)}])
+async def test_it_ends_what_it_has_and_is_then_the_other_role(busy: dict[str, Any]) -> None:
+    role, engine, _ = role_of(**busy)
+    told, outcomes = list[tuple[Role, Role | None]](), list[str]()
+    role.on_change = lambda: told.append((role.now, role.flips_to))
+    role.on_flip_end = outcomes.append
+    role.check()
+    role.change_to(D)
+    with pytest.raises(Draining, match="from prefill to decode") as refused:
+        role.check()
+    assert (refused.value.status, refused.value.body().code) == (503, "draining")
+    with pytest.raises(Conflict, match="already; wait") as second:
+        role.change_to(D)
+    assert (second.value.status, second.value.code) == (409, "flipping")
+    engine.requests, engine.held = 0, [0]
+    await changed(role)
+    role.check()
+    assert (role.now, role.flips, told, outcomes) == (D, 1, [(P, D), (D, None)], ["done"])
+    role.change_to(P)
+    await changed(role)
+    assert (role.now, role.flips) == (P, 2)
+
+
+async def test_asking_for_the_present_role_cancels_a_change() -> None:
+    role, engine, _ = role_of(requests=1)
+    outcomes = list[str]()
+    role.on_flip_end = outcomes.append
+    role.change_to(P)
+    role.change_to(D)
+    role.change_to(P)
+    role.check()
+    engine.requests = 0
+    await asyncio.sleep(0.1)  # in which a change that was not cancelled would be over
+    assert (role.now, role.flips, role.flips_to, outcomes) == (P, 0, None, ["cancelled"])
+    role.change_to(D)
+    await changed(role)
+    assert role.now is D
+
+
+async def test_what_is_left_by_the_deadline_goes_on_beside_the_new_role() -> None:
+    role, engine, _ = role_of(D, deadline_s=0.12, requests=1, held=(2,))
+    role.change_to(P)
+    await changed(role)
+    assert (role.now, engine.requests) == (P, 1)
+
+
+async def test_a_node_that_ends_or_drains_keeps_its_role() -> None:
+    role, engine, drain = role_of(requests=1)
+    role.change_to(D)
+    drain.begin()
+    engine.requests = 0
+    await changed(role)
+    assert (role.now, role.flips) == (P, 0)
+    with pytest.raises(Conflict, match="undrain"):
+        role.change_to(D)
+    drain.end()
+    engine.requests = 1
+    role.change_to(D)
+    engine.ended.set()
+    engine.requests = 0
+    await changed(role)
+    assert role.now is P
+
+
+async def test_a_change_that_breaks_leaves_the_old_role(caplog: pytest.LogCaptureFixture) -> None:
+    role, engine, _ = role_of(requests=1)
+
+    def broken() -> int:
+        raise ZeroDivisionError
+
+    role.change_to(D)
+    engine.queue_depth = broken  # type: ignore[method-assign]
+    await changed(role)
+    role.check()
+    assert (role.now, role.flips) == (P, 0)
+    assert "the change of role broke" in caplog.text
+
+
+@pytest.mark.parametrize(("now", "wanted"), [(P, Role.AGGREGATED), (Role.AGGREGATED, P)])
+async def test_a_node_alone_has_no_other_role(now: Role, wanted: Role) -> None:
+    with pytest.raises(RequestError, match="between prefill and decode") as refused:
+        role_of(now)[0].change_to(wanted)
+    assert refused.value.param == "role"
+
+
+def test_the_engine_knows_no_roles(repository: Path) -> None:
+    """So that nothing of it has to be made anew: graphs, memory, connector."""
+    for folder in ("paged_engine", "kv_transfer", "kernels"):
+        for file in (repository / folder).glob("*.py"):
+            assert "Role" not in file.read_text(), file
+    for name in (
+        "engine_process",
+        "ranks",
+        "rank_messages",
+        "probes",
+        "adapter_loads",
+        "compiling",
+    ):
+        assert ".role" not in (repository / "node" / f"{name}.py").read_text(), name
+
+
+@contextmanager
+def listener() -> Iterator[tuple[socket.socket, str]]:
+    """A router's socket and its address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.bind(("127.0.0.1", 0))
+        bound.setblocking(False)
+        yield bound, f"udp://127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def received(bound: socket.socket) -> Heartbeat:
+    async with asyncio.timeout(DEADLINE_S):
+        message = await asyncio.get_running_loop().sock_recv(bound, 1 << 16)
+    return opened(message, KEY, msgspec.msgpack.decode(message[32:])["sent_at"])
+
+
+def beating(routers: list[str], interval_s: float = 0.01) -> asyncio.Task[None]:
+    return asyncio.create_task(Heartbeats(routers, KEY, lambda: FACTS, interval_s).run())
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_its_last_beat_says_that_it_leaves() -> None:
+    with listener() as (router, url):
+        task = beating([url], DEADLINE_S)
+        first = await received(router)
+        assert first == msgspec.structs.replace(FACTS, sent_at=first.sent_at)
+        await stop(task)
+        last = await received(router)
+        assert (last.state, last.url) == (NodeState.LEAVING, "http://p")
+        assert last.sent_at > first.sent_at
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[str, int]]:
+    """Have names resolved by `answer`, given how often and for what; return what was asked."""
+    asked: list[tuple[str, int]] = []
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        asked.append((host, port))
+        found = await answer(len(asked), host)
+        return [(each.family, each.type, 17, "", each.getsockname()) for each in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    return asked
+
+
+async def test_a_name_is_resolved_before_each_beat_and_all_its_addresses_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that is not there yet, is there, and has moved to another machine."""
+    with listener() as (here, _), listener() as (there, _):
+
+        async def answer(times: int, host: str) -> list[socket.socket]:
+            if times <= 2:
+                raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            return [here] if times == 3 else [here, there]
+
+        asked = resolve(monkeypatch, answer)
+        task = beating(["udp://router.test:7100"])
+        assert (await received(here)).url == (await received(there)).url == "http://p"
+        assert len(asked) >= 4
+        assert set(asked) == {("router.test", 7100)}
+        await stop(task)
+
+
+async def test_a_name_server_that_does_not_answer_holds_up_no_other_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvrelay.node.lifecycle, "LOOK_UP_S", 0.01)
+    with listener() as (router, _):
+
+        async def answer(times: int, host: str) -> list[socket.socket]:
+            if host == "silent.test":
+                await asyncio.Event().wait()
+            return [router]
+
+        asked = resolve(monkeypatch, answer)
+        task = beating(["udp://silent.test:1", "udp://router.test:2"])
+        for _ in range(5):
+            await received(router)
+        assert asked.count(("silent.test", 1)) == 1  # each would hold a thread
+        await stop(task)
+        while (await received(router)).state is not NodeState.LEAVING:
+            pass
+
+
+async def test_a_name_that_is_not_known_any_more_keeps_its_last_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listener() as (router, _):
+
+        async def answer(times: int, host: str) -> list[socket.socket]:
+            if times > 1:
+                raise socket.gaierror(socket.EAI_AGAIN, "the name server is away")
+            return [router]
+
+        resolve(monkeypatch, answer)
+        task = beating(["udp://router.test:2"])
+        for _ in range(3):
+            await received(router)
+        await stop(task)
+
+
+async def test_between_two_beats_it_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that had sent once would take datagrams of anybody."""
+    sockets: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            sockets.append(self)
+
+    with listener() as (router, url):
+        fake = SimpleNamespace(**vars(socket) | {"socket": Noted})
+        monkeypatch.setattr(kvrelay.node.lifecycle, "socket", fake)
+        task = beating([url], DEADLINE_S)
+        await received(router)
+        assert [each.fileno() for each in sockets] == [-1]
+        await stop(task)
