@@ -1,4 +1,4 @@
-"""A decode node's part of a request: from the tokens that were generated elsewhere to the end."""
+"""A decode node's part of a request: from the tokens generated elsewhere to the end."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class DecodeRequest(NodeRequest):
         if ticket is not None and ticket.num_tokens != prompt_tokens:
             raise RequestError(
                 f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has "
-                f"{prompt_tokens}; "
-                "both legs must carry the same prompt",
+                f"{prompt_tokens}; both requests must carry the same prompt",
                 param="kv_transfer_params",
             )
         if answer.prompt_logprobs is not None:
@@ -86,13 +85,10 @@ class DecodeRequest(NodeRequest):
         elif ticket is not None and submit.params.prompt_logprobs is not None:
             raise RequestError(
                 "the prefill node computes the log-probabilities of the prompt, and "
-                "kv_transfer_params lacks its "
-                "prompt_logprobs; pass on what it answered",
+                "kv_transfer_params lacks its prompt_logprobs; pass on what it answered",
                 param="kv_transfer_params",
             )
-        self._ends: dict[
-            int, Finish
-        ] = {}  # of choices that are over and whose client does not know it
+        self._ends: dict[int, Finish] = {}  # of choices whose client does not know that they ended
         going_on: dict[int, list[int]] = {}
         for at, choice in enumerate(answer.so_far(len(writer.choices))):
             if choice.finish is not None:
@@ -110,11 +106,9 @@ class DecodeRequest(NodeRequest):
             self.unneeded = first
 
     def opening_frames(self, load: Load) -> Iterator[Frame]:
-        """The ends of choices whose last generated token was one; else what the client has not seen
-        of their text.
+        """Yield ends that the client does not know (after a fail-over), and text that it lacks.
 
-        The first happens after a fail-over, the second behind a proxy that delivers no first token
-        itself.
+        Text is lacking behind a proxy that delivers no first token itself.
         """
         nothing = RequestUpdate("", [])
         for at, choice in enumerate(self.writer.choices):

@@ -22,7 +22,7 @@ __all__ = ["AdapterLoads", "adapter_of"]
 
 
 class AdapterLoads:
-    """The loads of one engine. Files are read on threads; `poll` does the rest between two steps."""
+    """A loader of adapters. Files are read on threads; `poll` does the rest between two steps."""
 
     def __init__(
         self, engine: Engine, send: Callable[[FromEngine], None], wakeup: Callable[[], None]
@@ -34,7 +34,6 @@ class AdapterLoads:
         """KV not fetched because the other node has another adapter of that name."""
 
     def load(self, load: LoadAdapter) -> None:
-        """Begin to read an adapter, or refuse it at once."""
         if self._engine.adapters is None:
             self._refuse(load, "this node has no slots for adapters; start it with --max-loras")
             return
@@ -53,7 +52,6 @@ class AdapterLoads:
         self._pending[load.load_id] = load, reading
 
     def unload(self, name: str) -> None:
-        """Let no request begin with this adapter any more."""
         if self._engine.adapters is not None:
             self._engine.adapters.slots.retire(name)
 
@@ -76,7 +74,6 @@ class AdapterLoads:
 
     @property
     def loaded(self) -> list[AdapterFacts]:
-        """The adapters that requests may name."""
         return [] if self._engine.adapters is None else self._engine.adapters.slots.loaded
 
     def in_use(self) -> tuple[list[str], list[str]]:

@@ -53,26 +53,18 @@ log = logging.getLogger("kvrelay.node")
 
 
 class RoleRequest(msgspec.Struct):
-    """The body of POST /admin/role."""
-
     role: Role
 
 
 class HeldRequest(msgspec.Struct):
-    """The body of POST /kv/release and /kv/renew: requests whose KV is held here."""
-
     request_ids: list[str]
 
 
 class OfferProbeRequest(msgspec.Struct):
-    """The body of POST /kv/probe/offer."""
-
     blocks: int
 
 
 class FetchProbeRequest(msgspec.Struct):
-    """The body of POST /kv/probe/fetch."""
-
     ticket: Ticket
     seed: int
 
@@ -84,7 +76,6 @@ async def read_admin_body(node: Node, request: Request) -> bytes:
 
 
 def add_admin_routes(app: FastAPI, node: Node) -> None:
-    """Add all routes for operators, and for routers beside completions."""
     _add_lifecycle_routes(app, node)
     _add_engine_routes(app, node)
     _add_adapter_routes(app, node)

@@ -1,4 +1,4 @@
-"""The HTTP app of a node: completions, models, health and metrics; others add their routes."""
+"""HTTP app of a node: completions, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class _App(FastAPI):
 def create_app(
     node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]
 ) -> FastAPI:
-    """Return the app over one node."""
     app = _App(
         title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )

@@ -68,7 +68,6 @@ class GrammarCompiler:
 
     @property
     def waiting(self) -> Collection[Request]:
-        """The requests whose guides are being made."""
         return self._waiting.values()
 
     def drop(self, request_id: str) -> Request | None:

@@ -1,7 +1,6 @@
-"""The HTTP process's client of the engine process: starts it, sends requests, queues their updates.
+"""Client of the engine process: starts it, sends requests, and queues their updates.
 
-One asyncio task reads the zmq pair, and each live request has a queue. When the engine process ends
-or reports a crash, every waiting request gets EngineDead, once.
+When the engine process ends or reports a crash, every waiting request gets EngineDead, once.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _REPORT_S = 0.05
 
 
 class Updates:
-    """The updates of some requests. Call `close` in any case: it aborts those that have not ended."""
+    """An iterator of some requests' updates. `close` aborts those that have not ended."""
 
     def __init__(
         self,
@@ -91,13 +90,11 @@ class Updates:
             return update, self._engine.load
 
     def abort(self, request_id: str) -> None:
-        """Abort one request, if it has not ended."""
         if request_id in self._live:
             self._live.remove(request_id)
             self._engine.abort(request_id)
 
     def close(self) -> None:
-        """Abort all requests that have not ended."""
         for request_id in list(self._live):
             self.abort(request_id)
 
@@ -193,11 +190,9 @@ class EngineClient:
         self._send(Abort(request_id))
 
     def forget(self, request_id: str) -> None:
-        """Drop the queue of a request that has ended."""
         del self._queues[request_id]
 
     def why_ended(self) -> str:
-        """Return why the engine process ended."""
         return self.failure or "the engine process of this node has ended"
 
     def release(self, request_id: str) -> None:
@@ -269,7 +264,6 @@ class EngineClient:
         return -1 if self._process is None else self._process.pid
 
     def silent_s(self) -> float:
-        """Return the seconds since the engine process sent anything."""
         return time.monotonic() - self._heard_at
 
     def queue_depth(self) -> int:

@@ -1,4 +1,4 @@
-"""The engine process of a node: one loop over the engine, the connector and the HTTP process.
+"""Engine process of a node: one loop over the engine, the connector and the HTTP process.
 
 Started by engine_client.py with its zmq endpoint as argument and the NodeConfig as JSON on stdin.
 Ends on Shutdown, with its parent, or on an error that it reports first.
@@ -84,7 +84,7 @@ _STEP_POLL_S = 5e-5
 
 
 class EngineProcess:
-    """The engine process behind `socket`, its end of the zmq pair. Call `serve` once."""
+    """A loop behind `socket`, this process's end of the zmq pair. Call `serve` once."""
 
     def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the engine process reports: statistics, request updates, and changes of its prefix cache."""
+"""Reports of the engine process: statistics, request updates, and changes of its prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP edge of a node: callers' keys, ids and bodies, and error answers in their dialect."""
+"""HTTP edge of a node: callers' keys, ids and bodies, and error answers in their dialect."""
 
 from __future__ import annotations
 
@@ -92,12 +92,10 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def client_left() -> Response:
-    """Return the answer that nobody will read."""
     return Response(status_code=499)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer whatever a route raises."""
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)

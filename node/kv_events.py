@@ -1,10 +1,9 @@
 """KV events of a node (wire/kv_events.py): a numbered log, and the sockets that publish it.
 
-There are no sockets unless kv_events_config asks for them. They have no access control, as a router
-has no secret: whoever reaches them can see whether KV of a known text is here, and texts only if
-token_ids are published. What a listener can make the node do is bounded: replays take a tenth of
-the event loop's time, and one that does not read its answers is cut off. A message whose frames
-never end is not: libzmq collects them before we see any, until memory runs out.
+The sockets have no access control, as a router has no secret: whoever reaches them can see whether
+KV of a known text is here, and texts only if token_ids are published. Replays take a tenth of the
+event loop's time at most, and a listener that does not read its answers is cut off. A message whose
+frames never end is not: libzmq collects them before we see any, until memory runs out.
 """
 
 from __future__ import annotations
@@ -56,10 +55,9 @@ _REST_TIMES = 9.0
 
 
 class EventLog:
-    """The numbered batches of a node's KV events, the newest of which are kept. Pure.
+    """A log of numbered batches of KV events, from 0 on, the newest of which are kept. Pure.
 
-    Numbers count from 0. `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps` selects
-    the form of events.
+    `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps` selects the form of events.
     """
 
     def __init__(self, block_size: int, buffer_steps: int, *, maps: bool = False) -> None:
@@ -75,7 +73,6 @@ class EventLog:
 
     @property
     def held(self) -> int:
-        """Number of blocks that are held now."""
         return len(self._held)
 
     def append(self, changes: CacheChanges, now: float) -> tuple[int, bytes]:
@@ -123,7 +120,6 @@ class EventLog:
         return pack_batch(EventBatch(now, events), maps=self._maps)
 
     def _chains(self, stored: dict[bytes, bytes | None]) -> Iterator[BlockStored]:
-        """Yield an event for each run of blocks that are parents of one another."""
         run: list[bytes] = []
         first_parent: bytes | None = None
         for block_hash, parent in stored.items():
@@ -151,7 +147,7 @@ class EventLog:
 
 
 class KvEvents:
-    """The sockets that publish and replay KV events. Raises ConfigError if one cannot be opened.
+    """A publisher of KV events, with replays. Raises ConfigError if a socket cannot be opened.
 
     `on_replay` is called with "ok" or "malformed" for each replay that is asked for.
     """
@@ -199,7 +195,6 @@ class KvEvents:
         return KvEventsReport(self._port, self._replay_port, self._log.next_number)
 
     async def close(self) -> None:
-        """Close the sockets."""
         self._replaying.cancel()
         await asyncio.gather(self._replaying, return_exceptions=True)
         self._close_sockets()

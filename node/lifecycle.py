@@ -1,8 +1,8 @@
-"""The life of a node: its parts, draining, changes of its role, and heartbeats to routers.
+"""Life of a node: its parts, draining, changes of its role, and heartbeats to routers.
 
 The engine process knows no roles: weights, KV pool, prefix cache, CUDA graphs and connector serve
-both, and stay. A role change refuses new requests, waits until those that run have ended and held
-KV is fetched, and then serves the other role. What is left by the deadline runs on beside it.
+both. A role change refuses new requests, waits until those that run have ended and held KV is
+fetched, and then serves the other role. What is left by the deadline runs on beside it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ class Drain:
         self.draining = False
 
     def begin(self) -> None:
-        """Refuse new requests from now on."""
         if not self.draining:
             log.info("draining: %d requests under way", self._engine.queue_depth())
             self.draining = True
             self.on_change()
 
     def end(self) -> None:
-        """Take new requests again."""
         if self.draining:
             log.info("draining no more")
             self.draining = False
@@ -96,7 +94,7 @@ class Drain:
 
 
 class NodeRole:
-    """The role of a node, and its change from prefill to decode or back.
+    """A node's role, and its change from prefill to decode or back.
 
     `on_change` is called when a change begins and ends, `on_flip_end` with "done" or "cancelled".
     """
@@ -114,7 +112,6 @@ class NodeRole:
         self._flip: asyncio.Task[None] | None = None
 
     def check(self) -> None:
-        """Raise Draining if new requests are refused."""
         if self.flips_to is not None:
             raise Draining(
                 f"this node changes its role from {self.now} to {self.flips_to}: it ends what it "
@@ -151,7 +148,6 @@ class NodeRole:
         self.on_change()
 
     def cancel(self) -> None:
-        """Cancel a change that is under way: the old role is served again."""
         if self._flip is not None and self.flips_to is not None:
             self._flip.cancel()
             self._end("cancelled")
@@ -223,7 +219,6 @@ class Node:
         return self.serving
 
     def check_open(self) -> None:
-        """Raise Draining if new requests are refused."""
         self.drain.check()
         self.role.check()
 
@@ -258,7 +253,6 @@ class Heartbeats:
         self._lookups: dict[str, asyncio.Task[None]] = {}
 
     def send_now(self) -> None:
-        """Send the next beat at once: something has changed."""
         self._wakeup.set()
 
     async def run(self) -> None:
@@ -289,7 +283,6 @@ class Heartbeats:
                 once.sendto(message, address)
 
     async def _look_up(self) -> None:
-        """Resolve all names again, since routers move; one query at a time for each name."""
         for router in self._routers:
             if router not in self._lookups:
                 self._lookups[router] = asyncio.create_task(self._resolve(router))

@@ -121,7 +121,7 @@ _LABELLED: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 class NodeMetrics:
-    """The metrics of one node process. `engine_pid` returns -1 while there is no engine process."""
+    """A registry of one node process. `engine_pid` returns -1 while there is no engine process."""
 
     def __init__(
         self,
@@ -157,11 +157,9 @@ class NodeMetrics:
         self._by_role = ByRole(self.registry, model_name, config.role)
 
     def count_replay(self, outcome: str) -> None:
-        """Count a replay of KV events, "ok" or "malformed"."""
         self._count(_REPLAYS, outcome)
 
     def count_flip(self, outcome: str) -> None:
-        """Count the end of a role change, "done" or "cancelled"."""
         self._count(_FLIPS, outcome)
 
     def set_role(self, role: Role) -> None:
@@ -169,11 +167,9 @@ class NodeMetrics:
         self._by_role.set_role(role)
 
     def observe_first_token(self, seconds: float) -> None:
-        """Record a request's TTFT."""
         self._histograms[_TTFT].observe(seconds)
 
     def observe_next_tokens(self, seconds: float) -> None:
-        """Record the time between tokens of a request."""
         self._histograms[_ITL].observe(seconds)
 
     def count_submit(
@@ -205,7 +201,6 @@ class NodeMetrics:
             self._observe_stages(timing, tokens)
 
     def text(self) -> bytes:
-        """Return all metrics in the exposition format."""
         return generate_latest(self._by_role)
 
     def _count(self, name: str, *values: str, by: float = 1) -> None:

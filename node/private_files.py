@@ -55,7 +55,6 @@ class ProcessFolder:
             ) from why
 
     def close(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self._ours, ignore_errors=True)
         os.close(self._lock)
 
@@ -81,7 +80,6 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor that holds the folder's lock. Raises OSError if it is held or gone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

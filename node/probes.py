@@ -97,7 +97,7 @@ class _Running:
 
 
 class Probes:
-    """The probes of one node, in its step loop. Methods return at once; `send` takes the answers."""
+    """A step loop's probes. Methods return at once; `send` takes the answers."""
 
     def __init__(
         self,

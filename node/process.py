@@ -1,4 +1,4 @@
-"""The processes of kvrelay: how they start, log, end with their parent, and report a crash."""
+"""Processes of kvrelay: how they start, log, end with their parent, and report a crash."""
 
 from __future__ import annotations
 

@@ -46,10 +46,8 @@ _decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMes
 
 
 def encode(message: RankMessage) -> bytes:
-    """Return a message for `paged_engine.engine.aside`."""
     return _encoder.encode(message)
 
 
 def decode(message: bytes) -> RankMessage:
-    """Return a message of rank 0. Raises msgspec.DecodeError."""
     return _decoder.decode(message)

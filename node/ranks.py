@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel engine as processes: starts them, and ends with any that is lost.
+"""Ranks of a tensor-parallel engine as processes: starts them, and ends with any that is lost.
 
 Rank 0 is the engine process; every other rank is a process with its place as JSON on stdin. Beside
 the steps a rank opens its transfer backends (led by rank 0) and does its share of probes.
@@ -154,8 +154,6 @@ def _free_port() -> int:
 
 
 class _RankTasks:
-    """The work of a rank other than 0 beside the steps."""
-
     def __init__(self, ranks: TorchRanks) -> None:
         self._ranks = ranks
         self._planes: LedBackends | None = None
@@ -163,7 +161,6 @@ class _RankTasks:
         self._pool: KVPool | None = None  # threads of the planes read it until they end
 
     def handle(self, pool: KVPool, message: bytes) -> None:
-        """Handle a message of rank 0 that is not about a step."""
         rank, size = self._ranks.rank, self._ranks.size
         match rank_messages.decode(message):
             case Meet(meeting):
@@ -178,7 +175,6 @@ class _RankTasks:
                 self._profile(config, begin=begin)
 
     def close(self) -> None:
-        """Close the transfer backends."""
         if self._planes is not None:
             self._planes.close()
         self._pool = None
@@ -208,13 +204,11 @@ class _RankTasks:
 
 
 def main() -> None:
-    """Run the process of a rank other than 0."""
     if code := _follow():
         exit_now(code)
 
 
 def _follow() -> int:
-    """Follow rank 0 to the end; return the exit code."""
     die_with_parent()
     # Ctrl-C reaches the whole group, but rank 0 or the parent says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -49,7 +49,6 @@ class RequestRecord:
             self._span = tracing.begin(_SPANS[role], call.trace, self._began)
 
     def submit(self) -> None:
-        """Record that the engine has the request."""
         submits = self._request.submits
         if self._metrics is not None and submits:
             self._metrics.count_submit(
@@ -60,7 +59,6 @@ class RequestRecord:
             )
 
     def update(self, update: RequestUpdate) -> None:
-        """Record an update of the engine."""
         self.last = update
         if not update.token_ids:
             return
@@ -133,7 +131,6 @@ class RequestRecord:
     def _attributes(
         self, finish: Finish, timing: Timing | None, stages: dict[str, float]
     ) -> dict[str, Attribute]:
-        """Return span attributes, by OpenTelemetry's names for generative AI where it has any."""
         writer = self._request.writer
         found: dict[str, Attribute] = {
             "kvrelay.request_id": self._call.id,

@@ -1,4 +1,4 @@
-"""The node's end of request streams (wire/leg_stream.py): many requests over one connection.
+"""Request streams (wire/leg_stream.py) on a node: many requests over one connection.
 
 Each request is a task of its own with its own credit; a stream that ends cancels all of them.
 """
@@ -56,17 +56,13 @@ def check_version(headers: Mapping[str, str]) -> None:
 
 
 class RequestStreams:
-    """All request streams of a node."""
-
     def __init__(self) -> None:
         self._streams: set[RequestStream] = set()
 
     def open(self, start: Start, max_body_bytes: int) -> RequestStream:
-        """Return one more stream, as the answer to the request that opens it."""
         return RequestStream(start, max_body_bytes, self._streams)
 
     def close(self) -> None:
-        """End all streams."""
         for stream in self._streams:
             stream.close()
 
@@ -89,7 +85,7 @@ class _Credit:
 
 
 class RequestStream(Response):
-    """One connection, as the answer to the request that has opened it."""
+    """A connection, as the answer to the request that has opened it."""
 
     def __init__(self, start: Start, max_body_bytes: int, streams: set[RequestStream]) -> None:
         super().__init__()
@@ -102,7 +98,6 @@ class RequestStream(Response):
         self._closed = False
 
     def close(self) -> None:
-        """End the stream with all of its requests."""
         self._closed = True
         self._wakeup.set()
 

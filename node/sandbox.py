@@ -75,7 +75,7 @@ PROMPT = Limits(cpu_s=10, memory_bytes=1 << 30, stack_bytes=8 << 20)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message to the sandbox process: what prompts and grammars need."""
+    """A first message to the sandbox process: what prompts and grammars need."""
 
     model: str
     chat_template: str | None
@@ -107,32 +107,23 @@ Work = Tokenize | Compile
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """The token ids of each prompt."""
-
     prompts: list[list[int]]
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The same constraint as a Lark grammar."""
-
     constraint: Constraint
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A RequestError."""
-
     message: str
     param: str | None
     code: str | None
 
     def error(self) -> RequestError:
-        """Return the error to raise."""
         return RequestError(self.message, param=self.param, code=self.code)
 
 
 class Broke(msgspec.Struct, frozen=True, tag=True):
-    """A bug of ours, with its traceback."""
-
     traceback: str
 
 
@@ -144,7 +135,6 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message behind its length."""
     return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 
@@ -159,7 +149,7 @@ class _Compilation:
 
 
 class Sandbox:
-    """The sandbox of one node. Call `open` first and `close` last.
+    """A node's sandbox. Call `open` first and `close` last.
 
     `start_deadline_s` is how long work may wait for a child to begin; None means forever.
     """
@@ -183,7 +173,6 @@ class Sandbox:
         self._setup = framed(msgspec.msgpack.encode(setup))
 
     async def close(self) -> None:
-        """End the sandbox process."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -230,7 +219,6 @@ class Sandbox:
         return outcome
 
     async def _share(self, constraint: Constraint) -> _Outcome:
-        """Compile once for all that wait for the same grammar, until the last of them leaves."""
         compilation = self._compilations.get(constraint)
         if compilation is None:
             compilation = _Compilation(asyncio.create_task(self._compile(constraint)))
@@ -262,7 +250,6 @@ class Sandbox:
         return answer.constraint
 
     async def _run(self, work: Work) -> Answer:
-        """Have a child do it. Raises RequestError, Unavailable, RequestBroke, _Killed."""
         slot = self._slots[type(work)]
         await self._acquire(slot)
         try:
@@ -319,7 +306,6 @@ class Sandbox:
                 raise _Killed from why
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """Return the process that forks, started anew if it has ended."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 if self._process is not None:

@@ -1,4 +1,4 @@
-"""The sandbox process: forks a child for each piece of work, and the child with its limits.
+"""Sandbox process: forks a child for each piece of work, and the child with its limits.
 
 A child renders and tokenizes one request's prompts, or compiles one grammar and tries it out, over
 one end of a socket pair that the caller passes. The kernel ends it when its caller hangs up.
@@ -165,7 +165,6 @@ def _receive_message(sender: socket.socket) -> bytes:
 
 
 def _receive(sender: socket.socket, count: int) -> bytes:
-    """Return `count` bytes; end the process if the sender hangs up."""
     received = bytearray(count)
     left = memoryview(received)
     while left:
@@ -177,7 +176,6 @@ def _receive(sender: socket.socket, count: int) -> bytes:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Return virtual and resident memory of this process."""
     with open("/proc/self/statm") as statm:
         virtual, resident, *_ = statm.read().split()
     return int(virtual) * resource.getpagesize(), int(resident) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The server of a node: starts the engine process and the HTTP server, serves, drains, ends."""
+"""Server of a node: starts the engine process and the HTTP server, serves, drains, ends."""
 
 from __future__ import annotations
 
@@ -100,8 +100,6 @@ async def _lifespan(node: Node, server: _Server) -> AsyncIterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """A server that drains before it ends, and meanwhile answers health checks and releases."""
-
     def __init__(self, node: Node, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._node = node
@@ -117,11 +115,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def end_now(self) -> None:
-        """End without draining: there is no engine."""
         self.should_exit = True
 
     async def drain_on_signal(self) -> None:
-        """Wait for a signal, drain, and end."""
         while self._signal is None:
             await asyncio.sleep(_SIGNAL_POLL_S)
         self._node.drain.begin()
@@ -163,7 +159,6 @@ def _state_changed(node: Node, heartbeats: Heartbeats) -> None:
 async def _load_and_watch(
     node: Node, end: Callable[[], None], on_ready: Callable[[], None]
 ) -> None:
-    """Make the node ready, then end it with its engine, so that its supervisor starts another."""
     config = node.config
     try:
         serving = await load_serving(config, node.engine, node.sandbox)

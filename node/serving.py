@@ -63,12 +63,11 @@ class Call:
 
     @property
     def response_id(self) -> str:
-        """The `id` of the answer."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}"
 
 
 class Serving:
-    """The serving half of a ready node. Call `parse`, `token_ids` and `requests` in this order.
+    """A request builder of a ready node. Call `parse`, `token_ids` and `requests` in this order.
 
     `tool_format` and `reasoning` say how the model writes tool calls and thoughts; None looks for
     none. `defaults` are for requests that no other node has begun.
@@ -103,7 +102,6 @@ class Serving:
         self._tool_format, self._reasoning = tool_format, reasoning
 
     def set_role(self, role: Role) -> None:
-        """Serve this role from now on."""
         self.role, self._role_changed = role, True
 
     def parse(self, call: Call) -> ChatRequest | CompletionRequest:
@@ -268,7 +266,6 @@ class Serving:
         return asked, request
 
     def tokenize_response(self, asked: TokenizeRequest, tokens: list[int]) -> TokenizeResponse:
-        """Return the answer to POST /tokenize."""
         texts = None
         if asked.return_token_strs:
             texts = [self._tokenizer.token_text(token) for token in tokens]
@@ -289,7 +286,6 @@ class Serving:
         return DetokenizeResponse(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
-        """Return how log-probabilities name a token."""
         return self._tokenizer.token_text(token_id)
 
     def cards(self, created: int) -> list[ModelCard]:

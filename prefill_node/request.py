@@ -1,9 +1,8 @@
-"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the
-request.
+"""A prefill node's part of a request: one token, then a hand-over unless that token ends it.
 
-To a router that asks for it the ticket goes out before the prompt is computed, so that a decode
-node makes room and reads what is there while the rest is computed. Not of a request that asks for
-log-probabilities of its prompt: they are handed over with the first token.
+A router that asks for it gets the ticket before the prompt is computed, so that a decode node makes
+room and reads what is there meanwhile. Log-probabilities of the prompt are handed over with the
+first token, and no ticket goes before them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class PrefillRequest(NodeRequest):
         self._prompt_told = False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """A ticket that comes before the end is the news of an update that has no other."""
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
@@ -68,9 +66,6 @@ class PrefillRequest(NodeRequest):
     def last_frames(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
     ) -> Iterator[Frame]:
-        """The request goes on at a decode node, unless its first token has ended it and it has no
-        other choice.
-        """
         over = finish is not Finish.LENGTH
         if over and not self._several:
             yield from super().last_frames(choice, payload, update, finish, load)
