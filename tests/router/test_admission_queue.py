@@ -28,26 +28,26 @@ class ModelCluster:
         self.begun: list[QueuedRequest] = []
         self.refused: list[tuple[QueuedRequest, Refusal]] = []
 
-    def look(self, entrant: QueuedRequest) -> str | Wait | Refuse:
+    def look(self, request: QueuedRequest) -> str | Wait | Refuse:
         soonest = (
             0.0
             if len(self.running) < self.seats
             else min(ends for _, ends in self.running) - self.now
         )
-        if entrant.ttft_s is not None and soonest + TAKES_S > entrant.ttft_s:
+        if request.ttft_s is not None and soonest + TAKES_S > request.ttft_s:
             return Refuse(
                 "ttft",
                 (soonest + TAKES_S) * 1e3,
-                entrant.ttft_s * 1e3,
-                never=entrant.ttft_s < TAKES_S,
+                request.ttft_s * 1e3,
+                never=request.ttft_s < TAKES_S,
             )
         return Wait("all seats are taken") if soonest else "a seat"
 
-    def ask(self, entrant: QueuedRequest, max_of_key: int = 0) -> str | Wait | Refusal:
-        found = self.admission.arrive(entrant, max_of_key)
+    def ask(self, request: QueuedRequest, max_of_key: int = 0) -> str | Wait | Refusal:
+        found = self.admission.arrive(request, max_of_key)
         if not isinstance(found, Wait | Refusal):
             assert found == "a seat"
-            self._begin(entrant)
+            self._begin(request)
         return found
 
     def run(self, seconds: float, tick: float = 0.05) -> None:
@@ -63,12 +63,12 @@ class ModelCluster:
                     assert found == "a seat"
                     self._begin(each)
 
-    def _begin(self, entrant: QueuedRequest) -> None:
-        self.begun.append(entrant)
-        self.running.append((entrant, self.now + TAKES_S))
+    def _begin(self, request: QueuedRequest) -> None:
+        self.begun.append(request)
+        self.running.append((request, self.now + TAKES_S))
 
 
-def entrant(tokens: int = 100, key: str = "a", **fields: float) -> QueuedRequest:
+def queued(tokens: int = 100, key: str = "a", **fields: float) -> QueuedRequest:
     return QueuedRequest(key, fields.pop("arrived", 0.0), tokens=tokens, **fields)  # type: ignore[arg-type]
 
 
@@ -79,14 +79,14 @@ def refusal(found: object) -> Refusal:
 
 def test_whoever_finds_a_place_begins_at_once() -> None:
     cluster = ModelCluster(0, seats=50)
-    assert [cluster.ask(entrant()) for _ in range(50)] == ["a seat"] * 50
+    assert [cluster.ask(queued()) for _ in range(50)] == ["a seat"] * 50
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 3))
 def test_nobody_waits_for_ever_and_all_begin_in_order(count: int, seats: int) -> None:
     cluster = ModelCluster(100, seats)
-    asked = [entrant() for _ in range(count)]
+    asked = [queued() for _ in range(count)]
     for each in asked:
         cluster.ask(each)
     cluster.run(TAKES_S * (count / seats + 2))
@@ -98,12 +98,12 @@ def test_nobody_waits_for_ever_and_all_begin_in_order(count: int, seats: int) ->
 def test_whoever_finds_the_queue_full_is_told_how_long_it_takes() -> None:
     cluster = ModelCluster(20)
     for _ in range(21):
-        cluster.ask(entrant())
-    assert refusal(cluster.ask(entrant())).reason == "queue_full"
+        cluster.ask(queued())
+    assert refusal(cluster.ask(queued())).reason == "queue_full"
     for _ in range(40):  # as fast as they end, so that it is known how fast that is
         cluster.run(1)
-        cluster.ask(entrant(arrived=cluster.now))
-    full = refusal(cluster.ask(entrant()))
+        cluster.ask(queued(arrived=cluster.now))
+    full = refusal(cluster.ask(queued()))
     assert full.reason == "queue_full"
     assert full.retry_after_s == pytest.approx(20 * TAKES_S, rel=0.1)
     cluster.run(full.retry_after_s + 2)
@@ -112,14 +112,14 @@ def test_whoever_finds_the_queue_full_is_told_how_long_it_takes() -> None:
 
 def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_is_kept() -> None:
     cluster = ModelCluster(100)
-    assert cluster.ask(entrant(ttft_s=1.5)) == "a seat"
-    never = refusal(cluster.ask(entrant(ttft_s=0.5)))
+    assert cluster.ask(queued(ttft_s=1.5)) == "a seat"
+    never = refusal(cluster.ask(queued(ttft_s=0.5)))
     assert (never.reason, never.retry_after_s) == ("ttft_never", None)
-    late = refusal(cluster.ask(entrant(ttft_s=1.5)))
+    late = refusal(cluster.ask(queued(ttft_s=1.5)))
     assert (late.reason, late.retry_after_s) == ("ttft", pytest.approx(0.5))
     assert "1500 ms" in late.message
     cluster.run(0.5)
-    waits = entrant(ttft_s=1.6, arrived=cluster.now)
+    waits = queued(ttft_s=1.6, arrived=cluster.now)
     assert isinstance(cluster.ask(waits), Wait)
     cluster.run(0.5)
     assert waits in cluster.begun
@@ -127,7 +127,7 @@ def test_a_target_that_would_be_missed_is_refused_with_the_time_after_which_it_i
 
 def test_a_token_that_takes_too_long_anywhere_is_refused_for_good() -> None:
     found = refusal(
-        AdmissionQueue(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(entrant())
+        AdmissionQueue(1, lambda _: Refuse("tpot", 12.0, 10.0, never=True)).arrive(queued())
     )
     assert (found.reason, found.retry_after_s) == ("tpot_never", None)
     assert "12.0 ms" in found.message
@@ -135,10 +135,10 @@ def test_a_token_that_takes_too_long_anywhere_is_refused_for_good() -> None:
 
 def test_a_full_queue_makes_room_for_the_more_important() -> None:
     cluster = ModelCluster(3)
-    while not isinstance(found := cluster.ask(entrant(1000)), Refusal):
+    while not isinstance(found := cluster.ask(queued(1000)), Refusal):
         pass
     assert found.reason == "queue_full"
-    assert isinstance(cluster.ask(urgent := entrant(1000, priority=-1)), Wait)
+    assert isinstance(cluster.ask(urgent := queued(1000, priority=-1)), Wait)
     assert cluster.admission.queue.first() is urgent
     ((displaced, why),) = cluster.admission.leaving(cluster.now)
     assert refusal(why).reason == "displaced"
@@ -149,17 +149,17 @@ def test_a_full_queue_makes_room_for_the_more_important() -> None:
 def test_the_places_of_one_key_are_bounded() -> None:
     cluster = ModelCluster(100)
     for _ in range(20):
-        cluster.ask(entrant(1000))
+        cluster.ask(queued(1000))
     waiting = cluster.admission.queue.waiting("a")
-    assert refusal(cluster.ask(entrant(), waiting)).reason == "key_queue_full"
-    assert isinstance(cluster.ask(entrant(key="b"), waiting), Wait)
+    assert refusal(cluster.ask(queued(), waiting)).reason == "key_queue_full"
+    assert isinstance(cluster.ask(queued(key="b"), waiting), Wait)
 
 
 def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_passed() -> None:
     cluster = ModelCluster(100)
     for _ in range(4):
-        cluster.ask(entrant())
-    patient, hurried, gone = entrant(deadline=2.5), entrant(ttft_s=2.2), entrant()
+        cluster.ask(queued())
+    patient, hurried, gone = queued(deadline=2.5), queued(ttft_s=2.2), queued()
     for each in (patient, hurried, gone):
         assert isinstance(cluster.ask(each), Wait)
     cluster.admission.queue.remove(gone)
@@ -174,12 +174,12 @@ def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_pa
 def test_a_first_that_no_cluster_can_serve_any_more_leaves_the_queue() -> None:
     """As when nodes have become slower than its target since it came."""
     cluster = ModelCluster(100)
-    cluster.ask(entrant())
-    for each in (hopeless := entrant(), behind := entrant()):
+    cluster.ask(queued())
+    for each in (hopeless := queued(), behind := queued()):
         assert isinstance(cluster.ask(each), Wait)
 
-    def look(entrant: QueuedRequest) -> str | Wait | Refuse:
-        return Refuse("tpot", 9.0, 8.0, never=True) if entrant is hopeless else "a seat"
+    def look(request: QueuedRequest) -> str | Wait | Refuse:
+        return Refuse("tpot", 9.0, 8.0, never=True) if request is hopeless else "a seat"
 
     cluster.look = look
     first, second = cluster.admission.leaving(1.0)

@@ -1,4 +1,4 @@
-"""The breaker of one node and kind of leg, with times given by hand."""
+"""A breaker, and what the requests on a node tell its two breakers, with times given by hand."""
 
 import random
 
@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.nodes.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, Breaker, State, Verdict
+from kvrelay.router.nodes.breaker import (
+    FAILURES_IN_A_ROW,
+    OPEN_CAP_S,
+    Breaker,
+    BreakerCall,
+    State,
+    Verdict,
+)
 
 
 class Fixed(random.Random):
@@ -46,14 +53,6 @@ def test_it_opens_after_failures_in_a_row_and_not_before(breaker: Breaker) -> No
     assert breaker.verdict(1.0) is Verdict.LAST
 
 
-def test_legs_that_all_break_after_their_first_token_open_it_too(breaker: Breaker) -> None:
-    for _ in range(FAILURES_IN_A_ROW):
-        leg = enter(breaker, 1.0)
-        breaker.answered(leg, 1.0)
-        breaker.failed(leg, "it broke", 1.0)
-    assert breaker.state(1.0) is State.OPEN
-
-
 def test_refusals_and_clients_that_go_away_say_nothing(breaker: Breaker) -> None:
     for _ in range(100):
         breaker.leave(enter(breaker, 1.0))
@@ -75,14 +74,6 @@ def test_half_open_lets_one_through_and_closes_when_it_answers(
     assert breaker.state(now) is State.HALF_OPEN
     (breaker.succeeded if ends else breaker.answered)(probe, now)
     assert (breaker.state(now), breaker.verdict(now)) == (State.CLOSED, Verdict.TAKES)
-
-
-def test_a_probe_that_says_nothing_gives_its_place_back(breaker: Breaker) -> None:
-    fail(breaker, FAILURES_IN_A_ROW, 0.0)
-    now = breaker.opens_in(0.0)
-    for _ in range(10):
-        assert breaker.verdict(now) is Verdict.TAKES
-        breaker.leave(enter(breaker, now))
 
 
 def test_openings_double_up_to_a_limit_and_are_forgotten_when_it_goes_well(
@@ -178,3 +169,89 @@ def test_whatever_happens_probes_are_few_and_openings_bounded(
         if not legs:
             assert breaker.verdict(now) is not Verdict.NEVER
     assert breaker.state(now + 300.0) is not State.OPEN  # whatever it was, it is tried again
+
+
+# Requests of both roles on one node.
+
+NOW = 1.0
+
+
+@pytest.fixture
+def prefill() -> Breaker:
+    return Breaker(Fixed())
+
+
+@pytest.fixture
+def decode() -> Breaker:
+    return Breaker(Fixed())
+
+
+def call(prefill: Breaker, decode: Breaker, now: float = NOW, tokens: int = 0) -> BreakerCall:
+    """A decode request that computes its prompt itself, after so many frames with tokens."""
+    request = BreakerCall(prefill, decode, now)
+    for _ in range(tokens):
+        request.heard(now, tokens=True)
+    return request
+
+
+def opened(prefill: Breaker, decode: Breaker, tokens: int) -> Breaker:
+    """The breaker that opens when legs break after so many tokens."""
+    for _ in range(FAILURES_IN_A_ROW):
+        call(prefill, decode, tokens=tokens).failed("it broke", NOW)
+    (found,) = {each for each in (prefill, decode) if each.state(NOW) is State.OPEN}
+    return found
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_leg_that_computes_its_prompt_speaks_for_both_kinds(
+    tokens: int, prefill: Breaker, decode: Breaker
+) -> None:
+    breaker = opened(prefill, decode, tokens)
+    assert breaker is (decode if tokens else prefill)
+    now = NOW + breaker.opens_in(NOW)
+    assert breaker.state(now) is State.HALF_OPEN
+    call(prefill, decode, now, tokens=tokens).succeeded(now)
+    assert breaker.state(now) is State.CLOSED
+
+
+def test_of_decoding_the_second_token_speaks_and_the_first_does_not(
+    prefill: Breaker, decode: Breaker
+) -> None:
+    now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
+    for tokens in (0, 1):
+        for _ in range(4):
+            call(prefill, decode, now, tokens).close()  # its client has gone
+        assert decode.state(now) is State.HALF_OPEN
+        assert decode.verdict(now) is Verdict.TAKES
+    call(prefill, decode, now, tokens=2).close()
+    assert decode.state(now) is State.CLOSED
+
+
+def test_a_node_that_breaks_every_stream_is_found_out(decode: Breaker) -> None:
+    assert opened(decode, decode, tokens=3) is decode
+    now = NOW + decode.opens_in(NOW)
+    call(decode, decode, now, tokens=3).succeeded(now)
+    assert decode.state(now) is State.CLOSED
+
+
+def test_failures_of_decoding_between_good_legs_are_none_in_a_row(
+    prefill: Breaker, decode: Breaker
+) -> None:
+    for at in range(4 * FAILURES_IN_A_ROW):
+        request = call(prefill, decode, at * 100.0, tokens=1)
+        if at % 2:
+            request.failed("it broke", at * 100.0)
+        else:
+            request.succeeded(at * 100.0)
+        assert decode.state(at * 100.0) is State.CLOSED
+    assert prefill.state(0.0) is State.CLOSED
+
+
+def test_what_breaks_before_its_first_token_gives_the_probe_of_decoding_back(
+    prefill: Breaker, decode: Breaker
+) -> None:
+    now = NOW + opened(prefill, decode, tokens=1).opens_in(NOW)
+    for _ in range(FAILURES_IN_A_ROW - 1):
+        call(prefill, decode, now).failed("it broke", now)
+        assert decode.verdict(now) is Verdict.TAKES
+    assert decode.state(now) is State.HALF_OPEN

@@ -15,7 +15,7 @@ KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
 
 
-def entrant(
+def request(
     key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0
 ) -> QueuedRequest:
     return QueuedRequest(key, arrived, weight, priority, tokens=tokens)
@@ -39,7 +39,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     weight = dict(zip(KEYS, weights, strict=True))
     queue: FairQueue[QueuedRequest] = FairQueue()
     for key, tokens in asked:
-        queue.push(entrant(key, tokens, weight[key]))
+        queue.push(request(key, tokens, weight[key]))
     got = dict.fromkeys(KEYS, 0.0)
     largest = {
         key: max((tokens for name, tokens in asked if name == key), default=0) for key in KEYS
@@ -59,23 +59,23 @@ def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_ot
 ):
     queue: FairQueue[QueuedRequest] = FairQueue()
     for _ in range(50):
-        queue.push(entrant("heavy"))
+        queue.push(request("heavy"))
     for _ in range(20):
         begin_next(queue)
-    queue.push(entrant("light"))
+    queue.push(request("light"))
     assert begin_next(queue).key == "light"
     # Having been idle saves nothing up: from now on they take turns.
     for _ in range(10):
-        queue.push(entrant("light"))
+        queue.push(request("light"))
     turns = [begin_next(queue).key for _ in range(10)]
     assert 4 <= turns.count("light") <= 6
 
 
 def test_what_begins_without_waiting_counts_too() -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
-    queue.begin(entrant("heavy", 1000))
-    queue.push(entrant("heavy", 10))
-    queue.push(entrant("light", 10))
+    queue.begin(request("heavy", 1000))
+    queue.push(request("heavy", 10))
+    queue.push(request("light", 10))
     assert [begin_next(queue).key for _ in range(2)] == ["light", "heavy"]
 
 
@@ -86,7 +86,7 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(
 ) -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
     for at, (key, priority, tokens) in enumerate(asked):
-        queue.push(entrant(key, tokens, priority=priority, arrived=float(at)))
+        queue.push(request(key, tokens, priority=priority, arrived=float(at)))
     begun = [begin_next(queue) for _ in asked]
     assert queue.first() is None
     assert [each.priority for each in begun] == sorted(each.priority for each in begun)
@@ -106,7 +106,7 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
         if act == "push":
             priority = data.draw(st.integers(0, 2))
             waiting.append(
-                entrant(
+                request(
                     data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)
                 )
             )
@@ -127,37 +127,37 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
 
 def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
-    short, long = entrant("short", 1000), entrant("long", 10)
+    short, long = request("short", 1000), request("long", 10)
     queue.begin(short)
     queue.begin(long)
     queue.correct(short, 10)
     queue.correct(long, 5000)
     for key in ("long", "short", "short"):
-        queue.push(entrant(key, 100))
+        queue.push(request(key, 100))
     assert [begin_next(queue).key for _ in range(3)] == ["short", "short", "long"]
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
     low = [
-        entrant("a", priority=5, arrived=1),
-        entrant("b", priority=5, arrived=2),
-        entrant("a", priority=4, arrived=3),
+        request("a", priority=5, arrived=1),
+        request("b", priority=5, arrived=2),
+        request("a", priority=4, arrived=3),
     ]
     for each in low:
         queue.push(each)
-    assert queue.displaced_by(entrant("c", priority=0)) is low[1]
-    assert queue.displaced_by(entrant("c", priority=6)) is None
+    assert queue.displaced_by(request("c", priority=0)) is low[1]
+    assert queue.displaced_by(request("c", priority=6)) is None
 
 
 def test_among_equals_the_key_with_most_places_for_its_weight_makes_room() -> None:
     queue: FairQueue[QueuedRequest] = FairQueue()
-    many = [entrant("heavy", arrived=float(at)) for at in range(4)]
+    many = [request("heavy", arrived=float(at)) for at in range(4)]
     for each in many:
         queue.push(each)
-    queue.push(entrant("light"))
-    assert queue.displaced_by(entrant("light")) is many[-1]
-    assert queue.displaced_by(entrant("heavy")) is None
-    queue.push(entrant("light"))
-    queue.push(entrant("light"))
-    assert queue.displaced_by(entrant("light")) is None  # it would then have as many as heavy
+    queue.push(request("light"))
+    assert queue.displaced_by(request("light")) is many[-1]
+    assert queue.displaced_by(request("heavy")) is None
+    queue.push(request("light"))
+    queue.push(request("light"))
+    assert queue.displaced_by(request("light")) is None  # it would then have as many as heavy

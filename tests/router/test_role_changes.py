@@ -124,12 +124,12 @@ def test_nodes_of_the_former_role_meet_the_new_one() -> None:
         [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"],
     )
     x, p, d = nodes
-    while meeting := pairs.begin([x, p], [d], 1.0):
-        pairs.end(meeting, Outcome("met"), 1.0)
+    while warm_up := pairs.begin([x, p], [d], 1.0):
+        pairs.end(warm_up, Outcome("met"), 1.0)
     assert pairs.pairs()[0] == 2
-    meeting = pairs.begin([p], [x, d], 2.0)
-    assert meeting is not None
-    assert (meeting.prefill, meeting.decode) == (p, x)
+    warm_up = pairs.begin([p], [x, d], 2.0)
+    assert warm_up is not None
+    assert (warm_up.prefill, warm_up.decode) == (p, x)
 
 
 async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, Any]:

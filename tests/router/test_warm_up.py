@@ -1,4 +1,4 @@
-"""Which pairs of nodes meet, in which order; and the meeting itself, with fake nodes."""
+"""Which pairs of nodes are warmed up, in which order; and the probe, with fake nodes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,19 @@ def nodes(role: Role, count: int) -> list[Node]:
     return [node(role, at) for at in range(count)]
 
 
-def all_meetings(
-    pairs: WarmUps, prefill: list[Node], decode: list[Node], now: float = 0.0
-) -> list[WarmUp]:
-    """What is begun until nothing is due, each ended at once and well."""
-    had: list[WarmUp] = []
-    while meeting := pairs.begin(prefill, decode, now):
-        had.append(meeting)
-        pairs.end(meeting, MET, now)
-    return had
-
-
 def begun(
-    pairs: WarmUps, prefill: list[Node], decode: list[Node], now: float = 0.0
+    pairs: WarmUps,
+    prefill: list[Node],
+    decode: list[Node],
+    now: float = 0.0,
+    outcome: Outcome | None = None,
 ) -> list[WarmUp]:
-    """All that may be under way at once."""
+    """Return what is begun until nothing is due, each ended at once if there is an outcome."""
     had: list[WarmUp] = []
-    while meeting := pairs.begin(prefill, decode, now):
-        had.append(meeting)
+    while warm_up := pairs.begin(prefill, decode, now):
+        had.append(warm_up)
+        if outcome is not None:
+            pairs.end(warm_up, outcome, now)
     return had
 
 
@@ -61,23 +56,17 @@ def test_in_a_small_cluster_each_pair_meets_once_and_a_node_has_one_meeting_at_a
     while together := begun(pairs, prefill, decode):
         for side in ([m.prefill.url for m in together], [m.decode.url for m in together]):
             assert len(set(side)) == len(side)
-        for meeting in together:
-            pairs.end(meeting, MET, 0.0)
-            seen.add((meeting.prefill.url, meeting.decode.url))
+        for warm_up in together:
+            pairs.end(warm_up, MET, 0.0)
+            seen.add((warm_up.prefill.url, warm_up.decode.url))
     assert pairs.pairs()[0] == len(seen) == ps * ds
-
-
-def test_each_pair_of_a_small_cluster_meets() -> None:
-    pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 5), nodes(Role.DECODE, 3)
-    had = all_meetings(pairs, prefill, decode)
-    assert len({(m.prefill.url, m.decode.url) for m in had}) == len(had) == pairs.pairs()[0] == 15
 
 
 def test_in_a_large_cluster_a_node_meets_no_more_than_its_share_and_all_meet_somebody_first() -> (
     None
 ):
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 60), nodes(Role.DECODE, 50)
-    had = all_meetings(pairs, prefill, decode)
+    had = begun(pairs, prefill, decode, outcome=MET)
     for side in (Counter(m.prefill.url for m in had), Counter(m.decode.url for m in had)):
         assert max(side.values()) <= PARTNERS
     assert len({m.decode.url for m in had[:50]}) == 50
@@ -93,9 +82,9 @@ def test_the_busiest_are_first() -> None:
 
 def test_another_generation_meets_anew_and_the_old_one_is_forgotten() -> None:
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 2)
-    all_meetings(pairs, prefill, decode)
+    begun(pairs, prefill, decode, outcome=MET)
     decode[0] = node(Role.DECODE, 0, "another")
-    assert [m.decode for m in all_meetings(pairs, prefill, decode)] == [decode[0]]
+    assert [m.decode for m in begun(pairs, prefill, decode, outcome=MET)] == [decode[0]]
     assert pairs.pairs()[0] == 2
 
 
@@ -116,8 +105,8 @@ def test_what_failed_is_tried_again_in_its_time(
     outcome: Outcome, not_before: float, again_at: float | None
 ) -> None:
     pairs, prefill, decode = WarmUps(), nodes(Role.PREFILL, 1), nodes(Role.DECODE, 1)
-    (meeting,) = begun(pairs, prefill, decode)
-    pairs.end(meeting, outcome, 0.0)
+    (warm_up,) = begun(pairs, prefill, decode)
+    pairs.end(warm_up, outcome, 0.0)
     assert pairs.pairs()[1] == (
         [("http://prefill0", "http://decode0", "differs", 60.0)] if outcome.how == "failed" else []
     )
@@ -126,7 +115,7 @@ def test_what_failed_is_tried_again_in_its_time(
         assert len(begun(pairs, prefill, decode, again_at)) == 1
 
 
-# The meeting itself.
+# The probe.
 
 
 class Probing:

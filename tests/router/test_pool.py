@@ -4,7 +4,7 @@ import pytest
 from router_doubles import leg_on
 
 from kvrelay.router.nodes.members import NodeSpec, Source
-from kvrelay.router.nodes.node import HealthReport, Node
+from kvrelay.router.nodes.node import HealthReport, Node, ProcessDeaths
 from kvrelay.router.nodes.pool import LOST_AFTER_MISSES, Pool
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import NoNode
@@ -98,20 +98,12 @@ def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() ->
         ]  # a model's own name comes first
 
 
-def test_the_longest_context_of_a_model_is_what_each_of_its_nodes_can_take(pool: Pool) -> None:
+def test_the_longest_context_is_what_each_node_that_was_up_can_take(pool: Pool) -> None:
     for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
         pool.note_report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
+    for url in ("http://new", "http://newer"):  # pods that are labelled with the model
+        pool.add(NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0)
     assert pool.models() == {"m": 50}
-
-
-def test_a_node_that_was_never_up_says_nothing_of_the_longest_context(pool: Pool) -> None:
-    for node in pool.nodes:
-        pool.note_report(node, HealthReport(node.role, "m", max_model_len=100), 1.0, 1.0)
-    for url in ("http://new", "http://newer"):
-        pool.add(
-            NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0
-        )  # its pod is labelled with the model
-        assert pool.models() == {"m": 100}
 
 
 def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:
@@ -141,16 +133,17 @@ def test_an_answered_check_starts_the_count_of_misses_anew(pool: Pool) -> None:
     assert cuts == []
 
 
-def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
-    cuts, _context = cut_count(pool, pool.nodes[0])
-    pool.note_report(pool.nodes[0], report(generation="g2"), 1.0, 1.0)
-    assert (pool.nodes[0].up, cuts) == (True, ["cut"])
-
-
-def test_legs_on_a_node_that_says_that_its_engine_is_dead_are_cut(pool: Pool) -> None:
-    cuts, _context = cut_count(pool, pool.nodes[0])
-    pool.note_dead(pool.nodes[0], "the engine process has said nothing for 21 s", 1.0)
-    assert (pool.nodes[0].up, cuts) == (False, ["cut"])
+@pytest.mark.parametrize("ends", ["restarted", "dead", "ended"])
+def test_requests_of_a_process_that_is_gone_are_cut(ends: str, pool: Pool) -> None:
+    node = pool.nodes[0]
+    cuts, _context = cut_count(pool, node)
+    if ends == "restarted":
+        pool.note_report(node, report(generation="g2"), 1.0, 1.0)
+    elif ends == "dead":
+        pool.note_dead(node, "the engine process has said nothing for 21 s", 1.0)
+    else:
+        pool.note_process_ended(node.url, 1.0)
+    assert (node.up, cuts) == (ends == "restarted", ["cut"])
 
 
 def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(pool: Pool) -> None:
@@ -161,3 +154,66 @@ def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(poo
     assert (cuts, node.generation, node.drain_asked) == ([], "g1", True)
     pool.note_report(node, report(generation="g2"), 3.0, 3.0)
     assert (cuts, node.drain_asked) == (["cut"], False)
+
+
+# Whether a process has died.
+
+
+@pytest.fixture
+def deaths() -> ProcessDeaths:
+    known = ProcessDeaths()
+    known.answered("g1", 0.0, drains=False)
+    return known
+
+
+def told(deaths: ProcessDeaths, generation: str = "g1", since: float = 1.0) -> list[bool]:
+    """What is said of the process on which a leg was lost."""
+    said: list[bool] = []
+    deaths.ask(generation, since, said.append)
+    return said
+
+
+def test_a_check_that_began_before_the_loss_proves_nothing_and_a_later_one_that_the_process_lives(
+    deaths: ProcessDeaths,
+) -> None:
+    said = told(deaths)
+    deaths.answered("g1", 0.9, drains=False)
+    assert said == []
+    deaths.answered("g1", 1.0, drains=False)
+    assert said == [False]
+    deaths.died("g1")
+    assert said == [False]  # it is told once
+
+
+def test_another_generation_proves_that_the_process_has_died_also_to_who_asks_later(
+    deaths: ProcessDeaths,
+) -> None:
+    said = told(deaths)
+    deaths.answered("g2", 0.5, drains=False)
+    assert said == told(deaths) == [True]
+    assert told(deaths, "g2") == []
+
+
+def test_so_does_an_engine_that_is_called_dead_until_it_goes_on(deaths: ProcessDeaths) -> None:
+    said = told(deaths)
+    deaths.died("g1")
+    assert said == told(deaths) == [True]
+    deaths.answered("g1", 2.0, drains=False)
+    assert told(deaths, since=1.0) == [False]
+    assert told(deaths, since=3.0) == []
+
+
+def test_the_end_of_a_process_that_drains_is_no_death(deaths: ProcessDeaths) -> None:
+    deaths.drains("g1")
+    deaths.died("g1")
+    deaths.answered("g2", 2.0, drains=False)
+    assert told(deaths) == [False]
+    assert told(deaths, "g2", 3.0) == []
+
+
+def test_a_process_that_drains_no_more_may_die(deaths: ProcessDeaths) -> None:
+    deaths.answered("g1", 1.0, drains=True)
+    deaths.answered("g1", 2.0, drains=False)
+    said = told(deaths, since=3.0)
+    deaths.died("g1")
+    assert said == [True]
