@@ -1,4 +1,4 @@
-"""What the router remembers of requests that have ended: the newest, and counts by time slots.
+"""A bounded memory of requests that have ended: the newest, and counts by time slots.
 
 Bounded, whatever comes. Pure: times are seconds of a clock that all processes of the machine share.
 No prompt, answer or body is kept. Each request is noted here, so what costs time is done when

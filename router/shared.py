@@ -1,4 +1,4 @@
-"""What a router process has in common with others that serve the same port.
+"""The part of a router process that it shares with others on the same port.
 
 This is the case of a router alone. With several processes router/workers/worker.py overrides it in
 those that answer requests, and router/workers/parent.py in the one that looks after them.

@@ -1,4 +1,4 @@
-"""What the router tells of its nodes, models and processes, as plain values.
+"""The router's view of its nodes, models and processes, as plain values.
 
 These are bodies or parts of GET /health, GET /admin/nodes and GET /console/state, and what workers
 report to their parent.
@@ -119,7 +119,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
     roles: list[RoleStatus] = []
-    """Those of the process that changes roles, by model."""
+    """By model; only the process that changes roles has any."""
 
 
 class Health(enum.StrEnum):

@@ -1,4 +1,4 @@
-"""Which requests begin now, which wait, and which are refused. Pure: times are given, in seconds.
+"""Decides which requests begin now, wait, or are refused. Pure: times are given, in seconds.
 
 One bounded queue for the nodes of one model. The first in it begins as soon as it can be placed.
 """

@@ -199,7 +199,6 @@ class AdmissionController:
         slot.settle()
 
     def _take_limits(self, caller: Caller, tokens: int) -> dict[str, str]:
-        """Take tokens of a key's limits, and return the headers about them. Raises RateLimited."""
         refusal = self._limits.take(caller, tokens, time.monotonic())
         headers = self._limits.headers(caller.name)
         if refusal is None:
@@ -226,7 +225,6 @@ class AdmissionController:
             self._looking = None
 
     def _pump(self, queue: ModelQueue, now: float) -> None:
-        """Begin what may begin, and end what has waited for too long."""
         try:
             for slot, found in queue.leaving(now):
                 if isinstance(found, Refusal):

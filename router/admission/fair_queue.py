@@ -26,7 +26,7 @@ class QueuedRequest:
     arrived: float
     weight: float = 1.0
     priority: int = 0
-    """As in vLLM: the lower is served first."""
+    """The lower is served first, as in vLLM."""
     tokens: int = 0
     """The estimated cost: the prompt and the expected output."""
     ttft_s: float | None = None

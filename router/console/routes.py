@@ -77,7 +77,6 @@ def _since(request: Request) -> float:
 
 
 def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route of one file, which is read now."""
     held, kind = file.read_bytes(), _TYPES[file.suffix]
     # Asked for again each time, and answered with nothing new: a page is never older than the
     # router that serves it.

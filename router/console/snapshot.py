@@ -1,4 +1,4 @@
-"""The snapshot that the console shows: what all worker processes see, put together. Pure.
+"""The snapshot that the console shows, put together from what all workers see. Pure.
 
 The types are the contract of GET /console/state. What one process knows best is taken from it:
 requests that run, wait or have ended are added up. What each finds out by itself (is a node up, its
@@ -50,7 +50,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles of `count` requests."""
+    """The percentiles of `count` requests."""
 
     count: int
     p50_s: float | None = None
@@ -129,13 +129,6 @@ def snapshot_of(
     ]
     whole, lately = summed(slots), summed(slots[-1 - _RATE_SLOTS :])
     lately_s = _RATE_SLOTS * SLOT_S + monotonic % SLOT_S
-    edges: dict[tuple[str, str], Edge] = {}
-    for edge in (edge for each in workers for edge in each.edges):
-        edges.setdefault((edge.prefill, edge.decode), Edge(edge.prefill, edge.decode)).add(edge)
-    counts: dict[str, dict[str, float]] = {}
-    for each in workers:
-        for what, by_label in each.counts.items():
-            add(counts.setdefault(what, {}), by_label)
     return Snapshot(
         now=now,
         version=version,
@@ -162,12 +155,27 @@ def snapshot_of(
         ),
         nodes=joined_nodes(own, workers),
         edge_window_s=SLOT_S * EDGE_SLOTS,
-        edges=sorted(edges.values(), key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES],
+        edges=_joined_edges(workers),
         failed_pairs=own.failed_pairs,
-        counts=counts,
+        counts=_joined_counts(workers),
         requests=sorted(requests, key=lambda each: -each.ended)[:KEPT_REQUESTS],
         roles=own.roles,
     )
+
+
+def _joined_counts(workers: Sequence[WorkerStatus]) -> dict[str, dict[str, float]]:
+    counts: dict[str, dict[str, float]] = {}
+    for each in workers:
+        for what, by_label in each.counts.items():
+            add(counts.setdefault(what, {}), by_label)
+    return counts
+
+
+def _joined_edges(workers: Sequence[WorkerStatus]) -> list[Edge]:
+    edges: dict[tuple[str, str], Edge] = {}
+    for edge in (edge for each in workers for edge in each.edges):
+        edges.setdefault((edge.prefill, edge.decode), Edge(edge.prefill, edge.decode)).add(edge)
+    return sorted(edges.values(), key=lambda edge: (-edge.bytes, -edge.handovers))[:_MOST_EDGES]
 
 
 def _row(worker: WorkerStatus) -> WorkerRow:

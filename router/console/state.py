@@ -1,4 +1,4 @@
-"""What the console shows, taken from the router, and the console's clock.
+"""The console's state, taken from the router, and its clock.
 
 Requests are noted at their hand-over and their end, tokens once a second, nodes and queues when
 somebody looks.

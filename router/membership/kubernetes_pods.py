@@ -435,7 +435,6 @@ class _Follower:
             self._pool.set_members(Source.KUBERNETES, found.nodes, now, found.gone)
 
     def _failed(self, why: Exception) -> float:
-        """Return how long to wait: longer each time, and at random."""
         self._failures += 1
         if getattr(why, "status", 0) in (_GONE, _TOO_NEW):
             self._version = ""

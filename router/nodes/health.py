@@ -1,4 +1,4 @@
-"""Which nodes may take a request now, and what the end of a request means for its node. Pure.
+"""Judges which nodes may take a request now, by how requests on them have ended. Pure.
 
 A node that is up (router/nodes/pool.py) takes requests unless its breaker is open, or it rests: it
 has said for how long it has no room. Where only open breakers are left, one request at a time may

@@ -1,4 +1,4 @@
-"""Whose KV a decode node can take, by what both nodes report of themselves. Pure.
+"""Compares the KV of two nodes: can the decode node take the prefill node's? Pure.
 
 A node that reports nothing of its KV (another project's) fits all: its own handshake will show.
 """

@@ -1,4 +1,4 @@
-"""Which nodes belong to the cluster, by what each source of membership says. Pure.
+"""Members of the cluster, by what each source of membership says. Pure.
 
 Level-triggered: a source gives its whole list, as often as it likes, and a lost message is mended
 by the next one. A node stays for as long as any source names it. Health is router/nodes/pool.py's.

@@ -77,7 +77,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     aliases: list[str] = []
-    """Those `adapters` of a vLLM node that are further names of its model."""
+    """The `adapters` of a vLLM node that are further names of its model."""
     engines: int = 1
     """Engines behind the address of a vLLM node; each has a prefix cache of its own."""
     held_blocks: int = 0

@@ -61,8 +61,6 @@ class Pool:
         self._typical_costs: dict[str, StepCosts] = {}
         self.set_members(Source.STATIC, static_nodes(prefill, decode), 0.0)
 
-    # --- which nodes there are
-
     def follow(
         self, joined: Callable[[Node], None], left: Callable[[Node], None]
     ) -> Callable[[], None]:
@@ -132,7 +130,6 @@ class Pool:
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
 
     def _set_role(self, node: Node, role: Role) -> None:
-        """Give a node another role; its requests, prefix index and breakers stay."""
         if node.role is not role:
             _log.info("%s node %s is a %s node now", node.role, node.url, role)
             node.role, node.flips_to = role, None
@@ -169,8 +166,6 @@ class Pool:
     def _forget_choices(self) -> None:
         self._up.clear()
         self._bases.clear()
-
-    # --- which nodes serve what
 
     def find(self, url: str) -> Node | None:
         """Return the wanted node at this address."""
@@ -291,8 +286,6 @@ class Pool:
             self._typical_costs[base] = costs
         return costs
 
-    # --- requests
-
     def hold(
         self,
         node: Node,
@@ -325,8 +318,6 @@ class Pool:
         lease.node.state.remove(lease.share)
         if not lease.node.wanted:
             self._drop_if_idle(lease.node)
-
-    # --- what is heard of nodes
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """Take a node down until a health check that started after `now` succeeds."""
@@ -377,7 +368,6 @@ class Pool:
             _log.info("%s node %s is up", node.role, node.url)
 
     def _follow_role(self, node: Node, report: HealthReport) -> None:
-        """Take over the role of a node that has changed it, else the role that is listed."""
         node.flips_to = report.flips_to
         listed = self.members.listed(node.url)
         if report.flips and report.role is not Role.AGGREGATED:

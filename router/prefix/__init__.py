@@ -1,1 +1,1 @@
-"""How much of a prompt each node has cached: a radix tree over text, made exact by KV events."""
+"""The index of cached prompts: a radix tree over text, made exact by the KV events of nodes."""

@@ -111,7 +111,6 @@ class BlockContents:
 
 
 def _blocks(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the full blocks; none if these cannot be tokens."""
     try:
         packed, size = array("q", tokens).tobytes(), block_size * _TOKEN_BYTES
     except OverflowError:

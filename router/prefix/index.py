@@ -1,4 +1,4 @@
-"""How much of a prompt each node has in its prefix cache, before anybody has tokenized it. Pure.
+"""An index of what nodes have in their prefix caches, by untokenized prompts. Pure.
 
 For a node that tells KV events, the text leads to the keys of blocks (router/prefix/text_tree.py),
 as nodes have named them, and these to the nodes that hold them. vLLM's nodes each name the same

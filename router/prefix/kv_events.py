@@ -268,7 +268,6 @@ class _Listener:
             self._trust()
 
     def _forget(self, *, whole: bool) -> None:
-        """Forget all blocks: it holds none; or nothing is known of it, if not `whole`."""
         trusted = self._index.trusts(self._url)
         self._index.forget(self._url)
         if self._contents is not None:
@@ -280,7 +279,6 @@ class _Listener:
         self._index.trust(self._url, whole=self._contents is None or self._contents.whole)
 
     def _catch_up(self, *, missing: bool = True) -> None:
-        """Begin a replay, unless one is under way or has just failed."""
         if self._replay is None and time.monotonic() >= self._retry_at:
             if missing and self._stream.complete:
                 self._metrics.gaps.inc()
@@ -320,7 +318,6 @@ class _Listener:
             self._trust()
 
     async def _ask(self) -> None:
-        """Take all batches from the first missing one on."""
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
             for option, value in _OPTIONS:
                 socket.setsockopt(option, value)
@@ -342,7 +339,5 @@ _OPTIONS = (
 
 
 def _counts(event: BlockStored | BlockRemoved) -> bool:
-    """Say whether it is about KV on the device that all layers can read: a prompt's beginning is
-    found by that.
-    """
+    # Only KV on the device that all layers can read says how much of a prompt is cached.
     return event.group_idx in (None, 0) and event.medium in (None, "GPU")

@@ -159,7 +159,6 @@ class TextTree:
                 }
 
     def _insert(self, chunks: array[int]) -> list[Edge]:
-        """Return all edges of a text, made where missing, and now the most recently used."""
         edges, depth = [], 0
         for edge, shared in self.path(chunks):
             edges.append(edge if shared == len(edge.chunks) else self._split(edge, shared))
@@ -175,7 +174,6 @@ class TextTree:
         return edges
 
     def _split(self, edge: Edge, at: int) -> Edge:
-        """Split an edge, and return the upper part, which is new."""
         parent = edge.parent
         assert parent is not None
         upper = Edge(parent, edge.chunks[:at])

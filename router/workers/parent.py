@@ -55,8 +55,6 @@ _log = logging.getLogger("kvrelay.router")
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A worker process."""
-
     index: int
     kill: Callable[[], None]
     writer: asyncio.StreamWriter
@@ -209,7 +207,6 @@ class Parent(Shared):
         )
 
     def _broadcast(self) -> int:
-        """Send the state to all workers that have an older one; return its version."""
         version, self._broadcast_due = self._state.version, False
         now = self._state_now(version)
         if now != self._state:
@@ -248,7 +245,6 @@ class Parent(Shared):
                 _log.exception("the look after the workers failed")
 
     def _look(self, now: float, late_s: float) -> None:
-        """Send what is new, and kill workers that hang."""
         self._broadcast()
         for peer in self._peers.values():
             peer.heard_at += late_s

@@ -82,8 +82,6 @@ def shared_port(host: str, port: int) -> socket.socket:
 
 
 class _ParentClient:
-    """A client of the parent's Unix socket, for what operators and scrapers ask."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._http: aiohttp.ClientSession | None = None
