@@ -1,6 +1,4 @@
-"""The router as an ASGI application: its routes, and what stands before them. Decides nothing about
-requests.
-"""
+"""The router as an ASGI application: its routes, and the key check before them."""
 
 from __future__ import annotations
 
@@ -34,29 +32,27 @@ from kvrelay.router.relay import CLIENT_GONE
 from kvrelay.router.reload import Reread
 from kvrelay.router.request.job import CHAT_PATH, COMPLETIONS_PATH
 from kvrelay.router.router import Router
+from kvrelay.router.serve import Frontend
 from kvrelay.router.shared import Shared
 from kvrelay.wire.router_config import RouterConfig
 
 __all__ = ["create_app"]
 
-_READ_S = 10.0
+_READ_DEADLINE_S = 10.0
 
 
 class _App(FastAPI):
-    """A FastAPI of all routes. Keys are checked before, and completions need nothing that it puts
-    around a route.
-    """
-
-    def __init__(self, served: Router) -> None:
+    def __init__(self, router: Router) -> None:
         super().__init__(
             title="kvrelay router",
-            lifespan=lambda _: served.running(),
+            lifespan=lambda _: router.running(),
             openapi_url=None,
             docs_url=None,
             redoc_url=None,
         )
-        self._served = self.state.router = served
-        self.front = front_of(served.config) if served.shared.serves else None
+        self._router = self.state.router = router
+        self.api = Frontend(router)
+        self.front = front_of(router.config) if router.shared.serves else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.front is not None:
@@ -64,24 +60,23 @@ class _App(FastAPI):
             if entered is None:
                 return
             send = entered
-        answer = await self._answered(scope, receive) if scope["type"] == "http" else None
+        answer = await self._early_answer(scope, receive) if scope["type"] == "http" else None
         await (
             super().__call__(scope, receive, send)
             if answer is None
             else answer(scope, receive, send)
         )
 
-    async def _answered(self, scope: Scope, receive: Receive) -> Response | None:
-        """Answer a completion, and whoever has no key."""
-        served = self._served
+    async def _early_answer(self, scope: Scope, receive: Receive) -> Response | None:
+        # Refuses requests without a key. Completions need nothing that FastAPI puts around a route.
+        router = self._router
         try:
-            check_key(scope, served.keyring, served.metrics, served.config.admin_key)
-            if (
-                served.shared.serves
-                and scope["path"] in (CHAT_PATH, COMPLETIONS_PATH)
-                and scope["method"] == "POST"
-            ):
-                return await served.complete(Request(scope, receive), untranslated)
+            check_key(scope, router.keyring, router.metrics, router.config.admin_key)
+            completion = (
+                scope["path"] in (CHAT_PATH, COMPLETIONS_PATH) and scope["method"] == "POST"
+            )
+            if completion and router.shared.serves:
+                return await self.api.complete(Request(scope, receive), untranslated)
         except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             return await answer_error(Request(scope, receive), why)
         return None
@@ -93,38 +88,33 @@ def create_app(
     shared: Shared | None = None,
     reread: Reread | None = None,
 ) -> FastAPI:
-    """Return the router as an ASGI application. `rng` breaks ties between nodes."""
+    """Return the router as an ASGI application; `rng` breaks ties between nodes."""
     router = Router(config, rng or random.Random(), shared, reread)
     app = _App(router)
     add_error_answers(app)
-
     if router.shared.forward is None:
-        _add_operators_routes(app, router)
+        _add_operator_routes(app, router)
     else:
-        _forward_operators(app, router, router.shared.forward)
+        _forward_operator_routes(app, router, router.shared.forward)
     add_console_routes(app, router.console.snapshot, config.root_path)
     if router.shared.serves:
-        _add_clients_routes(app, router)
+        _add_client_routes(app, router)
     return app
 
 
-def _add_clients_routes(app: FastAPI, router: Router) -> None:
-    """Add what clients ask."""
-
+def _add_client_routes(app: _App, router: Router) -> None:
     async def complete(request: Request) -> Response:
-        return await router.complete(request, untranslated)
+        return await app.api.complete(request, untranslated)
 
-    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
+    for path in (CHAT_PATH, COMPLETIONS_PATH):  # answers other methods with 405
         app.post(path, response_model=None)(complete)
-    add_routes(app, router, router.shared.responses, root_path=router.config.root_path)
+    add_routes(app, app.api, router.shared.responses, root_path=router.config.root_path)
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
-        return json_response(
-            ModelList.create(
-                [card for card in router.models.cards() if caller_of(request).may(card.id)]
-            )
-        )
+        caller = caller_of(request)
+        cards = [card for card in router.models.cards() if caller.may(card.id)]
+        return json_response(ModelList.create(cards))
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
@@ -138,16 +128,14 @@ def _add_clients_routes(app: FastAPI, router: Router) -> None:
         return Response(body, status, media_type="application/json")
 
 
-def _add_operators_routes(app: FastAPI, router: Router) -> None:
-    """Add what operators ask and change, and what scrapers read."""
+def _add_operator_routes(app: FastAPI, router: Router) -> None:
     add_admin_routes(app, router)
     add_node_routes(app, router)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(
-            router.shared.exposition(router.metrics.registry), media_type=CONTENT_TYPE_LATEST
-        )
+        content = router.shared.exposition(router.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     if router.shared.serves:
         return
@@ -160,25 +148,23 @@ def _add_operators_routes(app: FastAPI, router: Router) -> None:
         return response
 
 
-def _forward_operators(
+def _forward_operator_routes(
     app: FastAPI, router: Router, forward: Callable[[Request, bytes, float], Awaitable[Response]]
 ) -> None:
-    """Add the same routes for a process that another one answers them for."""
-
-    async def ask(request: Request) -> Response:
+    # Another process answers them.
+    async def get(request: Request) -> Response:
         return await forward(request, b"", 0.0)
 
-    async def order(request: Request) -> Response:
-        loads = request.url.path in ADAPTER_PATHS
+    async def change(request: Request) -> Response:
+        config, adapter = router.config, request.url.path in ADAPTER_PATHS
         try:
-            body = await read_body(request, router.config.max_body_bytes, _READ_S)
+            body = await read_body(request, config.max_body_bytes, _READ_DEADLINE_S)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
-        return await forward(
-            request, body, router.config.request_deadline_s + _READ_S if loads else 0.0
-        )
+        deadline_s = config.request_deadline_s + _READ_DEADLINE_S if adapter else 0.0
+        return await forward(request, body, deadline_s)
 
-    app.add_route("/metrics", ask, methods=["GET"])
+    app.add_route("/metrics", get, methods=["GET"])
     for path in (*OPERATED, "/admin/{rest:path}", *ADAPTER_PATHS):
-        app.add_route(path, ask, methods=["GET"])
-        app.add_route(path, order, methods=["POST", "DELETE"])
+        app.add_route(path, get, methods=["GET"])
+        app.add_route(path, change, methods=["POST", "DELETE"])

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.openai_api.fast_metrics import FastCounter, FastGauge, FastHistogram
 from kvrelay.openai_api.stages import STAGES
-from kvrelay.router.admission.metrics import AdmissionMetrics
 from kvrelay.router.nodes.breaker import State
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.prefix.metrics import PrefixMetrics
@@ -20,7 +19,7 @@ from kvrelay.router.recent_requests import EndedRequest
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import KV_CAUSES
 
-__all__ = ["Metrics"]
+__all__ = ["AdmissionMetrics", "Metrics"]
 
 _LEGS = (Role.PREFILL.value, Role.DECODE.value)
 _LOCAL_REASONS = ("no_prefill_node", "incompatible", "price")
@@ -32,6 +31,81 @@ _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _MODEL = "model_name"
 """vLLM's name of the label."""
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+
+
+_QUEUE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+
+
+class AdmissionMetrics:
+    """Metrics of queues and API keys. Their labels come from code and configuration alone."""
+
+    def __init__(
+        self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]]
+    ) -> None:
+        about = "Requests that wait to begin."
+        self.waiting = FastGauge(
+            "kvrelay_router_queue_waiting", about, registry, "model_name", models
+        )
+        self._wait = Histogram(
+            "kvrelay_router_queue_wait_seconds",
+            "Time in the router's queue, of those that waited and began.",
+            buckets=_QUEUE_S,
+            registry=registry,
+        )
+        self._admitted = FastCounter(
+            "kvrelay_router_admitted",
+            "Requests that began, at once or out of the queue.",
+            registry,
+            ["how"],
+        )
+        self._refused = Counter(
+            "kvrelay_router_refused",
+            "Requests that never began, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._requests = FastCounter(
+            "kvrelay_router_key_requests",
+            "Requests by API key: begun or refused.",
+            registry,
+            ["key", "outcome"],
+        )
+        self.tokens = FastCounter(
+            "kvrelay_router_key_tokens",
+            "Tokens by API key: of prompts and of answers.",
+            registry,
+            ["key", "kind"],
+        )
+        for reason in (
+            "queue_full",
+            "displaced",
+            "deadline",
+            "ttft",
+            "ttft_never",
+            "ttft_passed",
+            "tpot_never",
+        ):
+            self._refused.labels(reason)
+        for how in ("at_once", "queued"):
+            self._admitted.add(0, how)
+        for key in keys:
+            self._requests.add(0, key, "begun")
+            self.tokens.add(0, key, "prompt")
+            self.tokens.add(0, key, "output")
+
+    def admitted(self, key: str, waited_s: float | None = None) -> None:
+        """Count a request that begins, at once or after a wait."""
+        self._requests.add(1, key, "begun")
+        if waited_s is None:
+            self._admitted.add(1, "at_once")
+        else:
+            self._admitted.add(1, "queued")
+            self._wait.observe(waited_s)
+
+    def refused(self, key: str, reason: str) -> None:
+        """Count a request that will not begin."""
+        self._refused.labels(reason).inc()
+        self._requests.add(1, key, "refused")
 
 
 class Metrics:

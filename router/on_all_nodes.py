@@ -86,7 +86,7 @@ def add_node_routes(app: FastAPI, router: Router) -> None:
 
     async def adapters(request: Request) -> Response:
         caller_of(request).check_admin()
-        path, body = request.url.path, await checked_body(router, request)
+        path, body = request.url.path, await checked_body(request, router.config)
         try:
             asked = msgspec.json.decode(body, type=_Adapter)
         except MALFORMED as why:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import msgspec
-from fastapi import Request
-from starlette.responses import Response
 
-from kvrelay.openai_api.dialects.base import Translate
-from kvrelay.openai_api.dialects.responses import Recall
 from kvrelay.openai_api.tracing import start_tracing
 from kvrelay.router.admission.controller import AdmissionController
 from kvrelay.router.admission.keys import Keyring
 from kvrelay.router.background import BackgroundTasks, running_task
 from kvrelay.router.console.state import ConsoleState
-from kvrelay.router.guard import caller_of
 from kvrelay.router.membership.health_checks import check_nodes
 from kvrelay.router.membership.heartbeats import hear_heartbeats
 from kvrelay.router.membership.kubernetes_pods import follow_pods
@@ -37,7 +32,6 @@ from kvrelay.router.request.placer import Placer
 from kvrelay.router.request.retries import RunContext
 from kvrelay.router.request_log import RequestLog
 from kvrelay.router.roles import RoleChanger
-from kvrelay.router.serve import answer_question, serve
 from kvrelay.router.shared import Shared
 from kvrelay.router.state import health_of
 from kvrelay.router.transport.node_client import NodeClient
@@ -171,28 +165,6 @@ class Router:
             failed, now = outcome.how == "failed", time.monotonic()
             self.node_health.probed(warm_up.prefill, warm_up.decode, failed=failed, now=now)
 
-    async def complete(
-        self, request: Request, translate: Translate, recall: Recall | None = None
-    ) -> Response:
-        """Return the answer to a completion request. Raises KvrelayError."""
-        return await serve(self, request, translate, recall)
-
-    async def tokenized(
-        self, request: Request, path: str, translate: Callable[[bytes], bytes]
-    ) -> bytes | None:
-        """Return a node's answer to /tokenize or /detokenize; None if the client has gone.
-
-        Raises KvrelayError.
-        """
-        return await answer_question(self, request, path, translate)
-
-    def check_key(self, request: Request) -> None:
-        """Do nothing: keys are checked before routes are chosen (router/guard.py)."""
-
-    def owner(self, request: Request) -> str:
-        """Return the hash of the caller's key."""
-        return caller_of(request).sha256
-
     def health(self) -> tuple[int, bytes]:
         """Return status (503 if no model can be served) and body of GET /health."""
         warm = self.warm_ups.pairs() if self.shared.leads else self.shared.warm_pairs
@@ -201,15 +173,3 @@ class Router:
         if workers is not None:
             body["workers"] = workers
         return (200 if ready else 503), msgspec.json.encode(body)
-
-    def served(self) -> list[str]:
-        """Return the names that requests may ask for."""
-        return self.models.names()
-
-    def healthy(self) -> bool:
-        """Return whether any model can be served now."""
-        return any(self.models.ready().values()) or self.models.alone()
-
-    def alive(self) -> bool:
-        """Return True: without nodes a new process could do no more."""
-        return True

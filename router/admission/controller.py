@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from kvrelay.router.admission.admission_queue import AdmissionQueue
 from kvrelay.router.admission.fair_queue import QueuedRequest
 from kvrelay.router.admission.keys import Caller
-from kvrelay.router.admission.metrics import AdmissionMetrics
 from kvrelay.router.admission.rate_limits import KeyLimits, Refusal
 from kvrelay.router.background import cancel_and_wait
+from kvrelay.router.metrics import AdmissionMetrics
 from kvrelay.router.nodes.node import NodeKind
 from kvrelay.router.nodes.pool import Pool
 from kvrelay.router.placement import Refuse, Wait

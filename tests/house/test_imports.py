@@ -57,6 +57,39 @@ NEVER = {
 }
 
 
+ROUTER_ORDER = (
+    "background",
+    "client_connection",
+    "node_load",
+    "prefix",
+    "recent_requests",
+    "reload",
+    "placement",
+    "nodes",
+    "policies",
+    "transport",
+    "membership",
+    "metrics",
+    "request",
+    "roles",
+    "admission",
+    "state",
+    "relay",
+    "shared",
+    "console",
+    "guard",
+    "request_log",
+    "router",
+    "admin",
+    "serve",
+    "on_all_nodes",
+    "app",
+    "server",
+    "workers",
+)
+"""Files and folders of router/: each imports only those before it."""
+
+
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the package of each import: a folder of ours, or a top-level name."""
     for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -81,6 +114,19 @@ def test_a_package_imports_only_what_it_may(package: str, repository: Path) -> N
         if name in forbidden
         and not (name == "torch" and file.parent.name == "profiling")  # measures engines
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_inside_the_router_point_one_way(repository: Path) -> None:
+    place = {name: at for at, name in enumerate(("__init__", *ROUTER_ORDER))}
+    wrong = []
+    for file in sorted((repository / "router").rglob("*.py")):
+        part = file.relative_to(repository / "router").parts[0].removesuffix(".py")
+        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            module = (isinstance(statement, ast.ImportFrom) and statement.module) or ""
+            other = module.removeprefix("kvrelay.router.").partition(".")[0]
+            if module.startswith("kvrelay.router.") and place[other] > place[part]:
+                wrong.append(f"{file.relative_to(repository)} imports {module}")
     assert not wrong, "\n".join(wrong)
 
 
