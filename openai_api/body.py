@@ -45,11 +45,10 @@ MAX_CHOICES = 128
 """Choices of one request, over all of its prompts: each is a request of the engine."""
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
-# Every token is compared with every stop string; these bounds keep that below a microsecond for
-# what people send.
+# Every token is compared with every stop string: below a microsecond with these limits.
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
-# What the server itself gives to a chat template, and to `render` beside it.
+# Set by the server; `write` is a parameter of chat_template.render.
 _TEMPLATE_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "write",
 )  # fmt: skip
@@ -389,9 +388,8 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     asked = requested_logprobs(request)
-    return (
-        0 if asked is None and choice_count(request) > (request.n or 1) else asked
-    )  # to choose by
+    chooses_best = choice_count(request) > (request.n or 1)
+    return 0 if asked is None and chooses_best else asked
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:

@@ -6,12 +6,13 @@ not JSON fails at its first character.
 
 from __future__ import annotations
 
+import abc
 import enum
 import json
 import re
 from collections.abc import Callable
 
-__all__ = ["ArgumentsReader", "CallReader", "JsonValue"]
+__all__ = ["ArgumentsReader", "CallArguments", "CallReader", "JsonValue"]
 
 _BLANKS = " \t\r\n"
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -134,7 +135,7 @@ class JsonValue:
         if _NUMBER.fullmatch(self._word) is None:
             return self._fail()
         self._value_ended()
-        return False  # looked at again, as what stands behind the number
+        return False  # read again, as what follows the number
 
     def _literal(self, char: str) -> bool:
         if char != self._word[0]:
@@ -172,28 +173,34 @@ class JsonValue:
         return False
 
 
-class ArgumentsReader:
-    """A reader of a JSON object, the arguments of a call whose name is known."""
+class CallArguments(abc.ABC):
+    """A reader of a call's arguments, whatever their syntax; they become JSON."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.begun = False
-        """The name and the first character of the arguments are known: it is a call, whatever
-        follows.
-        """
-        self.done = False
-        self.failed = False
+        self.begun = self.done = self.failed = False
+        """From `begun` on it is a call, whatever follows."""
         self._pieces: list[str] = []
-        self._value: JsonValue | None = None
 
     def drain(self) -> str:
-        """Return the arguments that have come since the last time."""
+        """Return the arguments that have come since the last time, as JSON."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
 
+    @abc.abstractmethod
     def feed(self, text: str) -> int:
-        """Return the index after the last character that belongs to the call."""
+        """Return the index after the last consumed character; the rest is fed again, with more."""
+
+
+class ArgumentsReader(CallArguments):
+    """A reader of a JSON object, the arguments of a call whose name is known."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        self._value: JsonValue | None = None
+
+    def feed(self, text: str) -> int:
         end = self._arguments(text, _skip_blanks(text, 0) if self._value is None else 0)
         self.begun = self._value is not None
         self.done = self._value is not None and self._value.done
@@ -283,7 +290,7 @@ class CallReader(ArgumentsReader):
         if self._other is None:
             if self._key == "name" and not self.name:
                 value = json.loads("".join(self._raw), strict=False)
-                # What cannot be printed, half a surrogate pair for one, can be the name of nothing.
+                # No tool has an unprintable name, such as half a surrogate pair.
                 self.failed = not (isinstance(value, str) and value and value.isprintable())
                 self.name = "" if self.failed else value
             self._step = self._comma_or_end

@@ -1,7 +1,4 @@
-"""Incremental reading of tool calls that are not JSON, as JSON: in tags and in Python. Pure.
-
-Like those of call_reader.py, these readers are fed with all text that they have not consumed yet.
-"""
+"""Incremental reading of tool calls that are not JSON, as JSON: in tags and in Python. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.openai_api.call_reader import CallArguments
 from kvrelay.openai_api.message_parts import any_of, beginning_at_end
 
 __all__ = ["CallTags", "PythonReader", "TaggedReader"]
@@ -37,34 +35,25 @@ class CallTags:
     """Text around a value."""
 
 
-class TaggedReader:
+class TaggedReader(CallArguments):
     """A reader of arguments in tags. Texts are passed on as they come, other values when complete.
 
     `properties` is a JSON schema's: it says which arguments are texts.
     """
 
     def __init__(self, name: str, tags: CallTags, properties: Mapping[str, Any]) -> None:
-        self.name = name
-        self.begun = self.done = self.failed = False
+        super().__init__(name)
         self._tags, self._properties = tags, properties
         closing = tags.value[1]
         self._closers = (tags.padding + closing, closing) if tags.padding else (closing,)
         between = rf"\s*{re.escape(tags.value[0])}" if tags.value[0] else ""
         self._behind_key = re.compile(re.escape(tags.key[1]) + between)
         self._step: Callable[[str, int], int | None] = self._between
-        self._pieces: list[str] = []
         self._keys = 0
         self._kinds: frozenset[str] = frozenset()  # of the value
         self._value: list[str] = []
 
-    def drain(self) -> str:
-        """Return the JSON that has come since the last time."""
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return text
-
     def feed(self, text: str) -> int:
-        """Return the index after the last consumed character."""
         i = 0
         while not (self.done or self.failed):
             end = self._step(text, i)
@@ -132,25 +121,17 @@ class TaggedReader:
         return found.end()
 
 
-class PythonReader:
+class PythonReader(CallArguments):
     """A reader of a call as Python writes one, `name(key=value, ...)`, as a whole."""
 
     def __init__(self) -> None:
-        self.name = ""
-        self.begun = self.done = self.failed = False
+        super().__init__()
         self._raw: list[str] = []
-        self._arguments = ""
         self._closers: list[str] = []
         self._quote = ""
         self._escaped = False
 
-    def drain(self) -> str:
-        """Return the arguments as JSON, once."""
-        text, self._arguments = self._arguments, ""
-        return text
-
     def feed(self, text: str) -> int:
-        """Return the index after the last consumed character."""
         i = 0
         if not self.name:
             found = _PYTHON_NAME.match(text)
@@ -198,9 +179,8 @@ class PythonReader:
                 or any(keyword.arg is None for keyword in call.keywords)
             ):
                 raise ValueError
-            self._arguments = _dumped(
-                {str(keyword.arg): _evaluated(keyword.value) for keyword in call.keywords}
-            )
+            values = {str(each.arg): _evaluated(each.value) for each in call.keywords}
+            self._pieces.append(_dumped(values))
         except _UNREADABLE:
             self.failed = True
         self.begun = self.done = not self.failed

@@ -31,11 +31,7 @@ def check_template(template: str) -> None:
     """Check a node's template: raise ConfigError if it is no valid Jinja, warn if it is slow."""
     try:
         _compiled(template)
-    except (
-        TemplateError,
-        SyntaxError,
-        RecursionError,
-    ) as why:  # Python's own, of what nests too deeply
+    except (TemplateError, SyntaxError, RecursionError) as why:
         raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
     began = time.process_time()
     with contextlib.suppress(RequestError):
@@ -94,7 +90,7 @@ def render(
     }
     try:
         text = _compiled(template).render(variables)
-    # What template code can raise on messages of an unexpected shape, beside Jinja's own errors.
+    # Template code can raise any of these on messages of an unexpected shape.
     except (
         TemplateError,
         TypeError,
@@ -113,9 +109,7 @@ def render(
 
 def _up_to(content: str, text: str) -> str:
     trimmed = content.strip()
-    behind = text[::-1].find(
-        trimmed[::-1]
-    )  # rfind() looks at each character for each: 250 KB took it 0.2 s
+    behind = text[::-1].find(trimmed[::-1])  # rfind() is quadratic: 0.2 s for 250 KB
     if not trimmed or behind < 0:
         raise RequestError(
             "continue_final_message needs a last message with text, which the chat template "
@@ -158,7 +152,7 @@ def _renders_tools(template: str) -> bool:
     try:
         text = render(template, [_HELLO], bos_token="", eos_token="", tools=PROBE)
     except RequestError:
-        return True  # what it says of the request's own messages is told then
+        return True  # it refuses the probe, and says why for the request's own messages
     return PROBE[0]["function"]["name"] in text
 
 

@@ -91,7 +91,7 @@ class HttpConnection(HttpToolsProtocol):
         self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
-        # The parser tells of whole headers and trailers only, and keeps what it has of one.
+        # The parser reports whole headers and trailers only, and buffers incomplete ones.
         self._fed_bytes += len(data)
         super().data_received(data)
         if self._fed_bytes > 2 * _MAX_HEAD_BYTES:
@@ -222,9 +222,8 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             return f"{self.max_connections} connections are open, and no more may be"
         socket = self.transport.get_extra_info("socket")
-        # A file has the lowest number that was free. The other half is for legs: an answer may need
-        # one file for each. Where no file is left libuv hangs up without a word, and a leg fails as
-        # if its node were gone.
+        # A file has the lowest free number. The other half is for connections to nodes: without a
+        # file left, libuv hangs up silently, and a request fails as if its node were gone.
         if socket is not None and 2 * socket.fileno() >= self.max_files:
             return (
                 f"half of the {self.max_files} files that this process may have are open (ulimit "
@@ -233,7 +232,7 @@ class HttpConnection(HttpToolsProtocol):
         return None
 
     def _tell_gone(self) -> None:
-        # uvicorn tells the newest request; the one that is being answered may be an older one.
+        # uvicorn tells the newest request; an older one may be being answered.
         answering, self._answering = self._answering, None
         if answering is not None and not answering.response_complete:
             answering.disconnected = True
@@ -250,8 +249,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         begun = self._answering
         if begun is not None and begun.response_started and not begun.response_complete:
-            # in the middle of an answer to an earlier request a second one would be taken for its
-            # words
+            # In the middle of another answer, this one would be taken for a part of it.
             self._close()
             return
         body = why.json()

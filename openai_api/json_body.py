@@ -49,7 +49,7 @@ _HANDED_OVER, _HANDED_OVER_TIMES = "kv_transfer_params", 16
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
-# A match holds the interpreter's lock, for some 2 ms with so many strings.
+# A match holds the GIL, for 2 ms with so many strings.
 _PIECE = re.compile(rb'(?:[^"]*+"[^"]*+"?){1,4096}+')
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
@@ -87,8 +87,7 @@ def check_shape(body: bytes, times: int = 1) -> None:
         times * MAX_VALUES,
         times * MAX_CONTAINERS,
     )
-    # Nearly all bodies have fewer brackets, quotes and commas than that: four scans at memory
-    # speed, and nothing more.
+    # Nearly all bodies pass here, after four scans at memory speed.
     opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
     if opened <= MAX_DEPTH and quotes <= 2 * most_strings and commas < most_values:
         return
@@ -161,11 +160,9 @@ def _named(message: str) -> RequestError:
     return RequestError(f"{name} is of a wrong type: {what}", param=name)
 
 
-# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this
-# process for that time.
+# Tokenizing takes 1 us per byte, for which the other streams of this process wait.
 _INLINE_BYTES = 16 << 10
-# Read as JSON a body takes up to ten times its bytes of memory, and holds the interpreter's lock
-# for 10 ms per MiB.
+# Decoding takes up to ten times a body's bytes of memory, and holds the GIL 10 ms per MiB.
 LONG_BYTES = 1 << 20
 _LARGE_BLOCK_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

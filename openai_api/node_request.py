@@ -32,7 +32,7 @@ def fork_submits(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[
         params = msgspec.structs.replace(first.params, choice=choice)
         mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
         if submits:
-            # What is said of the prompt, the first says.
+            # The first one reports on the prompt.
             mine = msgspec.structs.replace(
                 mine,
                 request_id=f"{first.request_id}.{choice}",
@@ -108,9 +108,8 @@ class NodeRequest:
                     first.prompt_token_ids, update.prompt_logprobs or []
                 )
             if not first.generated and first.fetch is None:
-                self.writer.cached_tokens = (
-                    update.cached_tokens
-                )  # a hand-over brings the prefill node's number instead
+                # A hand-over brings the prefill node's number instead.
+                self.writer.cached_tokens = update.cached_tokens
         choice = self._choice_of[update.request_id]
         payload = self.writer.tokens(choice, update.token_ids, update.logprobs)
         finish = Finish.STOP if self.writer.choices[choice].stopped else update.finish
@@ -183,7 +182,6 @@ class NodeRequest:
             return None
         stages = stages_ms(self.timing)
         if update.timing is not self.timing or update.finish is None:
-            # A stop string has ended it, or another choice was the last: the engine has not said
-            # how long it all took.
+            # After a stop string, or with another choice as the last, the engine has not said.
             stages.pop("decode", None)
         return stages

@@ -27,15 +27,13 @@ __all__ = [
     "beginning_of",
 ]
 
-# Text has 2 to 5 bytes per token. What has more than this for each token of the context is counted
-# in slices first.
+# Text has 2 to 5 bytes per token. A text with more for each token of the context is counted first.
 _LIKELY_BYTES_PER_TOKEN = 6
 _SLICE_CHARS = 256 << 10
 _CUT_TOKENS = 16
 _MAX_COUNTED_BYTES = 1 << 20
 _MARGIN_CHARS = 4096
-# Tokenizers begin a token at a space like this. Marks, numbers and other white space may go into
-# one with it.
+# Tokenizers begin a token at such a space; marks, digits and white space may join it.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 

@@ -98,8 +98,7 @@ def stage_times(timing: Timing, began: float, ended: float) -> list[StageTime]:
     spent: list[StageTime] = []
     if timing.transfer_s:
         transfer = max(began, prefill - timing.transfer_s)
-        # The wait for a seat is told as one with the wait for the first step, which came after the
-        # last byte.
+        # The engine reports one wait: for a seat, and after the last byte for the first step.
         before = min(timing.decode_queue_s, transfer - began)
         behind = min(timing.decode_queue_s - before, ended - decode)
         spent += [

@@ -19,8 +19,7 @@ from kvrelay.wire.sampling import Constraint, ConstraintKind
 __all__ = ["bad_word_ids", "constraint_of"]
 
 _ANY_OBJECT = '{"type":"object"}'
-# structured_outputs: key -> kind. The other keys that vLLM knows are served as well or refused
-# below.
+# Keys of structured_outputs.
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json",
     "regex": "regex",
@@ -39,7 +38,7 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
 
     Raises RequestError, also for several.
     """
-    # A forced tool call leaves no message whose format could matter.
+    # With a forced tool call there is no message to format.
     forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
     found = [*forced, *_guided(request), *_structured(request.structured_outputs)]
     if len(found) > 1:

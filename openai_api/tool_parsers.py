@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.openai_api.call_reader import ArgumentsReader, CallReader
+from kvrelay.openai_api.call_reader import ArgumentsReader, CallArguments, CallReader
 from kvrelay.openai_api.call_syntax import CallTags, PythonReader, TaggedReader
 from kvrelay.openai_api.message_parts import (
     Arguments,
@@ -128,18 +128,14 @@ class TextParser(StateParser):
 
 class _CallParser(TextParser, abc.ABC):
     def __init__(
-        self,
-        ids: CallIds,
-        hidden: Collection[str] = (),
-        tools: Tools = (),
-        marks: CallMarks | None = None,
+        self, ids: CallIds, hidden: Collection[str], tools: Tools, marks: CallMarks
     ) -> None:
         super().__init__(ids, hidden)
-        self._marks, self._tools = marks or CallMarks(), tools
+        self._marks, self._tools = marks, tools
         openers = self._marks.openers
         self._sought = (*openers, *(marker for marker in hidden if marker not in openers))
         self._held: list[str] = []  # all of what may become a call
-        self._reader: ArgumentsReader | TaggedReader | PythonReader | None = None
+        self._reader: CallArguments | None = None
         self._begun = False
 
     @abc.abstractmethod
@@ -154,7 +150,7 @@ class _CallParser(TextParser, abc.ABC):
         return self._without_hidden("".join(self._held) + self._buffer)
 
     def _text(self) -> bool:
-        # Behind a call what ends one is no content, however many there are.
+        # After a call, closing markers are no content.
         marker = self._content_to(
             (*self._sought, *self._marks.closers) if self.calls else self._sought
         )
@@ -194,7 +190,7 @@ class _CallParser(TextParser, abc.ABC):
         self._reader = None
         return True
 
-    def _read(self, reader: ArgumentsReader | TaggedReader | PythonReader) -> None:
+    def _read(self, reader: CallArguments) -> None:
         self._reader, self._begun = reader, False
         self._state = self._call
 
@@ -266,7 +262,7 @@ class MarkedParser(_CallParser):
         return True
 
     def _rest(self) -> str:
-        # A marker that was cut off has ended a call, or a part of one, all the same.
+        # A marker that was cut off is no content either.
         cut_off = self._state in (self._behind_call, self._close) or (
             self._state == self._call and self._begun
         )
@@ -279,14 +275,10 @@ class ListedParser(_CallParser):
     _SEPARATORS = " \t\r\n,;"
 
     def __init__(
-        self,
-        ids: CallIds,
-        hidden: Collection[str] = (),
-        tools: Tools = (),
-        marks: CallMarks | None = None,
+        self, ids: CallIds, hidden: Collection[str], tools: Tools, marks: CallMarks
     ) -> None:
         super().__init__(ids, hidden, tools, marks)
-        if self._marks.bare:
+        if marks.bare:
             self._state = self._start
 
     def _start(self) -> bool:

@@ -127,7 +127,7 @@ class Tracing:
                 f"{endpoint!r}"
             )
         named = os.environ.get("OTEL_SERVICE_NAME") or service
-        # All pods listen at one address, and all workers of a router at one port.
+        # Pods share an address, and the workers of a router a port.
         instance = f"{socket.gethostname()}:{os.getpid()}"
         resource = Resource.create({"service.name": named, "service.instance.id": instance})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -151,8 +151,7 @@ class Tracing:
 
     def close(self, within_s: float = _FLUSH_S) -> None:
         """Send what is left, blocking for at most `within_s`."""
-        # A thread of its own, because a collector that hangs is waited for longer than a process
-        # should.
+        # On a thread, because it would wait too long for a collector that hangs.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(within_s)

@@ -100,34 +100,30 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    # Where the context has no room for max_tokens: as many as fit, which is also meant where there
-    # is no max_tokens.
+    # Lowers max_tokens, or its default, to what the context has room for.
     fit_max_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
-    # Changes nothing: no tokenizer here puts spaces between special tokens.
+    # Changes nothing: no tokenizer puts them here.
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
-    # The request's own id where no header x-request-id gives one; and that of its conversation, for
-    # the router.
+    # The request's id unless x-request-id gives one, and its conversation's, for the router.
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
     include_metrics: bool | None = None
-    # See openai_api/prompt.py.
     echo: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
-    # See openai_api/structured.py.
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -188,7 +184,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     chat_template: str | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Templates want each tool as the client wrote it; openai_api/tool_choice.py checks them.
+    # Untyped, because templates want each tool as the client wrote it.
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -97,8 +97,7 @@ class ChoiceWriter:
         )
         self._begun = False
         self._unsent = ""  # released while replaying and not with the client yet
-        # of the last tokens, those that the client has not, if it wants more of them than their
-        # text
+        # The last tokens whose ids or log-probabilities the client has not got yet.
         self._untold = 0
         self._replay(so_far)
 
@@ -132,9 +131,8 @@ class ChoiceWriter:
             self._text.append(text)
             return []
         fresh, self._untold = self._untold, 0
-        head = (
-            self._head() if self.token_ids else []
-        )  # not before: an error is told by status as long as it can be
+        # Not before the first token: until then an error has a status of its own.
+        head = self._head() if self.token_ids else []
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[ChunkChoice]:
@@ -236,7 +234,7 @@ class ChoiceWriter:
             return []
         if not self._chat:
             return [self._chunk(Delta(), text, fresh)]
-        # A chunk always says what it adds, and if that is nothing.
+        # A chunk always has a delta, even an empty one.
         deltas = (self._message.push(text) if text else []) or (
             [Delta(content="")] if fresh else []
         )

@@ -144,7 +144,7 @@ def _prompt(request: CountRequest) -> dict[str, Any]:
         _add(messages, message, at)
     if not request.messages:
         raise RequestError("messages must not be empty", param="messages")
-    # An answer that the client has begun is gone on with, not begun anew.
+    # An answer that the client has begun is continued.
     begun = {"continue_final_message": True, "add_generation_prompt": False}
     last = messages[-1]
     goes_on = last["role"] == "assistant" and "tool_calls" not in last
@@ -187,7 +187,7 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
                 if text:
                     assistant(messages)["reasoning"] = text
             case {"type": "redacted_thinking"} if message.role == "assistant":
-                pass  # of another server's model, which alone can read it
+                pass  # only the model that wrote it can read it
             case _:
                 raise RequestError(
                     f"{place} is a block of type {block.get('type')!r} that a {message.role} "

@@ -29,7 +29,7 @@ _WAIT_S = 2.0
 
 _log = logging.getLogger("kvrelay.responses")
 
-# The index holds all that is looked at to find who keeps most: no row is read for that.
+# The index covers the search for the owner with the most: no row is read.
 _TABLE = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;

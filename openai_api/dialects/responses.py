@@ -61,7 +61,7 @@ class StoredConversation:
         try:
             wanted = (await off_loop(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
-            return 0  # translate_responses() says what is wrong
+            return 0  # translate_responses() reports it
         if wanted is None or self._responses is None:
             return 0
         # On a thread: several processes may use its file, and one waits for the other.

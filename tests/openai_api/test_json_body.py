@@ -1,10 +1,12 @@
-"""The shape of JSON bodies: how deep, how many objects, lists and texts; and that looking at it
-costs little.
-"""
+"""JSON bodies: their limits, errors that name a field, and long ones off the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvrelay.openai_api.json_body import (
     MAX_VALUES,
     check_node_body,
     check_shape,
+    off_loop,
 )
 from kvrelay.wire.errors import BodyTooLarge, RequestError
 
@@ -126,3 +129,53 @@ def test_a_leg_is_limited_beside_what_is_handed_over() -> None:
         )
     with pytest.raises(RequestError, match="not valid JSON"):
         check_node_body(b"x" * (limit + 1), limit)
+
+
+async def test_short_bodies_are_worked_on_at_once_and_longer_ones_on_threads() -> None:
+    here = threading.get_ident()
+    assert await off_loop(16 << 10, threading.get_ident) == here
+    assert await off_loop((16 << 10) + 1, threading.get_ident) != here
+
+
+async def test_very_long_bodies_are_worked_on_one_by_one() -> None:
+    at_once, most, lock = 0, 0, threading.Lock()
+    done = threading.Event()
+
+    def work() -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        done.wait(0.02)
+        with lock:
+            at_once -= 1
+
+    await asyncio.gather(*(off_loop((1 << 20) + 1, work) for _ in range(5)))
+    assert most == 1
+
+
+BODIES = """
+import os, sys
+from kvrelay.openai_api.json_body import return_large_blocks
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+if sys.argv[1] == "given back":
+    return_large_blocks()
+before = resident()
+b"x" * (30 << 20)  # from now on glibc keeps what is smaller
+bodies = []
+for _ in range(8):
+    bodies += b"x" * (8 << 20), b"x" * 100_000  # the small one stays behind it
+bodies = bodies[1::2]
+print((resident() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize(("how", "left_mib"), [("given back", range(8)), ("kept", range(30, 80))])
+def test_the_memory_of_a_freed_body_goes_back_to_the_system(how: str, left_mib: range) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True
+    )
+    assert int(told.stdout) in left_mib

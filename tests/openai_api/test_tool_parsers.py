@@ -314,18 +314,6 @@ def test_any_calls_come_back_as_they_were_written(
         assert json.loads(raw) == arguments
 
 
-@settings(max_examples=100)
-@given(calls=_CALLS, said=st.sampled_from(["", "Well.\n"]))
-def test_mistrals_newer_form_comes_back(
-    calls: list[tuple[str, dict[str, Any], bool]], said: str
-) -> None:
-    told = written("mistral", calls)[1]
-    assert message("mistral", said + "".join(f"[TOOL_CALLS]{name}{raw}" for name, raw in told)) == (
-        said.strip(),
-        told,
-    )
-
-
 _SHREDS = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[",
     "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": ' '"f", "arguments": {',

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.openai_api import sse
 from kvrelay.openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
 from kvrelay.openai_api.logprobs import ScoredPrompt
 from kvrelay.openai_api.prompt import Beginning
@@ -542,3 +543,11 @@ def test_each_choice_continues_where_another_node_left_it(
         assert choice.token_ids == alone.choices[c].token_ids
     assert got == wanted
     assert second.close() == alone.close()
+
+
+def test_an_error_is_an_event_and_the_end_of_the_stream() -> None:
+    payload = sse.error_event(RequestError("no\nway", param="stop"))
+    assert payload.endswith(sse.DONE)
+    event = payload.removesuffix(sse.DONE)
+    assert event.count(b"\n") == 2
+    assert json.loads(event.removeprefix(b"data: "))["error"]["param"] == "stop"
