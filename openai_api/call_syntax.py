@@ -204,8 +204,8 @@ def _kinds(schema: Any) -> frozenset[str]:
         return frozenset()
     if "enum" in schema and isinstance(schema["enum"], list) and "type" not in schema:
         return frozenset(_kind(value) for value in schema["enum"])
-    said = schema.get("type")
-    listed = said if isinstance(said, list) else [said] if said else []
+    allowed = schema.get("type")
+    listed = allowed if isinstance(allowed, list) else [allowed] if allowed else []
     found = {kind for kind in listed if isinstance(kind, str)}
     inner = schema.get("anyOf") or schema.get("oneOf")
     if not found and isinstance(inner, list):

@@ -220,7 +220,7 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _TEXT.format(tools=listed, example=write("name_of_the_function", {"argument": "value"}))
-    told: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for message in messages:
         plain = {
             name: value
@@ -238,17 +238,17 @@ def describe_tools(
                 "role": "user",
                 "content": f"<tool_response>\n{message['content']}\n</tool_response>",
             }
-        if told and plain["role"] == told[-1]["role"] == "user":
-            told[-1]["content"] += f"\n{plain['content']}"
+        if result and plain["role"] == result[-1]["role"] == "user":
+            result[-1]["content"] += f"\n{plain['content']}"
         else:
-            told.append(plain)
-    if told[0]["role"] in ("system", "developer"):
-        told[0]["content"] = f"{told[0]['content']}\n\n{text}"
+            result.append(plain)
+    if result[0]["role"] in ("system", "developer"):
+        result[0]["content"] = f"{result[0]['content']}\n\n{text}"
     elif system:
-        told.insert(0, {"role": "system", "content": text})
+        result.insert(0, {"role": "system", "content": text})
     else:
-        told[0]["content"] = f"{text}\n\n{told[0]['content']}"
-    return told
+        result[0]["content"] = f"{text}\n\n{result[0]['content']}"
+    return result
 
 
 def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:

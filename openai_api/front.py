@@ -6,41 +6,29 @@ answers past ASGI.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["CORS_HEADERS", "Front", "Fronted", "front_of"]
+if TYPE_CHECKING:
+    from kvrelay.wire.config import NodeConfig
+    from kvrelay.wire.router_config import RouterConfig
+
+__all__ = ["CORS_HEADERS", "Front", "front_of"]
 
 CORS_HEADERS = "kvrelay.cors"
 """Key of a request's scope: headers for an answer that is written past `send`."""
 
 
-class Fronted(Protocol):
-    """A server's settings of its front."""
-
-    @property
-    def root_path(self) -> str: ...
-    @property
-    def allowed_origins(self) -> Sequence[str]: ...
-    @property
-    def allowed_methods(self) -> Sequence[str]: ...
-    @property
-    def allowed_headers(self) -> Sequence[str]: ...
-    @property
-    def allow_credentials(self) -> bool: ...
-
-
-def front_of(config: Fronted) -> Front | None:
+def front_of(config: RouterConfig | NodeConfig) -> Front | None:
     """Return the configured front, None if there is none."""
     return Front(config) if config.root_path or config.allowed_origins else None
 
 
 class Front:
-    def __init__(self, config: Fronted) -> None:
+    def __init__(self, config: RouterConfig | NodeConfig) -> None:
         self._root = config.root_path
         self._cors: CORSMiddleware | None = None
         if config.allowed_origins:

@@ -104,18 +104,18 @@ def _object(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> 
 
 
 def _coder(name: str, arguments: Mapping[str, Any]) -> str:
-    told = "".join(
+    values = "".join(
         f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items()
     )
-    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
 def _glm(name: str, arguments: Mapping[str, Any]) -> str:
-    told = "".join(
+    values = "".join(
         f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n"
         for key, value in arguments.items()
     )
-    return f"<tool_call>{name}\n{told}</tool_call>"
+    return f"<tool_call>{name}\n{values}</tool_call>"
 
 
 def _deepseek(head: str, arguments: str, behind: str = "") -> str:

@@ -60,10 +60,10 @@ class NodeRequest:
         """The newest from the engine, of the first choice."""
         self.unneeded: Submit | None = None
         """A request whose claim on KV elsewhere is to be given up."""
-        self._kv_error: str | None = None
+        self._kv_error: str | None = None  # empty once it was reported
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
-        self._tells_load = True
+        self._reports_load = True
 
     def constrain(self, constraint: Constraint) -> None:
         """Give all choices this constraint in place of theirs."""
@@ -127,18 +127,19 @@ class NodeRequest:
     def tokens(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load
     ) -> Frame:
-        """Return a frame about one choice. The first one with tokens tells the load."""
-        tells, self._tells_load = self._tells_load, self._tells_load and not update.token_ids
+        """Return a frame about one choice. The first one with tokens reports the load."""
+        reports_load = self._reports_load and bool(update.token_ids)
+        self._reports_load = self._reports_load and not update.token_ids
         return Frame(
             FrameKind.TOKENS,
             payload,
             token_ids=update.token_ids,
             sent_text=self.writer.choices[choice].sent_text,
-            load=load if tells and update.token_ids else None,
+            load=load if reports_load else None,
             choice=choice,
             logprobs=update.logprobs,
             finish=finish,
-            kv_error=self._untold_kv_error(),
+            kv_error=self._new_kv_error(),
         )
 
     def ended(
@@ -163,16 +164,16 @@ class NodeRequest:
         """Return the frame of a request that broke."""
         self.done = True
         self.finish = Finish.ERROR
-        told = self._untold_kv_error()
+        cause = self._new_kv_error()
         return Frame(
             FrameKind.ERROR,
             self.writer.error(why),
             status=why.status,
             error=why.body(),
-            kv_error=told,
+            kv_error=cause,
         )
 
-    def _untold_kv_error(self) -> str:
+    def _new_kv_error(self) -> str:
         cause, self._kv_error = self._kv_error, self._kv_error and ""
         return cause or ""
 

@@ -11,11 +11,15 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Served", "load_chain", "renewed", "server_context"]
+if TYPE_CHECKING:
+    from kvrelay.wire.config import NodeConfig
+    from kvrelay.wire.router_config import RouterConfig
+
+__all__ = ["load_chain", "renewed", "server_context"]
 
 _LOOK_S = 1.0
 
@@ -24,20 +28,7 @@ _log = logging.getLogger("kvrelay.http")
 _Stamp = list[tuple[int, int, int] | None]
 
 
-class Served(Protocol):
-    """A server's settings of TLS."""
-
-    @property
-    def ssl_certfile(self) -> str: ...
-    @property
-    def ssl_keyfile(self) -> str: ...
-    @property
-    def ssl_ca_certs(self) -> str: ...
-    @property
-    def ssl_cert_reqs(self) -> int: ...
-
-
-def server_context(config: Served) -> ssl.SSLContext | None:
+def server_context(config: RouterConfig | NodeConfig) -> ssl.SSLContext | None:
     """Return the context to serve https with; None for http. Raises ConfigError."""
     if not config.ssl_certfile:
         return None

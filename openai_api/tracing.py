@@ -145,9 +145,9 @@ class Tracing:
         span = self._tracer.start_span(
             name, parent, SpanKind.SERVER, start_time=int(began * 1e9) + shift
         )
-        child_of, told = set_span_in_context(span, Context()), dict[str, str]()
-        self._carrier.inject(told, child_of)
-        return RequestSpan(span, child_of, told, self._tracer.start_span)
+        child_of, passed_on = set_span_in_context(span, Context()), dict[str, str]()
+        self._carrier.inject(passed_on, child_of)
+        return RequestSpan(span, child_of, passed_on, self._tracer.start_span)
 
     def close(self, within_s: float = _FLUSH_S) -> None:
         """Send what is left, blocking for at most `within_s`."""

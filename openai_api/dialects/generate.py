@@ -156,10 +156,10 @@ class _GenerateAnswer:
             raise NodeFailed("a node sent an answer without a choice; send the request again")
         scored = answer.choices[0].prompt_logprobs
         choices = [_generated(choice) for choice in answer.choices]
-        told = Generated(
+        generated = Generated(
             self._id(answer), choices, answer.usage or UNSET, scored, answer.kv_transfer_params
         )
-        return _encode(told)
+        return _encode(generated)
 
     def error(self, status: int, error: ErrorBody) -> bytes:
         param = "token_ids" if error.param == "prompt" else error.param
@@ -180,10 +180,10 @@ class _GenerateAnswer:
 
 
 def _generated(choice: _Choice) -> GeneratedChoice:
-    told = choice.logprobs
+    listed = choice.logprobs
     logprobs = None
-    if told is not None:
-        each = zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+    if listed is not None:
+        each = zip(listed.tokens, listed.token_logprobs, listed.top_logprobs, strict=True)
         logprobs = ChatLogprobs([_scored(token, value, top or {}) for token, value, top in each])
     return GeneratedChoice(choice.index, logprobs, choice.finish_reason, choice.token_ids or [])
 

@@ -94,10 +94,10 @@ async def translate_body(
 
 
 def _joined(translate: Translate, max_bytes: int, body: bytes) -> tuple[bytes, Dialect]:
-    said, dialect = translate(body)
-    _check_bytes(len(said), max_bytes)
-    _check_shape(said)
-    return said, dialect
+    chat, dialect = translate(body)
+    _check_bytes(len(chat), max_bytes)
+    _check_shape(chat)
+    return chat, dialect
 
 
 def _check_bytes(count: int, limit: int) -> None:

@@ -200,16 +200,16 @@ class ResponsesAnswer(ChatAnswer):
     def _response(self, status: str) -> dict[str, Any]:
         usage: dict[str, Any] | None = None
         if status in ("completed", "incomplete"):
-            told = self._usage
+            counts = self._usage
             usage = {
-                "input_tokens": told.prompt_tokens,
+                "input_tokens": counts.prompt_tokens,
                 "input_tokens_details": {
-                    "cached_tokens": told.cached_tokens,
+                    "cached_tokens": counts.cached_tokens,
                     "cache_write_tokens": 0,
                 },
-                "output_tokens": told.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": told.reasoning_tokens},
-                "total_tokens": told.prompt_tokens + told.completion_tokens,
+                "output_tokens": counts.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+                "total_tokens": counts.prompt_tokens + counts.completion_tokens,
             }
         return {
             **self._head,
