@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrelay.openai_api.types import Message
@@ -183,8 +185,18 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark answers for training; it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own type
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 _environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
 )
 _environment.filters["tojson"] = _to_json
 _environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -243,12 +243,11 @@ def test_past_reasoning_reaches_the_template_by_every_name_that_templates_know(n
 
 def test_what_templates_expect_is_there() -> None:
     template = (
-        "{{ bos_token }}{{ eos_token }}{{ kind }}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break "
-        "%}{% endif %}"
-        "{{ i }}{% endfor %}{{ strftime_now('%Y')|length }}{{ {'b': 'é<'} | tojson }}{{ tools is "
-        "none }}"
+        "{{ bos_token }}{{ eos_token }}{{ kind }}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}"
+        "{% endif %}{{ i }}{% endfor %}{{ strftime_now('%Y')|length }}{{ {'b': 'é<'} | tojson }}"
+        "{{ tools is none }}{% generation %}{{ kind }}{% endgeneration %}"
     )
-    assert rendered(template, [{"role": "user"}], kind="x") == '<s></s>x14{"b": "é<"}True'
+    assert rendered(template, [{"role": "user"}], kind="x") == '<s></s>x14{"b": "é<"}Truex'
 
 
 @pytest.mark.parametrize(
