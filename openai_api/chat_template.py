@@ -25,6 +25,7 @@ __all__ = ["PROBE", "check_template", "render", "describe_tools", "with_object"]
 
 _log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
+# Models' templates take 10 ms at most for what is rendered on the event loop.
 _SLOW_S = 0.1
 _PROBE_TEXT = "kvrelay probe"
 
@@ -174,6 +175,7 @@ def _compiled(template: str) -> Template:
 
 
 def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own tojson escapes HTML, which would change the prompt.
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

@@ -33,8 +33,10 @@ __all__ = ["HEAD_DEADLINE_S", "HttpConnection", "connection_class"]
 
 HEAD_DEADLINE_S = 20.0
 """From the start of a connection, or of a further request on it, until its headers are complete."""
+# A body that still comes after the answer is read for so long, or the answer would be lost.
 _LINGER_S = 5.0
 _FLUSH_S = 30.0
+# A peer that reads less than this in _FLUSH_S does not read.
 _FLUSHED_BYTES = 32 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 128
@@ -168,6 +170,7 @@ class HttpConnection(HttpToolsProtocol):
             self.flush_in_time()
 
     def _not_taken(self) -> int:
+        # The kernel's bytes count, too: it asks for more by megabytes only.
         waiting = self.transport.get_write_buffer_size()
         socket = self.transport.get_extra_info("socket")
         if socket is not None:
@@ -186,6 +189,8 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, functools.partial(self._answer, cycle, app))
 
     async def _answer(self, cycle: RequestResponseCycle, app: Any, *args: Any) -> None:
+        # A request that is cut off at the server's end is told so; uvicorn would answer 500 and log
+        # a traceback.
         try:
             await app(*args)
         except asyncio.CancelledError:
@@ -205,6 +210,7 @@ class HttpConnection(HttpToolsProtocol):
         )
 
     def _check_host(self) -> None:
+        # RFC 9112, 3.2: one, valid, and none only before HTTP/1.1. Servers differ on two of them.
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
             return

@@ -140,6 +140,7 @@ def _sentencepiece_backend(tokens: list[str], ggml: dict[str, Any]) -> Backend:
 def _splits(
     vocab: dict[str, int], scores: list[float]
 ) -> Iterator[tuple[float, int, int, str, str]]:
+    # Every way to make a piece of two others; sorted, the likeliest piece comes first.
     for piece, i in vocab.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
@@ -148,6 +149,7 @@ def _splits(
 
 
 def _add_bos_and_eos(backend: Backend, tokens: list[str], ggml: dict[str, Any]) -> None:
+    # The flags' defaults are llama.cpp's: a file may leave them out.
     by_default = ggml["model"] == "llama" or ggml.get("pre") == "llama-bpe"
     bos, eos = _token(tokens, ggml, "bos"), _token(tokens, ggml, "eos")
     with_bos = bool(bos) and ggml.get("add_bos_token", by_default)

@@ -149,6 +149,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def _named(message: str) -> RequestError:
+    # msgspec's message ends with the place (`$.stop[0]`), or names the missing field.
     if message.startswith("Object missing required field "):
         field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
         name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")

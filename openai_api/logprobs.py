@@ -21,6 +21,7 @@ from kvrelay.wire.outputs import TokenLogprobs
 
 __all__ = ["ScoredPrompt", "chat_logprobs", "completion_logprobs", "finite", "joined"]
 
+# JSON has no infinity; clients of the API know this value for impossible tokens.
 _LOWEST = -9999.0
 
 
@@ -146,6 +147,8 @@ class ScoredPrompt:
         )
 
     def _offsets(self, tokenizer: Tokenizer, echo: str) -> list[int]:
+        # Tokens may say more than the text: what the tokenizer puts before it, or special tokens,
+        # which a prompt of token ids shows no text of.
         for skipped in (frozenset(), tokenizer.special_ids):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             text, begins = "", []

@@ -50,7 +50,7 @@ _NAME = r"(?P<name>[^\s<>{}]+)"
 @dataclass(frozen=True, slots=True)
 class _Format:
     signs: tuple[tuple[str, ...], ...] = ()
-    model_types: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()  # config.json's, or a GGUF file's architecture
 
     def signed(self, template: str) -> bool:
         return any(all(sign in template for sign in signs) for signs in self.signs)
@@ -348,6 +348,7 @@ def _asked(flag: str, formats: Mapping[str, _F], name: str) -> tuple[str, _F] | 
 def _chosen(
     formats: Mapping[str, _F], template: str | None, model_type: str
 ) -> tuple[str, _F] | None:
+    # The template comes first: models of one type were taught different formats.
     for name, row in formats.items():
         if row.signed(template or ""):
             return name, row

@@ -61,6 +61,7 @@ _SAMPLING: dict[str, Schema] = {
     "cache_salt": {"minLength": 1},
     "messages": {"minItems": 1},
 }
+# Limits beyond the types, where a schema can state them.
 _LIMITS: dict[str, dict[str, Schema]] = {
     "ChatRequest": _SAMPLING,
     "CompletionRequest": _SAMPLING
@@ -165,8 +166,8 @@ class _Operation:
     method: str
     path: str
     about: str
-    asks: tuple[Any, ...] = ()
-    answers: Any = None
+    asks: tuple[Any, ...] = ()  # types of the JSON body, one of which a request has
+    answers: Any = None  # the type of the JSON answer, or a media type
     streams: bool = False
     query: Mapping[str, Schema] = field(default_factory=dict)
 

@@ -24,17 +24,28 @@ from kvrelay.wire.errors import RequestError
 __all__ = [
     "Beginning",
     "Prompts",
-    "beginning_of",
 ]
 
 # Text has 2 to 5 bytes per token. A text with more for each token of the context is counted first.
 _LIKELY_BYTES_PER_TOKEN = 6
 _SLICE_CHARS = 256 << 10
+# A cut through a word adds fewer tokens than this.
 _CUT_TOKENS = 16
+# The longest text whose tokens are counted even if they do not fit the context.
 _MAX_COUNTED_BYTES = 1 << 20
 _MARGIN_CHARS = 4096
 # Tokenizers begin a token at such a space; marks, digits and white space may join it.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+_ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The beginning of each choice of an answer."""
+
+    role: str = _ASSISTANT
+    echo: str = ""
+    prompt_token_ids: Sequence[int] | None = None
 
 
 class Prompts:
@@ -99,6 +110,10 @@ class Prompts:
         return self._tokenizer.encode(text, special)
 
     def _end(self, text: str, special: bool, kept: int) -> list[int]:
+        # The tokens are those of the whole text: encoding begins between two words, where a token
+        # begins whatever stands before. Where 4,096 characters hold no two words it begins
+        # anywhere, and the tokens that this changes are dropped. Only a text without any place at
+        # which its tokens must end, such as one letter a million times, may be divided otherwise.
         chars = kept * _LIKELY_BYTES_PER_TOKEN + _MARGIN_CHARS
         while chars < len(text):
             start = len(text) - chars
@@ -116,11 +131,17 @@ class Prompts:
         self, request: ChatRequest | CompletionRequest, token_ids: list[int]
     ) -> Beginning:
         """Return what an answer to this prompt begins with."""
-        text = None
-        if isinstance(request, CompletionRequest) and request.echo:
-            whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
-            text = request.prompt if whole else self._tokenizer.decode(token_ids)
-        return beginning_of(request, token_ids, text if isinstance(text, str) else None)
+        ids = token_ids if request.return_token_ids else None
+        if isinstance(request, ChatRequest):
+            last = request.messages[-1] if request.messages else None
+            role = _ASSISTANT if request.generates_reply or last is None else last.role
+            repeats = request.echo and last is not None and last.role == role
+            return Beginning(role, last.text if repeats and last else "", ids)
+        if not request.echo:
+            return Beginning(prompt_token_ids=ids)
+        untouched = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
+        echo = request.prompt if untouched else self._tokenizer.decode(token_ids)
+        return Beginning(echo=str(echo), prompt_token_ids=ids)
 
     def _chat(self, request: ChatRequest) -> str:
         if request.chat_template is not None and not self._trusts_request_templates:
@@ -182,29 +203,3 @@ class Prompts:
             param=field,
             code="context_length_exceeded",
         )
-
-
-_ASSISTANT = "assistant"
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The beginning of each choice of an answer."""
-
-    role: str = _ASSISTANT
-    echo: str = ""
-    prompt_token_ids: Sequence[int] | None = None
-
-
-def beginning_of(
-    request: ChatRequest | CompletionRequest,
-    prompt_token_ids: Sequence[int],
-    prompt_text: str | None,
-) -> Beginning:
-    ids = prompt_token_ids if request.return_token_ids else None
-    if isinstance(request, CompletionRequest):
-        return Beginning(echo=(prompt_text or "") if request.echo else "", prompt_token_ids=ids)
-    last = request.messages[-1] if request.messages else None
-    role = _ASSISTANT if request.generates_reply or last is None else last.role
-    echo = last.text if request.echo and last is not None and last.role == role else ""
-    return Beginning(role, echo, ids)

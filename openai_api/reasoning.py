@@ -154,6 +154,7 @@ class HarmonySplit(StateParser):
         return self._new_parts()
 
     def _start(self) -> bool:
+        # A constrained answer may have no head: then all of it is content.
         text = self._buffer.lstrip()
         if any(head.startswith(text) for head in _HEADS):
             self._state = self._head if text in _HEADS else self._start

@@ -81,6 +81,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
+        # The one that is complete first, wherever tokens are cut; of several, the longest.
         found = [
             (start + len(stop), start, stop)
             for stop in self._stop

@@ -85,6 +85,7 @@ class _Renewed(ssl.SSLContext):
         self._looked_at = time.monotonic()
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        # Event loops begin a connection with this call.
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now

@@ -159,6 +159,7 @@ def _before_space(piece: str, suffix: str) -> bytes:
 
 
 def _eos_token_ids(config: Path) -> tuple[int, ...]:
+    # The engine's rule: generation_config.json, else the model's config.
     for values in (read_object(config.parent / "generation_config.json"), read_object(config)):
         found = values.get("eos_token_id")
         if found is not None:

@@ -177,6 +177,7 @@ def _call_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str) -> Any:
+    # References must hold where the schema stands at `root` of another one.
     if isinstance(value, Mapping):
         return {
             key: root + below[1:]

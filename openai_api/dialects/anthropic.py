@@ -233,6 +233,7 @@ def _tools(request: CountRequest) -> dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None, given: dict[str, Any]) -> dict[str, Any]:
+    # Templates of models that can think or not read `enable_thinking`; others ignore it.
     if thinking is None or "chat_template_kwargs" in given:
         return {}
     if thinking.type not in ("enabled", "adaptive", "disabled"):

@@ -30,6 +30,7 @@ GENERATE_PATH = "/inference/v1/generate"
 
 _encode = msgspec.json.Encoder().encode
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
+# Fields that a completion has, too.
 _BESIDE = (
     "model",
     "stream",

@@ -110,6 +110,7 @@ class ResponseStore:
                 self._make_room(db, number, size)
 
     def _make_room(self, db: sqlite3.Connection, number: int, size: int) -> None:
+        # The owners with the most lose their oldest.
         asked = "SELECT owner, COUNT(*), SUM(size) FROM kept GROUP BY owner ORDER BY MAX(used)"
         held = {owner: [count, kept] for owner, count, kept in db.execute(asked)}
         while number > self._max_responses or size > self._max_bytes:

@@ -152,6 +152,7 @@ def translate_responses(
 
 
 def _said(item: Item) -> Item:
+    # No later turn reads log-probabilities.
     if item["type"] != "message":
         return item
     return {

@@ -199,6 +199,7 @@ def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> 
 
 
 def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
+    # An assistant's content stays a list of texts until all items are added.
     where = f"input[{at}]"
     kind = item.get("type")
     if kind == "message":
