@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: what it draws, how it reads answers, and what it calls a broken
+"""`python -m tests.soak.chaos`: what it draws, how it reads answers, and what it calls a broken
 promise.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.__main__ import _recorded
-from benchmarks.chaos.asks import KINDS, asks
-from benchmarks.chaos.crowd import Seen
-from benchmarks.chaos.faults import (
+from tests.soak.chaos.__main__ import _recorded
+from tests.soak.chaos.asks import KINDS, asks
+from tests.soak.chaos.crowd import Seen
+from tests.soak.chaos.faults import (
     CLIENTS,
     LONGEST_S,
     ROUTER,
@@ -30,16 +30,16 @@ from benchmarks.chaos.faults import (
     endless,
     once,
 )
-from benchmarks.chaos.faults import KINDS as FAULTS
-from benchmarks.chaos.logs import Logs
-from benchmarks.chaos.lookout import Size, grown
-from benchmarks.chaos.network import Bad
-from benchmarks.chaos.proxies import Proxies
-from benchmarks.chaos.rude import Rudeness
-from benchmarks.chaos.shim import Shim
-from benchmarks.chaos.soak import WINDOWS, not_flat, windows
-from benchmarks.chaos.streams import Heard, difference
-from benchmarks.chaos.verdict import (
+from tests.soak.chaos.faults import KINDS as FAULTS
+from tests.soak.chaos.logs import Logs
+from tests.soak.chaos.lookout import Size, grown
+from tests.soak.chaos.network import Bad
+from tests.soak.chaos.proxies import Proxies
+from tests.soak.chaos.rude import Rudeness
+from tests.soak.chaos.shim import Shim
+from tests.soak.chaos.soak import WINDOWS, not_flat, windows
+from tests.soak.chaos.streams import Heard, difference
+from tests.soak.chaos.verdict import (
     MARGIN_S,
     Outage,
     Span,

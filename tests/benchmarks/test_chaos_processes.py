@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: faults that overlap, nodes that stay down, and processes that are
+"""`python -m tests.soak.chaos`: faults that overlap, nodes that stay down, and processes that are
 left behind.
 """
 
@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import local_cluster
-from benchmarks.chaos import processes
-from benchmarks.chaos.logs import Logs
-from benchmarks.chaos.processes import Cluster, Node
-from benchmarks.fuzz.stand import Stand
 from benchmarks.goodput import nodes
+from tests.soak.chaos import processes
+from tests.soak.chaos.logs import Logs
+from tests.soak.chaos.processes import Cluster, Node
+from tests.soak.fuzz.stand import Stand
 
 _SPACE = ["unshare", "--user", "--map-root-user", "--net"]
 _DELAYS = """
 import asyncio, subprocess
-from benchmarks.chaos.namespaces import Namespaces
-from benchmarks.chaos.network import Bad
+from tests.soak.chaos.namespaces import Namespaces
+from tests.soak.chaos.network import Bad
 
 async def main():
     network = Namespaces()

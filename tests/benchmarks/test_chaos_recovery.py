@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: how long until a node is up again, which faults have happened, who
+"""`python -m tests.soak.chaos`: how long until a node is up again, which faults have happened, who
 is excused.
 """
 
@@ -14,14 +14,14 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.chaos import lookout
-from benchmarks.chaos.crowd import Seen
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.lookout import LATEST_S, Look, Size, recoveries
-from benchmarks.chaos.processes import Cluster, Node
-from benchmarks.chaos.rude import Rude
-from benchmarks.chaos.run import _strike_all
-from benchmarks.chaos.strikes import Strikes
+from tests.soak.chaos import lookout
+from tests.soak.chaos.crowd import Seen
+from tests.soak.chaos.faults import Fault
+from tests.soak.chaos.lookout import LATEST_S, Look, Size, recoveries
+from tests.soak.chaos.processes import Cluster, Node
+from tests.soak.chaos.rude import Rude
+from tests.soak.chaos.run import _strike_all
+from tests.soak.chaos.strikes import Strikes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.fuzz`: a bounded run with a fixed seed on real processes, and what it makes
+"""`python -m tests.soak.fuzz`: a bounded run with a fixed seed on real processes, and what it makes
 messages of.
 """
 
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fuzz import over_http
-from benchmarks.fuzz.__main__ import TARGETS, Options, _command, fuzzed
-from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, of_node
-from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated
-from benchmarks.fuzz.over_sizes import cases
+from tests.soak.fuzz import over_http
+from tests.soak.fuzz.__main__ import TARGETS, Options, _command, fuzzed
+from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, of_node
+from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated
+from tests.soak.fuzz.over_sizes import cases
 
 EXAMPLES = [*ROUTER, *of_node("held")]
 SECONDS = 10
@@ -88,7 +88,7 @@ def test_a_broken_round_comes_with_the_command_that_plays_it_again() -> None:
     }
     again = _command(given, "router fields, round 12: what is wrong, round 7: more")
     assert again == (
-        "python -m benchmarks.fuzz --seconds 0 --seed 5 --trust-templates --target 'router "
+        "python -m tests.soak.fuzz --seconds 0 --seed 5 --trust-templates --target 'router "
         "fields' --round 12"
     )
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fuzz.languages import LANGUAGES
 from kvrelay.paged_engine.grammar import Grammars
 from kvrelay.wire.errors import RequestError
 from kvrelay.wire.sampling import Constraint
+from tests.soak.fuzz.languages import LANGUAGES
 
 _RULES = 400
 

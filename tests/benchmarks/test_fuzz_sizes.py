@@ -17,11 +17,6 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from msgspec import inspect
 
-from benchmarks.chaos.model import CONTEXT
-from benchmarks.fuzz.languages import LANGUAGES, NUMBERED, sites
-from benchmarks.fuzz.over_sizes import TARGETS, Case, cases, round_of
-from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder, limits, text
-from benchmarks.fuzz.table import INSIDE, OPEN, ROUTES, Route, open_type, places
 from kvrelay.node.app import create_app as create_node
 from kvrelay.node.engine_client import EngineClient
 from kvrelay.node.lifecycle import Node
@@ -31,6 +26,11 @@ from kvrelay.router.app import create_app as create_router
 from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.router_config import RouterConfig
 from kvrelay.wire.sampling import _MAX_CONSTRAINT_CHARS, _MAX_LISTED_TOKENS
+from tests.soak.chaos.model import CONTEXT
+from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, sites
+from tests.soak.fuzz.over_sizes import TARGETS, Case, cases, round_of
+from tests.soak.fuzz.sizes import MAX_BODY, Generator, generators, ladder, limits, text
+from tests.soak.fuzz.table import INSIDE, OPEN, ROUTES, Route, open_type, places
 
 WITHOUT_BODY = {"/ping", "/drain", "/undrain", "/admin/reload", "/kv/legs"}
 WITHOUT_BODY |= {"/reset_prefix_cache", "/start_profile", "/stop_profile"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz import watch
-from benchmarks.fuzz.stand import Process
-from benchmarks.fuzz.watch import FLOOR_BYTES, Live, Memory, Seen, still_busy
+from tests.soak.fuzz import watch
+from tests.soak.fuzz.stand import Process
+from tests.soak.fuzz.watch import FLOOR_BYTES, Live, Memory, Seen, still_busy
 
 DEADLINE_S = 60.0
 
@@ -57,7 +57,7 @@ def test_a_stand_beyond_its_limit_is_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     told = f"node:{child.pid}:9:{child.pid}"
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.fuzz.watch", str(1 << 20), told],
+        [sys.executable, "-m", "tests.soak.fuzz.watch", str(1 << 20), told],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: every kind of fault once on a small cluster, with the seed that is
+"""`python -m tests.soak.chaos`: every kind of fault once on a small cluster, with the seed that is
 written here.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.faults import KINDS, NETWORK, Schedule
+from tests.soak.chaos.faults import KINDS, NETWORK, Schedule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
@@ -47,7 +47,7 @@ def test_every_kind_of_fault_once_breaks_no_promise(tmp_path: Path, repository: 
         str(record),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", *SMALL, *argv],
+        [sys.executable, "-m", "tests.soak.chaos", *SMALL, *argv],
         env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
         cwd=repository,
         capture_output=True,

@@ -60,7 +60,9 @@ def check(command: list[str]) -> None:
     elif "make" in command[:1]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert all(word in targets or "=" in word for word in command[1:]), command
-    elif "-m" in command and command[command.index("-m") + 1].startswith("benchmarks"):
+    elif "-m" in command and command[command.index("-m") + 1].startswith(
+        ("benchmarks", "tests.soak")
+    ):
         module = ROOT / command[command.index("-m") + 1].replace(".", "/")
         text = (
             module / "__main__.py" if module.is_dir() else module.with_suffix(".py")

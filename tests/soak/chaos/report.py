@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.lookout import Recovery, Size
-from benchmarks.chaos.run import Result
-from benchmarks.chaos.soak import Window
-from benchmarks.chaos.verdict import Times
+from tests.soak.chaos.lookout import Recovery, Size
+from tests.soak.chaos.run import Result
+from tests.soak.chaos.soak import Window
+from tests.soak.chaos.verdict import Times
 
 __all__ = ["print_table", "whole"]
 

@@ -1,5 +1,5 @@
 """Chaos: faults at random on a cluster of real processes with hundreds of streams (`python -m
-benchmarks.chaos`).
+tests.soak.chaos`).
 
 Owns the faults: which come when (faults.py), and how each is done (strikes.py): to processes
 (processes.py), to their network (network.py: namespaces.py, proxies.py), to their logs (logs.py),

@@ -17,21 +17,21 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos.asks import asks
-from benchmarks.chaos.crowd import KEPT_S, Crowd
-from benchmarks.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
-from benchmarks.chaos.left_behind import LEASE_S, left_behind
-from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes_apart
-from benchmarks.chaos.model import flags_of
-from benchmarks.chaos.namespaces import Namespaces, inside
-from benchmarks.chaos.network import Loopback, Network
-from benchmarks.chaos.processes import Cluster
-from benchmarks.chaos.proxies import Proxies
-from benchmarks.chaos.rude import Rude
-from benchmarks.chaos.shim import Shim
-from benchmarks.chaos.soak import Window, not_flat, windows
-from benchmarks.chaos.strikes import Strikes
-from benchmarks.chaos.verdict import (
+from tests.soak.chaos.asks import asks
+from tests.soak.chaos.crowd import KEPT_S, Crowd
+from tests.soak.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
+from tests.soak.chaos.left_behind import LEASE_S, left_behind
+from tests.soak.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes_apart
+from tests.soak.chaos.model import flags_of
+from tests.soak.chaos.namespaces import Namespaces, inside
+from tests.soak.chaos.network import Loopback, Network
+from tests.soak.chaos.processes import Cluster
+from tests.soak.chaos.proxies import Proxies
+from tests.soak.chaos.rude import Rude
+from tests.soak.chaos.shim import Shim
+from tests.soak.chaos.soak import Window, not_flat, windows
+from tests.soak.chaos.strikes import Strikes
+from tests.soak.chaos.verdict import (
     MARGIN_S,
     Outage,
     Span,

@@ -25,11 +25,11 @@ from urllib.parse import urlencode
 
 import aiohttp
 
-from benchmarks.chaos.model import flags_of
 from benchmarks.listening import Port, listening
 from benchmarks.local_cluster import family, free_ports, kv_events
 from kvrelay.kv_transfer.connector import LeaseId
 from kvrelay.node.process import PARENT_PID
+from tests.soak.chaos.model import flags_of
 
 __all__ = ["Process", "Stand", "Usage"]
 
@@ -37,7 +37,7 @@ START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 40.0
 ANSWER_DEADLINE_S = 60.0
 LEASE_S = 5.0
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _PROMPT = "the tide comes in twice a day, and " * 8
 
 

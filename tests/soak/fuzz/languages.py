@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.fuzz.sizes import UNITS
-from benchmarks.fuzz.table import Route
+from tests.soak.fuzz.sizes import UNITS
+from tests.soak.fuzz.table import Route
 
 __all__ = ["LANGUAGES", "NUMBERED", "Program", "Site", "sites"]
 

@@ -1,10 +1,10 @@
 """Every node of a cluster is restarted, one after the other, under streams: none may be lost.
 
-    python -m benchmarks.rolling --streams 50                     # 2P2D of the tiny model on this
-    machine python -m benchmarks.rolling --streams 50 --from COMMIT       # nodes begin with that
+    python -m tests.soak.rolling --streams 50                     # 2P2D of the tiny model on this
+    machine python -m tests.soak.rolling --streams 50 --from COMMIT       # nodes begin with that
     commit's code: an upgrade
 
-Clients ask requests of many kinds (benchmarks/chaos), as many at a time as --streams says; each
+Clients ask requests of many kinds (tests/soak/chaos), as many at a time as --streams says; each
 answer must equal its undisturbed twin. A node is told to end by SIGTERM, as Kubernetes and systemd
 do, drains, and is started again; the next one follows when the router uses it and it has met its
 partners. Exits with 1 if an answer was lost, refused or another one, or if anything is left behind.
@@ -27,13 +27,13 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.chaos.asks import asks
-from benchmarks.chaos.crowd import Crowd
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.left_behind import LEASE_S, left_behind
-from benchmarks.chaos.model import flags_of
-from benchmarks.chaos.processes import Cluster
-from benchmarks.chaos.verdict import Times, broken_legs
+from tests.soak.chaos.asks import asks
+from tests.soak.chaos.crowd import Crowd
+from tests.soak.chaos.faults import Fault
+from tests.soak.chaos.left_behind import LEASE_S, left_behind
+from tests.soak.chaos.model import flags_of
+from tests.soak.chaos.processes import Cluster
+from tests.soak.chaos.verdict import Times, broken_legs
 
 _FLAGS = [
     "--cpu",
@@ -44,7 +44,7 @@ _FLAGS = [
     "--max-num-seqs",
     "256",
 ]
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:

@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
-from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
-from benchmarks.fuzz.stand import Process, Stand
 from kvrelay.wire.frames import FrameKind
 from kvrelay.wire.leg_stream import Kind, MessageReader, frame_of, message
+from tests.soak.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
+from tests.soak.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
+from tests.soak.fuzz.stand import Process, Stand
 
 __all__ = [
     "AT_ONCE",

@@ -20,8 +20,8 @@ from msgspec import inspect
 
 import kvrelay.openai_api
 import kvrelay.router
-from benchmarks.chaos.model import CONTEXT
 from kvrelay.wire.router_config import RouterConfig
+from tests.soak.chaos.model import CONTEXT
 
 __all__ = ["MAX_BODY", "UNITS", "Generator", "generators", "ladder", "limits", "text"]
 

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
-from benchmarks.chaos.crowd import Crowd, Seen
-from benchmarks.chaos.lookout import PREEMPTIONS
-from benchmarks.chaos.processes import Cluster, Node
-from benchmarks.chaos.verdict import Span, meets
 from kvrelay.wire.outputs import Load
+from tests.soak.chaos.crowd import Crowd, Seen
+from tests.soak.chaos.lookout import PREEMPTIONS
+from tests.soak.chaos.processes import Cluster, Node
+from tests.soak.chaos.verdict import Span, meets
 
 __all__ = ["Rude", "Rudeness"]
 

@@ -1,5 +1,5 @@
 """Proxies between processes on one address, where namespaces are not allowed: one process with a
-port for each pair of processes and port (`python -m benchmarks.chaos.proxies`). The shim leads
+port for each pair of processes and port (`python -m tests.soak.chaos.proxies`). The shim leads
 connections there, so each node goes by its own name. Told by lines of JSON on its stdin.
 
 They stand for links as far as TCP shows them: a cut link passes nothing and keeps what it was
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.network import Bad, Place
+from tests.soak.chaos.network import Bad, Place
 
 __all__ = ["Proxies"]
 
@@ -52,7 +52,7 @@ class Proxies:
                     self._links.setdefault(name, {})[port] = made[-1][3]
         told = [(name, other, port, listener.fileno()) for name, other, port, _, listener in made]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.chaos.proxies"],
+            [sys.executable, "-m", "tests.soak.chaos.proxies"],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno() for *_, listener in made],
         )

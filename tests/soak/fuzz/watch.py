@@ -1,7 +1,7 @@
 """Watches the stand while it is attacked: how long `/live` takes, what memory processes have, who
 goes on computing.
 
-A process of its own (`python -m benchmarks.fuzz.watch`), because the one that attacks is busy. It
+A process of its own (`python -m tests.soak.fuzz.watch`), because the one that attacks is busy. It
 also keeps the attack from the machine's OOM killer: what exceeds the stand's limit of memory ends
 the stand. Torch's virtual sizes are far above what it uses, so the limit is one of resident memory,
 looked at five times a second, and not an RLIMIT_AS.
@@ -26,8 +26,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.fuzz.stand import Process, Stand
 from benchmarks.local_cluster import family
+from tests.soak.fuzz.stand import Process, Stand
 
 __all__ = ["MAX_STALL_S", "Live", "Memory", "Seen", "Watch", "still_busy"]
 

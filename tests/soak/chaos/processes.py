@@ -21,12 +21,12 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.logs import Logs
-from benchmarks.chaos.network import Loopback, Network
-from benchmarks.chaos.shim import Shim
 from benchmarks.local_cluster import family, free_ports, kv_events
 from kvrelay.node.process import PARENT_PID
+from tests.soak.chaos.faults import Fault
+from tests.soak.chaos.logs import Logs
+from tests.soak.chaos.network import Loopback, Network
+from tests.soak.chaos.shim import Shim
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
 
@@ -35,7 +35,7 @@ STOP_DEADLINE_S = 40.0
 _LOOK_S = 0.05
 _LONGEST_REST_S = 30.0
 """Of the supervisor, if a process ends again and again."""
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Wrong and excessive messages on every port of every process of a cluster, which must go on as if
 nothing had been.
 
-    python -m benchmarks.fuzz --seconds 600 --seed 1 python -m benchmarks.fuzz --seconds 3600 --seed
-    2 --memory-gib 10               # the hour that a release wants python -m benchmarks.fuzz
+    python -m tests.soak.fuzz --seconds 600 --seed 1 python -m tests.soak.fuzz --seconds 3600 --seed
+    2 --memory-gib 10               # the hour that a release wants python -m tests.soak.fuzz
     --seconds 3600 --target languages --trust-templates   # templates of requests, too
 
 Starts a prefill node, a decode node and a router with two workers on this machine, with all keys
@@ -40,11 +40,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.fuzz import over_http, over_sizes, over_sockets
-from benchmarks.fuzz.sizes import MAX_BODY
-from benchmarks.fuzz.stand import Process, Stand, Usage
-from benchmarks.fuzz.watch import Watch, still_busy
 from kvrelay.kv_transfer.connector import LeaseId
+from tests.soak.fuzz import over_http, over_sizes, over_sockets
+from tests.soak.fuzz.sizes import MAX_BODY
+from tests.soak.fuzz.stand import Process, Stand, Usage
+from tests.soak.fuzz.watch import Watch, still_busy
 
 __all__ = ["TARGETS", "Options", "fuzzed"]
 
@@ -60,7 +60,7 @@ _GROWTH = Usage(64 << 20, 12, 8)
 """More of these per family of processes, after the first pass over all targets, is a leak."""
 _SMALL_BODIES = 1 << 20
 """Larger ones leave memory with the allocator; then only twice of it is wrong
-(benchmarks/fuzz/watch.py).
+(tests/soak/fuzz/watch.py).
 """
 
 
@@ -257,7 +257,7 @@ def _command(given: dict[str, Any], broken: str) -> str:
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(f'{value}')}")
         for name, value in flags.items()
     ]
-    return " ".join(["python -m benchmarks.fuzz", *words])
+    return " ".join(["python -m tests.soak.fuzz", *words])
 
 
 def main() -> int:

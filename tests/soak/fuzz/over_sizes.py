@@ -20,15 +20,15 @@ from functools import cache, partial
 
 from msgspec import inspect
 
-from benchmarks.fuzz.examples import LEADS_AWAY
-from benchmarks.fuzz.languages import LANGUAGES, NUMBERED, Program, Site, sites
-from benchmarks.fuzz.over_http import AT_ONCE, exchange, judged, written
-from benchmarks.fuzz.sizes import MAX_BODY, Generator, generators, ladder
-from benchmarks.fuzz.stand import Process, Stand
-from benchmarks.fuzz.table import ROUTES, Route, places
-from benchmarks.fuzz.watch import Watch, still_busy
 from kvrelay.openai_api.dialects.responses_request import ResponsesRequest
 from kvrelay.openai_api.json_body import MAX_CONTAINERS
+from tests.soak.fuzz.examples import LEADS_AWAY
+from tests.soak.fuzz.languages import LANGUAGES, NUMBERED, Program, Site, sites
+from tests.soak.fuzz.over_http import AT_ONCE, exchange, judged, written
+from tests.soak.fuzz.sizes import MAX_BODY, Generator, generators, ladder
+from tests.soak.fuzz.stand import Process, Stand
+from tests.soak.fuzz.table import ROUTES, Route, places
+from tests.soak.fuzz.watch import Watch, still_busy
 
 __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 

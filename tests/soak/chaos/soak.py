@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.crowd import Seen
-from benchmarks.chaos.lookout import Size
-from benchmarks.chaos.verdict import Times
+from tests.soak.chaos.crowd import Seen
+from tests.soak.chaos.lookout import Size
+from tests.soak.chaos.verdict import Times
 
 __all__ = ["WINDOWS", "Window", "not_flat", "windows"]
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.chaos.crowd import Seen
 from kvrelay.load.measures import percentile
+from tests.soak.chaos.crowd import Seen
 
 __all__ = [
     "MARGIN_S",

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.chaos.processes import Cluster
 from benchmarks.local_cluster import family
+from tests.soak.chaos.processes import Cluster
 
 __all__ = [
     "LATEST_S",

@@ -9,8 +9,8 @@ import time
 
 import msgspec
 
-from benchmarks.chaos.processes import Cluster
 from kvrelay.wire.outputs import Load
+from tests.soak.chaos.processes import Cluster
 
 __all__ = ["LEASE_S", "left_behind"]
 

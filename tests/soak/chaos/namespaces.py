@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.chaos.network import Bad, Place
+from tests.soak.chaos.network import Bad, Place
 
 __all__ = ["Namespaces", "enter", "inside"]
 

@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.chaos.asks import Ask
-from benchmarks.chaos.streams import Answer, Heard, difference
+from tests.soak.chaos.asks import Ask
+from tests.soak.chaos.streams import Answer, Heard, difference
 
 __all__ = ["KEPT_S", "Crowd", "Seen"]
 

@@ -17,9 +17,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from benchmarks.fuzz.examples import LEADS_AWAY
-from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
-from benchmarks.fuzz.stand import Stand
 from kvrelay.kv_transfer.connector import LeaseId
 from kvrelay.kv_transfer.control import _keys
 from kvrelay.kv_transfer.messages import (
@@ -36,6 +33,9 @@ from kvrelay.kv_transfer.messages import (
 from kvrelay.wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.transfer import KvFacts
+from tests.soak.fuzz.examples import LEADS_AWAY
+from tests.soak.fuzz.mutations import as_msgpack, garbled, mutated, noise
+from tests.soak.fuzz.stand import Stand
 
 __all__ = [
     "control",

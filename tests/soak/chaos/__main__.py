@@ -1,10 +1,10 @@
 """Faults at random on a cluster that streams hundreds of answers; each must equal its undisturbed
 twin.
 
-    python -m benchmarks.chaos --streams 200 --seconds 300 --seed 1 python -m benchmarks.chaos
+    python -m tests.soak.chaos --streams 200 --seconds 300 --seed 1 python -m tests.soak.chaos
     --streams 200 --faults 1000          # until so many faults have happened python -m
-    benchmarks.chaos --streams 50 --soak 3600             # do memory and latency stay as they are?
-    python -m benchmarks.chaos --schedule FILE                      # what a run has recorded, again
+    tests.soak.chaos --streams 50 --soak 3600             # do memory and latency stay as they are?
+    python -m tests.soak.chaos --schedule FILE                      # what a run has recorded, again
 
 Starts prefill and decode nodes and a router on this machine, asks requests of many kinds, and then
 asks them again, as many at a time as --streams says, while processes are killed, stopped and
@@ -24,11 +24,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.chaos.faults import KINDS, Fault, Schedule
-from benchmarks.chaos.model import CONTEXT
-from benchmarks.chaos.namespaces import enter, inside
-from benchmarks.chaos.report import print_table, whole
-from benchmarks.chaos.run import run
+from tests.soak.chaos.faults import KINDS, Fault, Schedule
+from tests.soak.chaos.model import CONTEXT
+from tests.soak.chaos.namespaces import enter, inside
+from tests.soak.chaos.report import print_table, whole
+from tests.soak.chaos.run import run
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
     if options.longest > CONTEXT - 600:
         parser.error(f"--longest must leave room for the answer in a context of {CONTEXT}")
     if options.network in ("auto", "namespaces") and not inside():
-        enter([sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
+        enter([sys.executable, "-m", "tests.soak.chaos", *sys.argv[1:]])
         if options.network == "namespaces":
             parser.error(
                 "this machine does not allow network namespaces; leave --network out, and proxies "
@@ -61,7 +61,7 @@ def main() -> int:
             )
         kept = broken
     finally:
-        print(f"again: python -m benchmarks.chaos --schedule {_recorded(options, made)}")
+        print(f"again: python -m tests.soak.chaos --schedule {_recorded(options, made)}")
         if kept:
             print(f"logs: {folder}")
         else:

@@ -10,11 +10,11 @@ import random
 import time
 from collections import defaultdict
 
-from benchmarks.chaos.crowd import Crowd
-from benchmarks.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
-from benchmarks.chaos.network import Bad
-from benchmarks.chaos.processes import Cluster, Struck
-from benchmarks.chaos.rude import Rude
+from tests.soak.chaos.crowd import Crowd
+from tests.soak.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
+from tests.soak.chaos.network import Bad
+from tests.soak.chaos.processes import Cluster, Struck
+from tests.soak.chaos.rude import Rude
 
 __all__ = ["Strikes"]
 
