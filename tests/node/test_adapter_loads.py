@@ -4,7 +4,6 @@ request.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -49,49 +48,41 @@ class StubEngine:
         self.heard.append(unload)
 
 
-def node(**engine: Any) -> NodeConfig:
-    return NodeConfig(EngineConfig("m", **engine))
-
-
 def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-def load(engine: StubEngine, config: NodeConfig, serving: Any, raw: bytes) -> Any:
-    return asyncio.run(load_adapter(loaded(config, engine, serving), raw))
+A = body(lora_name="a", lora_path="/x", load_inplace=True)
 
 
-def loaded(config: NodeConfig, engine: StubEngine, serving: Any) -> Any:
-    return SimpleNamespace(config=config, engine=engine, ready=lambda: serving)
-
-
-def test_loading_needs_the_operators_leave():
-    serving = SimpleNamespace(model_name="m", adapters={"a": FACTS})
-    with pytest.raises(NotFound, match="--allow-runtime-lora"):
-        load(
-            StubEngine(),
-            node(enable_lora=True, max_loras=2),
-            serving,
-            body(lora_name="a", lora_path="/x"),
-        )
-    with pytest.raises(NotFound, match="--allow-runtime-lora"):
-        unload_adapter(loaded(node(), StubEngine(), serving), body(lora_name="a"))
-    assert serving.adapters
-
-
-def test_what_is_loaded_and_unloaded_is_known_at_once():
-    serving, config = (
-        SimpleNamespace(model_name="m", adapters={}),
-        node(enable_lora=True, allow_runtime_lora=True),
+def node_of(answer: AdapterLoaded | AdapterRefused | None = None, *, allowed: bool = True) -> Any:
+    """A node with slots for adapters and none loaded."""
+    serving = SimpleNamespace(model_name="m", adapters={})
+    engine = EngineConfig("m", enable_lora=True, max_loras=2, allow_runtime_lora=allowed)
+    return SimpleNamespace(
+        config=NodeConfig(engine), engine=StubEngine(answer), ready=lambda: serving
     )
-    engine = StubEngine(AdapterLoaded("1", FACTS))
-    load(engine, config, serving, body(lora_name="a", lora_path="/x", load_inplace=True))
-    assert serving.adapters == {"a": FACTS}
-    assert engine.heard[0].in_place
-    unload_adapter(loaded(config, engine, serving), body(lora_name="a"))
-    assert serving.adapters == {}
+
+
+async def test_loading_needs_the_operators_leave():
+    node = node_of(allowed=False)
+    node.ready().adapters["a"] = FACTS
+    with pytest.raises(NotFound, match="--allow-runtime-lora"):
+        await load_adapter(node, A)
+    with pytest.raises(NotFound, match="--allow-runtime-lora"):
+        unload_adapter(node, A)
+    assert node.ready().adapters
+
+
+async def test_what_is_loaded_and_unloaded_is_known_at_once():
+    node = node_of(AdapterLoaded("1", FACTS))
+    await load_adapter(node, A)
+    assert node.ready().adapters == {"a": FACTS}
+    assert node.engine.heard[0].in_place
+    unload_adapter(node, A)
+    assert node.ready().adapters == {}
     with pytest.raises(NotFound, match="'a' is not loaded"):
-        unload_adapter(loaded(config, engine, serving), body(lora_name="a"))
+        unload_adapter(node, A)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +94,14 @@ def test_what_is_loaded_and_unloaded_is_known_at_once():
         (body(lora_name="m", lora_path="/x"), RequestError, "the model itself"),
         (body(lora_name="a" * 300, lora_path="/x"), RequestError, "at most 256"),
         (body(lora_name="a\n", lora_path="/x"), RequestError, "printable"),
-        (body(lora_name="a", lora_path="/x"), NotFound, "no such"),
+        (A, NotFound, "no such"),
     ],
 )
-def test_bad_bodies_and_missing_files(raw, kind, words):
-    serving = SimpleNamespace(model_name="m", adapters={})
-    engine = StubEngine(AdapterRefused("1", "no such thing", missing=True))
+async def test_bad_bodies_and_missing_files(raw, kind, words):
+    node = node_of(AdapterRefused("1", "no such thing", missing=True))
     with pytest.raises(kind, match=words):
-        load(engine, node(enable_lora=True, allow_runtime_lora=True), serving, raw)
-    assert not serving.adapters
+        await load_adapter(node, raw)
+    assert not node.ready().adapters
 
 
 def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
@@ -143,9 +133,8 @@ def test_an_engine_without_slots_refuses_what_it_is_asked():
     loads = AdapterLoads(SimpleNamespace(adapters=None), said.append, lambda: None)  # type: ignore[arg-type]
     for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
         loads.load(LoadAdapter("1", "a", path))
-        assert said.pop() == AdapterRefused(
-            "1", "this node has no slots for adapters; start it with --max-loras", missing=True
-        )
+        reason = "this node has no slots for adapters; start it with --max-loras"
+        assert said.pop() == AdapterRefused("1", reason, missing=True)
     loads.unload("a")
     loads.poll()
     assert not said
@@ -153,14 +142,8 @@ def test_an_engine_without_slots_refuses_what_it_is_asked():
 
 
 def test_the_root_of_a_prefix_is_of_salt_and_adapter():
-    roots = [
-        root_of(None),
-        root_of("s"),
-        root_of(None, "s"),
-        root_of("s", "t"),
-        root_of("st"),
-        root_of(None, "st"),
-    ]
+    given = [(None,), ("s",), (None, "s"), ("s", "t"), ("st",), (None, "st")]
+    roots = [root_of(*each) for each in given]
     assert roots[0] == ROOT
     assert len(set(roots)) == len(roots)
 
@@ -187,21 +170,19 @@ def test_settings_that_cannot_work(fields, words):
         EngineConfig("m", **fields)
 
 
-def test_slots_by_what_is_asked_for():
-    assert EngineConfig("m").adapter_slots == 0
-    assert (
-        EngineConfig(
-            "m", enable_lora=True, lora_modules=("a=x", '{"name": "b", "path": "y"}')
-        ).adapter_slots
-        == 2
-    )
-    assert EngineConfig(
-        "m", enable_lora=True, lora_modules=('{"name": "b", "local_path": "y=z"}',)
-    ).adapters == [("b", "y=z")]
-    assert EngineConfig("m", enable_lora=True, allow_runtime_lora=True).adapter_slots == 1
-    assert (
-        EngineConfig(
-            "m", enable_lora=True, lora_modules=("a=x",), max_loras=4, allow_runtime_lora=True
-        ).adapter_slots
-        == 4
-    )
+@pytest.mark.parametrize(
+    ("fields", "slots"),
+    [
+        ({}, 0),
+        ({"lora_modules": ("a=x", '{"name": "b", "path": "y"}')}, 2),
+        ({"allow_runtime_lora": True}, 1),
+        ({"lora_modules": ("a=x",), "max_loras": 4, "allow_runtime_lora": True}, 4),
+    ],
+)
+def test_slots_by_what_is_asked_for(fields, slots):
+    assert EngineConfig("m", enable_lora=bool(fields), **fields).adapter_slots == slots
+
+
+def test_a_local_path_may_hold_an_equals_sign():
+    modules = ('{"name": "b", "local_path": "y=z"}',)
+    assert EngineConfig("m", enable_lora=True, lora_modules=modules).adapters == [("b", "y=z")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from types import SimpleNamespace
 
 import pytest
+from node_doubles import EOS, VOCAB, write_config
 
 from kvrelay.node import compiling
 from kvrelay.node.compiling import COMPILE_DEADLINE_S, GrammarCompiler, grammars_for
@@ -15,8 +15,6 @@ from kvrelay.paged_engine.guide import Guide
 from kvrelay.paged_engine.request import Request
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.sampling import Constraint, SamplingParams
-
-VOCAB, EOS = 300, 2
 
 
 class StandInEngine:
@@ -30,17 +28,15 @@ class StandInEngine:
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}))
-    return str(config)
+    return write_config(tmp_path)
 
 
-class Desk:
+class Compiler:
     """A GrammarCompiler with its wake-ups."""
 
     def __init__(self, model: str) -> None:
         self.woken = threading.Semaphore(0)
-        self.compiling = GrammarCompiler(model, StandInEngine(), self.woken.release)
+        self.inner = GrammarCompiler(model, StandInEngine(), self.woken.release)
 
     def begin(
         self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None
@@ -51,44 +47,44 @@ class Desk:
         request = Request.from_submit(
             Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0
         )
-        self.compiling.begin(request)
+        self.inner.begin(request)
         return request
 
     def ready(self, now: float = 100.0) -> list[tuple[Request, str | None]]:
         assert self.woken.acquire(timeout=60)
-        return self.compiling.ready(now)
+        return self.inner.ready(now)
 
 
 def test_a_request_gets_a_guide_that_has_followed_its_tokens(model):
-    desk = Desk(model)
-    fresh = desk.begin("fresh", "ab")
-    assert desk.ready() == [(fresh, None)]
+    compiler = Compiler(model)
+    fresh = compiler.begin("fresh", "ab")
+    assert compiler.ready() == [(fresh, None)]
     assert fresh.guide is not None
     assert not fresh.guide.over
-    ended = desk.begin("ended", "ab", tuple(b"ab"))
-    assert desk.ready() == [(ended, None)]
+    ended = compiler.begin("ended", "ab", tuple(b"ab"))
+    assert compiler.ready() == [(ended, None)]
     assert ended.guide.over
-    assert desk.compiling.ready(100.0) == []
+    assert compiler.inner.ready(100.0) == []
 
 
 def test_what_cannot_be_followed_is_told_with_its_reason(model):
-    desk = Desk(model)
-    wrong = desk.begin("wrong", "(")
-    ((request, error),) = desk.ready()
+    compiler = Compiler(model)
+    wrong = compiler.begin("wrong", "(")
+    ((request, error),) = compiler.ready()
     assert request is wrong
     assert "unclosed group" in error
-    strange = desk.begin("strange", "ab", tuple(b"x"))
-    ((request, error),) = desk.ready()
+    strange = compiler.begin("strange", "ab", tuple(b"x"))
+    ((request, error),) = compiler.ready()
     assert request is strange
     assert "does not match" in error
 
 
 def test_a_request_that_was_dropped_is_not_told_of(model):
-    desk = Desk(model)
-    gone = desk.begin("gone", "ab")
-    assert desk.compiling.drop("gone") is gone
-    assert desk.compiling.drop("gone") is None
-    assert desk.ready() == []
+    compiler = Compiler(model)
+    gone = compiler.begin("gone", "ab")
+    assert compiler.inner.drop("gone") is gone
+    assert compiler.inner.drop("gone") is None
+    assert compiler.ready() == []
 
 
 def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeypatch):
@@ -105,25 +101,25 @@ def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeyp
             return self._inner.matcher(constraint)
 
     monkeypatch.setattr(compiling, "grammars_for", lambda *of: Slow(grammars_for(*of)))
-    desk = Desk(model)
-    slow = desk.begin("slow", "slow")
+    compiler = Compiler(model)
+    slow = compiler.begin("slow", "slow")
     assert entered.wait(60)
-    quick = desk.begin("quick", "ab")
-    assert desk.ready() == [(quick, None)]
-    fork = desk.begin("fork", "ab", fork_of="slow")
-    assert desk.ready() == [], "a fork waits for its parent"
-    (first, error), second = desk.compiling.ready(100.1 + COMPILE_DEADLINE_S)
+    quick = compiler.begin("quick", "ab")
+    assert compiler.ready() == [(quick, None)]
+    fork = compiler.begin("fork", "ab", fork_of="slow")
+    assert compiler.ready() == [], "a fork waits for its parent"
+    (first, error), second = compiler.inner.ready(100.1 + COMPILE_DEADLINE_S)
     assert first is slow
     assert "guided_regex took longer than 10 s" in error
     assert second == (fork, None)
     release.set()
-    assert desk.ready() == []
+    assert compiler.ready() == []
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said_to_those_who_need_it(tmp_path):
-    desk = Desk(str(tmp_path / "nothing"))
-    desk.begin("r", "ab")
-    ((_, error),) = desk.ready()
+    compiler = Compiler(str(tmp_path / "nothing"))
+    compiler.begin("r", "ab")
+    ((_, error),) = compiler.ready()
     assert "no grammar can be followed on this node" in error
 
 

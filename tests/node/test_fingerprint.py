@@ -19,10 +19,18 @@ from kvrelay.wire.transfer import Fingerprint
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 CONFIG = {
-    "architectures": ["Phi3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
-    "original_max_position_embeddings": 256, "rope_scaling": LONGROPE, "pad_token_id": 0,
-}  # fmt: skip
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 256,
+    "rope_scaling": LONGROPE,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture
@@ -39,9 +47,13 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def fingerprint(max_model_len: int) -> Fingerprint:
         engine = EngineConfig(
-            str(tmp_path), load_format="dummy", device="cpu", max_model_len=max_model_len, threads=1,
+            str(tmp_path),
+            load_format="dummy",
+            device="cpu",
+            max_model_len=max_model_len,
+            threads=1,
             kv_cache_memory_bytes=4 << 20,
-        )  # fmt: skip
+        )
         socket = connect(f"ipc://{tmp_path / 'nobody'}")
         EngineProcess(NodeConfig(engine), socket)
         socket.context.destroy(linger=0)

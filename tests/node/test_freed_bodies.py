@@ -8,22 +8,20 @@ import gc
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from node_doubles import engine_info, serving_of
 from starlette.requests import Request
 
 from kvrelay.node.app import create_app
 from kvrelay.node.lifecycle import Node
-from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.tokenizer_files import load_tokenizer
+from kvrelay.node.serving import Call
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
-from kvrelay.wire.config import EngineConfig, NodeConfig, Role
-from kvrelay.wire.engine_messages import EngineReady
+from kvrelay.wire.config import EngineConfig, NodeConfig
 from kvrelay.wire.errors import KvrelayError
 
-INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [2], "h", 1, 0.0)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 GRAMMAR = {"structured_outputs": {"grammar": "[" * 40_000}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 DEADLINE_S = 20.0
@@ -34,8 +32,8 @@ class StandInEngine:
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
-        self.stats = type("Stats", (), {"kv_silent_s": 0.0})()
-        self.load = type("Load", (), {"header": lambda self: "[]"})()
+        self.stats = SimpleNamespace(kv_silent_s=0.0)
+        self.load = SimpleNamespace(header=lambda: "[]")
 
     def silent_s(self) -> float:
         return 0.0
@@ -46,10 +44,7 @@ class StandInEngine:
 
 @pytest.fixture
 async def app(tmp_path: Path) -> Any:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
-    tokenizer = load_tokenizer(str(tmp_path / "config.json"))
-    serving = Serving(Role.AGGREGATED, "m", TEMPLATE, tokenizer, INFO)
-    engine: Any = StandInEngine()
+    serving, engine = serving_of(tmp_path, engine_info(1_000_000)), cast(Any, StandInEngine())
     node = Node(NodeConfig(EngineConfig("m")), engine, 0, serving=serving)
     return create_app(node, lambda _: contextlib.AsyncExitStack())
 
@@ -82,9 +77,19 @@ async def asked(app: Any, path: str, body: bytes, *, goes: bool = False) -> int:
             answered.set()
 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-             "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("n", 1), "client": ("c", 2),
-             "root_path": ""}  # fmt: skip
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("n", 1),
+        "client": ("c", 2),
+        "root_path": "",
+    }
     async with asyncio.timeout(DEADLINE_S):
         await app(scope, receive, send)
     return told[0]

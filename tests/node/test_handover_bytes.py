@@ -30,10 +30,20 @@ from kvrelay.wire.transfer import Fingerprint, Ticket
 from kvrelay.wire.versions import HANDOVER
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
 
 
 class Side:
@@ -60,9 +70,16 @@ class Side:
         self.heard: list[object] = []
         pool, config = self.engine.pool, self.engine.model
         fingerprint = Fingerprint(
-            HANDOVER.newest, config.name, str(pool.dtype), pool.block_size, config.num_kv_heads, config.head_dim,
-            config.num_layers, config.window, 1,
-        )  # fmt: skip
+            HANDOVER.newest,
+            config.name,
+            str(pool.dtype),
+            pool.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            config.num_layers,
+            config.window,
+            1,
+        )
         region = PoolRegion(
             pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device)
         )
@@ -115,8 +132,7 @@ def new_request(name: str, prompt: list[int], **submit) -> Request:
 def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, Ticket]:
     req = new_request(name, prompt, max_tokens=1, hold=True)
     side.engine.scheduler.add(req)
-    while side.engine.has_work:
-        side.engine.step()
+    drain(side)
     assert req.finish is Finish.LENGTH
     held = side.engine.scheduler.kept.held(name)
     assert held is not None
@@ -129,6 +145,12 @@ def decode(side: Side, name: str, prompt: list[int], first: list[int], params: T
     side.connector.watch(name, params)
     side.engine.step(side)
     return req
+
+
+def check_all_free(sides) -> None:
+    for side in sides:
+        side.engine.scheduler.check()
+        assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
 
 
 def drain(side: Side) -> None:
@@ -163,9 +185,7 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     assert released == Released(f"p{length}", expired=False)
     p.engine.scheduler.kept.release(f"p{length}")
     d.engine.scheduler.pool.release(spare)
-    for side in sides:
-        side.engine.scheduler.check()
-        assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
+    check_all_free(sides)
     assert req.token_ids == aggregated(p, prompt)
 
 
@@ -205,9 +225,7 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     assert p.next_event() == Released("early-p", expired=False)
     p.engine.scheduler.kept.release("early-p")
     assert req.token_ids == aggregated(p, prompt)
-    for side in sides:
-        side.engine.scheduler.check()
-        assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
+    check_all_free(sides)
 
 
 def test_a_prefix_that_the_decode_node_has_is_not_moved(sides):

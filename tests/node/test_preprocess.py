@@ -11,20 +11,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from node_doubles import engine_info, serving_of
 
 from kvrelay.node.preprocess import detokenize, prepare, tokenize
 from kvrelay.node.sandbox import Sandbox
 from kvrelay.node.serving import Call, Serving
-from kvrelay.openai_api.tokenizer_files import load_tokenizer
-from kvrelay.wire.config import Role
-from kvrelay.wire.engine_messages import EngineReady
 from kvrelay.wire.errors import Overloaded, RequestError
 from kvrelay.wire.sampling import Constraint
 
-EOS = 2
-INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [EOS], "h", 1, 0.0)
 LARGE = "x" * (257 << 10)
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class StandInSandbox(Sandbox):
@@ -44,16 +39,8 @@ class StandInSandbox(Sandbox):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    config = tmp_path_factory.mktemp("bytewise") / "config.json"
-    config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": EOS}))
-    return Serving(
-        Role.AGGREGATED,
-        "m",
-        TEMPLATE,
-        load_tokenizer(str(config)),
-        INFO,
-        trusts_request_templates=True,
-    )
+    info = engine_info(1_000_000)
+    return serving_of(tmp_path_factory.mktemp("bytewise"), info, trusts_request_templates=True)
 
 
 def said(content: str) -> list[dict[str, str]]:
@@ -176,7 +163,7 @@ async def test_one_long_body_is_read_at_a_time(serving: Serving) -> None:
     assert most == 3
 
 
-async def test_who_waits_too_long_for_a_long_body_is_refused(serving: Serving) -> None:
+async def test_a_long_body_that_waits_too_long_is_refused(serving: Serving) -> None:
     sandbox = StandInSandbox()
     sandbox._start_deadline_s = 0.01
     body = json.dumps({"model": "m", "prompt": "x" * 1_100_000}).encode()

@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from node_doubles import EOS, VOCAB, write_config
 
 from kvrelay.node.sandbox import Sandbox, Setup
 from kvrelay.wire.errors import Overloaded, RequestError, Unavailable
 from kvrelay.wire.sampling import Constraint
 
-VOCAB, EOS = 300, 2
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
 async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}))
     sandbox = Sandbox()
-    sandbox.open(Setup(str(config), "{{ messages[0].content }}", True, 100, VOCAB, [EOS]))
+    config = write_config(tmp_path)
+    sandbox.open(Setup(config, "{{ messages[0].content }}", True, 100, VOCAB, [EOS]))
     yield sandbox
     await sandbox.close()
 
@@ -54,6 +53,14 @@ async def until(what: Callable[[], object]) -> None:
 def cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def endless(sandbox: Sandbox) -> asyncio.Task[list[list[int]]]:
+    """Start a request that never ends; return once a child works for it."""
+    before = len(children(sandbox))
+    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
+    await until(lambda: len(children(sandbox)) > before)
+    return task
 
 
 async def test_prompts_are_rendered_and_tokenized(sandbox: Sandbox) -> None:
@@ -81,37 +88,20 @@ async def test_a_grammar_comes_back_as_lark_and_is_compiled_once(sandbox: Sandbo
     assert await sandbox.as_lark(Constraint("regex", "ab", field="guided_regex")) is lark
 
 
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        pytest.param(
-            Constraint(
-                "json",
-                json.dumps(
-                    {
-                        "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)}
-                        | {"a20000": True},
-                        "$ref": "#/$defs/a0",
-                    }
-                ),
-            ),
-            id="stack",
-        ),
-        pytest.param(
-            Constraint(
-                "grammar", "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000))
-            ),
-            id="lark",
-        ),
-        pytest.param(Constraint("regex", "a?" * 60_000), id="memory or time"),
-        pytest.param(
-            Constraint(
-                "grammar", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000))
-            ),
-            id="gbnf",
-        ),
-    ],
-)
+def chain(first: str, rule: str) -> str:
+    return first + "".join(rule.format(i, i + 1) for i in range(9000))
+
+
+SCHEMA = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)} | {"a20000": True}
+TOO_MUCH = {
+    "stack": Constraint("json", json.dumps({"$defs": SCHEMA, "$ref": "#/$defs/a0"})),
+    "lark": Constraint("grammar", chain("start: a0\n", "a{}: a{}\n")),
+    "memory or time": Constraint("regex", "a?" * 60_000),
+    "gbnf": Constraint("grammar", chain("root ::= a0\n", "a{} ::= a{}\n")),
+}
+
+
+@pytest.mark.parametrize("constraint", TOO_MUCH.values(), ids=TOO_MUCH)
 async def test_a_grammar_that_takes_too_much_is_a_400_and_nothing_else(
     sandbox: Sandbox, constraint: Constraint
 ) -> None:
@@ -157,8 +147,7 @@ async def test_memory_is_limited(sandbox: Sandbox) -> None:
 
 async def test_time_is_limited(sandbox: Sandbox) -> None:
     began = time.monotonic()
-    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
-    await until(lambda: children(sandbox))
+    task = await endless(sandbox)
     (child,) = children(sandbox)
     spent = 0.0
     while not task.done():
@@ -171,7 +160,7 @@ async def test_time_is_limited(sandbox: Sandbox) -> None:
     assert 8 < spent < 11
 
 
-async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
+async def test_a_client_that_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
     task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
     await until(lambda: [child for child in children(sandbox) if cpu_s(child) > 0.1])
     task.cancel()
@@ -183,11 +172,7 @@ async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
 
 async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
     sandbox._start_deadline_s = 0.2
-    tasks = [
-        asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
-        for _ in range(2)
-    ]
-    await until(lambda: len(children(sandbox)) == 2)
+    tasks = [await endless(sandbox) for _ in range(2)]
     with pytest.raises(Overloaded) as refused:
         await sandbox.token_ids(True, chat("ab"))
     assert refused.value.status == 429
@@ -195,15 +180,6 @@ async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
-
-
-async def test_a_process_that_was_killed_is_started_again(sandbox: Sandbox) -> None:
-    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
-    process = sandbox._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
@@ -233,8 +209,7 @@ async def test_requests_for_one_grammar_share_a_child(
 
 
 async def test_a_killed_process_is_no_fault_of_the_request(sandbox: Sandbox) -> None:
-    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
-    await until(lambda: children(sandbox))
+    task = await endless(sandbox)
     assert sandbox._process is not None
     pids = [*children(sandbox), sandbox._process.pid]
     os.kill(pids[-1], signal.SIGTERM)  # is ignored
@@ -257,8 +232,7 @@ async def test_a_refusal_holds_on_to_no_request(sandbox: Sandbox) -> None:
 
 
 async def test_nothing_is_left_behind(sandbox: Sandbox) -> None:
-    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
-    await until(lambda: children(sandbox))
+    task = await endless(sandbox)
     pids = [*children(sandbox), sandbox._process.pid] if sandbox._process else []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
