@@ -4,6 +4,7 @@ torch for it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from kvrelay.installed import cuda_of_torch
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import ConfigError
 
-__all__ = ["Gpu", "check_port", "gpus_here", "this_machine"]
+__all__ = ["Gpu", "check_node_extra", "check_port", "gpus_here", "this_machine"]
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -24,6 +25,9 @@ _NVIDIA_SMI = (
     "--format=csv,noheader,nounits",
 )
 _NVIDIA_SMI_DEADLINE_S = 20.0
+_NODE_EXTRA = (
+    *("torch", "numpy", "gguf", "huggingface_hub", "llguidance", "safetensors", "tokenizers"),
+)
 # A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows,
 # Jetson.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
@@ -136,3 +140,15 @@ def _sizes(used: str, free: str) -> tuple[int, int]:
     if not (used.isdecimal() and free.isdecimal()):
         return 0, 0
     return (int(used) + int(free)) << 20, int(free) << 20
+
+
+def check_node_extra() -> None:
+    """Raise ConfigError if a package is missing that engines need and routers do not."""
+    missing = [name for name in _NODE_EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this command runs an engine, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed; run: pip install "
+            "'kvrelay[node]' (on a machine without a GPU first torch from "
+            "https://download.pytorch.org/whl/cpu)"
+        )

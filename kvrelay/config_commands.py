@@ -1,0 +1,485 @@
+"""Commands whose flags are the settings of a config type: those that serve, batch, profile, bench.
+
+A server is imported by its own command alone: `kvrelay router` must not load torch, and
+`kvrelay --help` must not wait for anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from kvrelay.cluster_plan import (
+    ADMIN_KEY,
+    API_KEY,
+    CLUSTER_SECRET,
+    NODE_API_KEY,
+    RUNTIME_LORA,
+    ClusterConfig,
+)
+from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
+from kvrelay.embedded import embedded_model
+from kvrelay.help import GroupedCommand
+from kvrelay.load.config import BenchConfig
+from kvrelay.machine import check_node_extra, check_port
+from kvrelay.node.file_limit import raise_file_limit
+from kvrelay.node.process_log import LOG_FORMAT, log_to_stderr
+from kvrelay.settings import CPU, Setting, build, merge, settings_of
+from kvrelay.wire.config import NodeConfig, RanksConfig, Role, TransferConfig
+from kvrelay.wire.config_checks import base_url
+from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.kv_events_config import address_of
+from kvrelay.wire.router_config import RouterConfig
+
+__all__ = [
+    "EXPLAINED",
+    "MODEL_ARGUMENT",
+    "SERVING",
+    "add_config_commands",
+    "given_settings",
+    "with_model",
+]
+
+_WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
+_TEXT_METAVARS = {
+    "lora_modules": "NAME=PATH",
+    "alias": "NAME=MODEL",
+    "node_allow": "HOST",
+    "vllm_kv_events": "[URL=]EVENTS:REPLAY",
+    "gpus": "IDS",
+}
+_METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
+
+SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
+MODEL_ARGUMENT = "model_argument"
+EXPLAINED: dict[str, tuple[type, dict[str, Setting]]] = {}
+"""The config type and settings of each command that serves, for `kvrelay config`."""
+
+
+def _serve_node(role: Role, values: dict[str, object]) -> int:
+    config = build(NodeConfig, _for_engine(values) | {"role": role})
+    check_port(config.host, config.port)
+    _check_further_ports(config)
+    if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
+        from kvrelay.paged_engine.rank_address import check_rank_0
+
+        check_rank_0(config.engine.tensor_parallel_address)
+    log_to_stderr(str(role), config.log_format)
+    raise_file_limit()
+    config = _with_model_here(config)
+    from kvrelay.node.server import run as run_node
+
+    return run_node(config)
+
+
+def _check_further_ports(config: NodeConfig) -> None:
+    if config.transfer.kv_port:
+        check_port(
+            config.transfer.kv_host, config.transfer.kv_port, setting="--kv-host or --kv-port"
+        )
+    if (told := config.told_events) is None:
+        return
+    for name, endpoint in (("endpoint", told.endpoint), ("replay_endpoint", told.replay_endpoint)):
+        if endpoint and address_of(endpoint)[1]:
+            check_port(*address_of(endpoint), setting=f"{name} of --kv-events-config")
+
+
+def _serve_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
+    config = _router_config(values)
+    from kvrelay.drawn_keys import drawn_key
+
+    port = _check_router(config)
+    log_to_stderr("router", config.log_format)
+    raise_file_limit()
+    if config.workers > 1:
+        from kvrelay.workers import run_workers as run_router
+    else:
+        from kvrelay.router.server import run as run_router
+    with nullcontext("") if config.admin_key else drawn_key("admin", port) as drawn:
+
+        def settled(read: RouterConfig) -> RouterConfig:
+            return dataclasses.replace(
+                read, port=read.port or port, admin_key=read.admin_key or drawn
+            )
+
+        return run_router(
+            settled(config), None if again is None else lambda: settled(_router_config(again()))
+        )
+
+
+def _check_router(config: RouterConfig) -> int:
+    """Return its port. Raises ConfigError for what would end a router later."""
+    port = check_port(config.host, config.port)
+    if config.heartbeat_port:
+        check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
+    if config.kubernetes_selector:
+        from kvrelay.router.membership.kubernetes_lists import server_of
+
+        server_of(config.kubernetes_namespace)
+    if config.p2p_nccl_port:
+        check_port(config.host, config.p2p_nccl_port)
+    if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:
+        from kvrelay.openai_api.tls import server_context
+        from kvrelay.router.tls import trusted
+
+        server_context(config)
+        trusted(config)
+    return port
+
+
+def _router_config(values: Mapping[str, object]) -> RouterConfig:
+    config = build(RouterConfig, values)
+    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
+    if not (config.prefill and config.decode) and not announced:
+        raise ConfigError(
+            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port "
+            "for nodes that "
+            "announce themselves, or --kubernetes-selector for pods"
+        )
+    return config
+
+
+def _serve_ranks(values: dict[str, object]) -> int:
+    config = build(RanksConfig, _for_engine(values))
+    from kvrelay.paged_engine.rank_address import interface_towards
+
+    interface_towards(config.engine.tensor_parallel_address)
+    log_to_stderr("ranks")
+    raise_file_limit()
+    config = _with_model_here(config)
+    from kvrelay.node.ranks import run_ranks
+
+    return run_ranks(config)
+
+
+def _run_cluster(values: dict[str, object]) -> int:
+    # A cluster that nobody gave a secret draws its own: no other node of this machine can join it.
+    config = build(
+        ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _for_engine(values)
+    )
+    _check_router(config.router)
+    log_to_stderr("up", config.router.log_format)
+    raise_file_limit()
+    config = _with_model_here(config)
+    from kvrelay.cluster import up
+
+    return up(config)
+
+
+def _write_compose(values: dict[str, object]) -> int:
+    from kvrelay.compose_files import write
+
+    return write(values, Console(highlight=False, soft_wrap=True))
+
+
+def _run_batch(values: dict[str, object]) -> int:
+    from kvrelay.batch import over_http, read_batch, run_batch, with_engine
+    from kvrelay.chat import Endpoint
+
+    url, key, at_once, source, target = (
+        values.pop(name) for name in ("url", "key", "concurrency", "source", "target")
+    )
+    files, console = (Path(str(source)), Path(str(target))), Console(stderr=True, highlight=False)
+    if url:
+        if values:
+            flag = "--" + next(iter(values)).replace("_", "-")
+            raise ConfigError(
+                f"--url names a running server and {flag} an engine to start; leave one of them out"
+            )
+        endpoint = Endpoint(base_url(str(url)), str(key))
+        return run_batch(*files, lambda: over_http(endpoint), int(str(at_once)), console)
+    read_batch(files[0])  # before a model is loaded for nothing
+    config = _with_model_here(build(NodeConfig, _for_engine(values) | {"role": Role.AGGREGATED}))
+    return run_batch(*files, lambda: with_engine(config), int(str(at_once)), console)
+
+
+def _run_bench(values: dict[str, object]) -> int:
+    from kvrelay.bench import run as run_bench
+
+    return run_bench(
+        values, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    )
+
+
+def _run_profile(values: dict[str, object]) -> int:
+    from kvrelay.profile import asked_of, run
+
+    asked = asked_of(values)
+    config = _with_model_here(build(NodeConfig, _for_engine(values) | {"role": Role.AGGREGATED}))
+    return run(config, asked, Console(highlight=False, soft_wrap=True))
+
+
+def with_model(values: dict[str, object]) -> dict[str, object]:
+    """Return the values with the embedded model where none is named. Raises ConfigError."""
+    return values if values.get("model") else values | {"model": str(embedded_model())}
+
+
+def _for_engine(values: dict[str, object]) -> dict[str, object]:
+    check_node_extra()  # before anything that needs it is imported
+    return with_model(values)
+
+
+def _with_model_here(config: _WithEngine) -> _WithEngine:
+    from kvrelay.before_start import with_model_here
+
+    return with_model_here(config)
+
+
+def _add(
+    app: typer.Typer,
+    name: str,
+    about: str,
+    config: type,
+    run: Callable[..., int],
+    *,
+    skip: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    own: Sequence[inspect.Parameter] = (),
+    takes_model: bool = False,
+    reloads: bool = False,
+) -> None:
+    # `env`: variables that stand in for flags. `own`: parameters that are no settings; their values
+    # join the others. `reloads`: `run` is also given how to read its settings again, None without a
+    # config file.
+    known = settings_of(config, skip)
+    if name in SERVING:
+        EXPLAINED[name] = config, known
+    own_names = {parameter.name for parameter in own}
+
+    def command(**given: Any) -> int:
+        mine = {name: given.pop(name) for name in own_names}
+        file = given.pop("config")
+        flags = given_settings(given)
+
+        def read() -> dict[str, object]:
+            return merge(known, flags, file) | mine
+
+        return run(read(), read if file else None) if reloads else run(read())
+
+    parameters = [*own, *([_MODEL] if takes_model else [])]
+    parameters += [_flag(setting, (env or {}).get(setting.name)) for setting in known.values()]
+    if "device" in known:
+        parameters.append(
+            _parameter("cpu", bool | None, None, typer.Option("--cpu", help=CPU.help))
+        )
+    file_option = typer.Option(
+        "--config", metavar="FILE", help="YAML file with the same keys; flags win over it."
+    )
+    parameters.append(_parameter("config", str | None, None, file_option))
+    command.__doc__ = about
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, cls=GroupedCommand)(command)
+
+
+def given_settings(typed: dict[str, Any]) -> dict[str, object]:
+    """Return the settings that flags, variables and the model argument set; None for the others.
+
+    Raises ConfigError if two models are named.
+    """
+    if (model := typed.pop(MODEL_ARGUMENT, None)) is not None:
+        if typed["model"] not in (None, model):
+            raise ConfigError(
+                f"two models are named, {model} and --model {typed['model']}; leave one of them "
+                f"out (a flag takes one value)"
+            )
+        typed["model"] = model
+    return {setting: None if value in ([], ()) else value for setting, value in typed.items()}
+
+
+def _parameter(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _option(name: str, kind: Any, default: object, *flags: str, **about: Any) -> inspect.Parameter:
+    return _parameter(name, kind, default, typer.Option(*flags, **about))
+
+
+def _argument(name: str, kind: Any, default: object, **about: Any) -> inspect.Parameter:
+    return _parameter(name, kind, default, typer.Argument(**about))
+
+
+def _flag(setting: Setting, env: str | None) -> inspect.Parameter:
+    # Its value stays text: merge() converts it, as it does that of a file.
+    flag: str = setting.flag
+    kind: Any = list[str] if setting.several else str
+    if setting.kind is bool:
+        flag, kind = f"{flag}/{flag.replace('--', '--no-', 1)}", bool
+    option = typer.Option(
+        flag,
+        help=setting.help,
+        metavar=_metavar(setting),
+        envvar=env,
+        show_default=_shown(setting),
+        rich_help_panel=f"{setting.group} settings",
+    )
+    return _parameter(setting.name, kind | None, None, option)
+
+
+def _metavar(setting: Setting) -> str | None:
+    if setting.kind is bool:
+        return None
+    named = None if setting.kind in (int, float) else _TEXT_METAVARS.get(setting.name)
+    return named or _METAVARS.get(setting.kind, "JSON")
+
+
+def _shown(setting: Setting) -> str | bool:
+    if setting.name == "model" and setting.default is dataclasses.MISSING:
+        return "the embedded model"
+    if setting.default in (dataclasses.MISSING, None, "", ()):
+        return False
+    if isinstance(setting.default, bool):
+        return "on" if setting.default else "off"
+    return str(setting.default)
+
+
+_MODEL = _argument(
+    MODEL_ARGUMENT, str | None, None, metavar="MODEL", help="The same as --model, as in vLLM."
+)
+# Each node needs its own; and all their ranks run on this machine.
+_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_size_local")
+_NODE_ENV = {"cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA}
+_ROUTER_ENV = {
+    "api_key": API_KEY,
+    "node_api_key": NODE_API_KEY,
+    "admin_key": ADMIN_KEY,
+    "log_format": LOG_FORMAT,
+}
+
+
+def add_config_commands(app: typer.Typer) -> None:
+    """Add all of them to the program."""
+    _add_serving(app)
+    _add_batch(app)
+    _add_profile(app)
+    _add_bench(app)
+
+
+def _add_serving(app: typer.Typer) -> None:
+    about = "Start a whole cluster on this machine and keep it alive."
+    env = _NODE_ENV | _ROUTER_ENV
+    _add(
+        app, "up", about, ClusterConfig, _run_cluster, skip=_CLUSTER_SKIP, env=env, takes_model=True
+    )
+    _add(
+        app,
+        "compose",
+        "Write compose.yaml and .env for a whole cluster in containers on one host.",
+        ComposeConfig,
+        _write_compose,
+        skip=(*_CLUSTER_SKIP, *NOT_FOR_COMPOSE),
+        own=(_option("output", str, ".", metavar="FOLDER", help="Where the files go."),),
+        takes_model=True,
+    )
+    for role, name, about in (
+        (
+            Role.PREFILL,
+            "prefill",
+            "Serve a prefill node: it computes prompts and gives their KV away.",
+        ),
+        (Role.DECODE, "decode", "Serve a decode node: it takes KV and generates."),
+        (Role.AGGREGATED, "serve", "Serve one node alone, without a router."),
+    ):
+        skip = ("role", "router") if role is Role.AGGREGATED else ("role",)
+        env = _NODE_ENV | {"api_key": NODE_API_KEY, "log_format": LOG_FORMAT}
+        serve = partial(_serve_node, role)
+        _add(app, name, about, NodeConfig, serve, skip=skip, env=env, takes_model=True)
+    about = "Serve ranks of a tensor-parallel engine whose rank 0 is a node on another host."
+    env = {"allow_runtime_lora": RUNTIME_LORA}
+    _add(app, "rank", about, RanksConfig, _serve_ranks, env=env, takes_model=True)
+    about = "Serve the OpenAI endpoint in front of prefill and decode nodes."
+    _add(app, "router", about, RouterConfig, _serve_router, env=_ROUTER_ENV, reloads=True)
+
+
+def _add_batch(app: typer.Typer) -> None:
+    required = inspect.Parameter.empty
+    _add(
+        app,
+        "batch",
+        "Answer a file of requests (OpenAI's batch format), by a running server or by an engine "
+        "started for it.",
+        NodeConfig,
+        _run_batch,
+        skip=(
+            *("role", "router", "host", "port", "api_key", "max_body_bytes"),
+            *("kv_events_config", "profiler_config", "log_format", "otlp_traces_endpoint"),
+            *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path"),
+            *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+            *settings_of(TransferConfig),
+        ),
+        own=(
+            _argument("source", str, required, metavar="IN", help="The requests, one per line."),
+            _argument("target", str, required, metavar="OUT", help="Their answers, in any order."),
+            _option("url", str, "", help="A running server; without it an engine is started."),
+            _option("key", str, "", "--api-key", help="The key that it wants.", envvar=API_KEY),
+            _option("concurrency", int, 64, help="Requests that are under way at once."),
+        ),
+    )
+
+
+def _add_profile(app: typer.Typer) -> None:
+    more = "Measure this step, and no card. Again for more."
+    _add(
+        app,
+        "profile",
+        "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate "
+        "card.\n\nThe exit code is 1 if the machine was too noisy to believe the times; the card "
+        "is written all the same.",
+        NodeConfig,
+        _run_profile,
+        skip=("role",),
+        env=_NODE_ENV,
+        takes_model=True,
+        own=(
+            _option(
+                "out", str, "", metavar="FILE", help="The rate card. [default: rate-card.json]"
+            ),
+            _option(
+                "seconds",
+                float,
+                0.0,
+                help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on "
+                "a CPU.",
+            ),
+            _option("decode", list[str] | None, None, metavar="REQUESTSxCONTEXT", help=more),
+            _option("prefill", list[str] | None, None, metavar="TOKENS[+CONTEXT]", help=more),
+        ),
+    )
+
+
+def _add_bench(app: typer.Typer) -> None:
+    _add(
+        app,
+        "bench",
+        "Measure any OpenAI endpoint under load: latency, throughput, goodput at targets, the "
+        "highest rate that holds.",
+        BenchConfig,
+        _run_bench,
+        env={"api_key": API_KEY},
+        own=(
+            _argument(
+                "files", list[str] | None, None, metavar="[RESULT]...", help="With --compare."
+            ),
+            _option(
+                "compare",
+                bool,
+                False,
+                "--compare",
+                help="Measure nothing; show results side by side.",
+            ),
+        ),
+    )
