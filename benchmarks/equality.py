@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.local_cluster import running
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 from kvrelay.openai_api.tokenizer import Tokenizer
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.engine import Engine

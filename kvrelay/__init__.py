@@ -1,7 +1,6 @@
-"""The command line and the local cluster: what a person types, and the processes that this starts.
+"""The command line and the local cluster, and the class LLM for Python programs.
 
-Owns flags, config files and child processes, and the class LLM (`from kvrelay import LLM,
-SamplingParams`). Knows nothing of requests, models or KV, and never imports torch.
+Never imports torch by itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""`kvrelay batch`: a file of requests in, a file of answers out, both in the format of OpenAI's
-Batch API.
+"""`kvrelay batch`: answers a file of requests in the format of OpenAI's Batch API.
 
-Owns the two files: what is wrong with the first is said before anything is asked, and a second run
-goes on where the one before stopped. Who answers is a running server (HTTP), or an engine that is
-started for the file (node/offline.py).
+Wrong input is refused before anything is asked; a second run answers what is left.
 """
 
 from __future__ import annotations
@@ -41,15 +38,13 @@ from kvrelay.wire.frames import MALFORMED
 __all__ = ["Answered", "Ask", "BatchLine", "over_http", "read_batch", "run_batch", "with_engine"]
 
 TRIES = 5
-"""How often a request is sent that a server has no room for, or that gets no answer."""
+"""How often a request is sent that finds no room or gets no answer."""
 MAX_PAUSE_S = 60.0
 _RETRIED = (408, 429, 502, 503, 504)
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 class BatchLine(msgspec.Struct, frozen=True):
-    """One line of the input."""
-
     custom_id: str
     method: str
     url: str
@@ -66,7 +61,7 @@ class _Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, whatever it says. `retry_after_s` if it may be asked for again."""
+    """An answer of any status; `retry_after_s` is set if the request may be sent again."""
 
     status: int
     body: bytes
@@ -85,8 +80,9 @@ def run_batch(
     at_once: int,
     console: Console,
 ) -> int:
-    """Answer what of `source` is not answered in `target` yet. 1 if an answer is an error. Raises
-    ConfigError.
+    """Answer what `target` does not answer yet, and return 1 if an answer is an error.
+
+    Raises ConfigError.
     """
     if at_once < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {at_once}")
@@ -104,7 +100,7 @@ def run_batch(
 
 
 def read_batch(source: Path) -> list[BatchLine]:
-    """The requests of a file. Raises ConfigError naming the first line that is none."""
+    """Return the requests of a file. Raises ConfigError that names the first wrong line."""
     decoder = msgspec.json.Decoder(BatchLine)
     lines: list[BatchLine] = []
     seen: set[str] = set()
@@ -231,7 +227,7 @@ async def _one(ask: Ask, line: BatchLine) -> tuple[bool, bytes]:
 
 @asynccontextmanager
 async def over_http(endpoint: Endpoint) -> AsyncIterator[Ask]:
-    """Ask a running server."""
+    """Yield a function that asks a running server."""
     async with open_session() as session:
 
         async def ask(line: BatchLine) -> Answered:
@@ -259,7 +255,7 @@ async def over_http(endpoint: Endpoint) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def with_engine(config: NodeConfig) -> AsyncIterator[Ask]:
-    """Start an engine for the length of the block, and ask it."""
+    """Yield a function that asks an engine, which runs during the block."""
     from kvrelay.node.offline import offline
 
     async with offline(config) as node:

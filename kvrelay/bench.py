@@ -1,7 +1,4 @@
-"""`kvrelay bench`: what is typed and shown; the load and its measures are the package `load`'s.
-
-Owns the progress bar, the table, the names of the files, and what the result tells of this machine.
-"""
+"""`kvrelay bench`: the progress bar, the table and the result of a load (kvrelay.load)."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.installed import installed
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.experiment import Experiment, Told
 from kvrelay.load.measures import server_failures
 from kvrelay.load.report import cells_of, warnings_of, write_report
 from kvrelay.load.results import Made, Result, read_result, write_result
+from kvrelay.machine import installed
 from kvrelay.settings import build
 from kvrelay.wire.config_checks import is_loopback
 from kvrelay.wire.errors import ConfigError
@@ -52,7 +49,7 @@ _SMI_DEADLINE_S = 20.0
 
 
 def run(values: dict[str, Any], console: Console) -> int:
-    """The command. 1 if a request failed. Raises ConfigError, KvrelayError."""
+    """Run the command and return 1 if a request failed. Raises ConfigError, KvrelayError."""
     compare, files = values.pop("compare"), [Path(each) for each in values.pop("files") or ()]
     if files and not compare:
         raise ConfigError(f"{files[0]}: files are named with --compare only")
@@ -125,7 +122,7 @@ def _teller(bar: Progress) -> Callable[[Told], None]:
 
 
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:
-    """What an experiment has found out by now, of a server that it has met."""
+    """Return what an experiment has measured so far."""
     server = experiment.server
     assert server is not None
     host = urlsplit(config.base_urls[0]).hostname or ""

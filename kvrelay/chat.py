@@ -1,9 +1,4 @@
-"""A client of the OpenAI endpoint for the terminal: streams an answer, measures it, keeps the
-conversation.
-
-Owns what `kvrelay chat` and the proof of `kvrelay up --demo` say. Speaks plain HTTP to any OpenAI
-server.
-"""
+"""A client of the OpenAI endpoint for the terminal: `kvrelay chat`, and the proof of `kvrelay up`."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ class ChatFailed(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One whole answer and how fast it came."""
+    """A whole answer and how fast it came."""
 
     text: str
     tokens: int
@@ -47,7 +42,7 @@ class Answer:
 
     @property
     def summary(self) -> str:
-        """The figures in one line; the rate is that of the tokens after the first."""
+        """The figures in one line; the rate leaves out the first token."""
         stream_s = self.total_s - self.ttft_s
         rate = (
             f", {(self.tokens - 1) / stream_s:.1f} tokens/s"
@@ -59,18 +54,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the server is (without /v1) and the key it wants, if any."""
+    """Where the server is (without /v1) and the key that it wants, if any."""
 
     url: str
     api_key: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What each request carries."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     async def model(self, session: aiohttp.ClientSession, wanted: str = "") -> str:
-        """The wanted model, else the first one that the server names. Raises ChatFailed."""
+        """Return the wanted model, else the first one that is served. Raises ChatFailed."""
         url = f"{self.url}/v1/models"
         try:
             async with session.get(url, headers=self.headers, timeout=_MODELS_DEADLINE) as response:
@@ -107,11 +101,7 @@ async def stream_answer(
     on_thought: Callable[[str], None],
     **sampling: float,
 ) -> Answer:
-    """Ask, give each piece of text and of reasoning on as it comes, return the whole text. Raises
-    ChatFailed.
-
-    `sampling` goes into the request as it is.
-    """
+    """Ask, pass on text and reasoning as they come, and return the answer. Raises ChatFailed."""
     body = {
         "model": model,
         "messages": messages,
@@ -183,7 +173,7 @@ def _unreachable(url: str, why: Exception) -> str:
 
 
 async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Console) -> Answer:
-    """Ask one question, show the answer as it streams, and how fast it came. Raises ChatFailed."""
+    """Ask one question and show the answer and its speed. Raises ChatFailed."""
     console.print(f"[bold]>[/] {_PROOF}")
     model = await endpoint.model(session)
     messages = [{"role": "user", "content": _PROOF}]
@@ -234,10 +224,9 @@ class _Talk:
 def chat(
     endpoint: Endpoint, console: Console, model: str, system: str, sampling: Mapping[str, float]
 ) -> int:
-    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if
-    any failed.
+    """Talk until /exit, Ctrl-D or Ctrl-C; from a pipe, answer one question per line.
 
-    An empty `model` is the first that is served; `sampling` goes into each request. Raises
+    Returns 1 if a piped question failed. An empty `model` is the first that is served. Raises
     ChatFailed.
     """
     beginning = [{"role": "system", "content": system}] if system else []

@@ -1,4 +1,4 @@
-"""The command `kvrelay`: the program, `kvrelay config`, and what is answered to what is typed wrong.
+"""The program `kvrelay`, `kvrelay config`, and the answers to what is typed wrong.
 
 A mistake is answered with one red line and exit code 2.
 """
@@ -150,8 +150,9 @@ add_commands(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130
-    after Ctrl-C.
+    """Run one command and return its exit code: 2 if it was typed wrong, 1 if it failed.
+
+    Ctrl-C is 130.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -220,7 +221,6 @@ def _fail(message: str, code: int) -> int:
 
 
 def main() -> None:
-    """The console script."""
     die_with_parent()
     leave(run())  # without a teardown, which would take another fifth of a second
 

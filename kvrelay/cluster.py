@@ -1,9 +1,4 @@
-"""`kvrelay up`: the run of a local cluster, from the first process to the last, and what is said
-meanwhile.
-
-Owns the order start, ready, proof, wait, stop. What is started is plan.py's, how it is kept alive
-supervisor.py's.
-"""
+"""`kvrelay up`: runs a local cluster in the order start, ready, proof, wait, stop."""
 
 from __future__ import annotations
 
@@ -38,10 +33,9 @@ _HEALTH_DEADLINE_S = 2.0
 
 
 def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
-    """Run the cluster until Ctrl-C or SIGTERM and return 0.
+    """Run the cluster until Ctrl-C or SIGTERM and return 0; no child is left in any case.
 
-    Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child
-    is left.
+    Raises ConfigError, and ChildFailed if a process does not get ready.
     """
     machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
     log_dir, router = _log_dir(config), config.router

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from kvrelay.cluster_plan import ADMIN_KEY, API_KEY, NODE_API_KEY
 from kvrelay.drawn_keys import stored_key
-from kvrelay.embedded import embedded_model
 from kvrelay.help import GroupedCommand
+from kvrelay.machine import embedded_model
 from kvrelay.settings import build
 from kvrelay.wire.config import EngineConfig
 from kvrelay.wire.config_checks import base_url, is_base_url, is_loopback
@@ -145,26 +145,25 @@ def _drain(
     """Have a node take nothing new, and wait until all that it has is done: then it can be stopped
     at no cost.
     """
-    from kvrelay.drain import run as run_drain
+    from kvrelay.node_commands import drain
 
     console = Console(highlight=False, soft_wrap=True)
     node, router = _address(node), _address(router)
-    admin_key = admin_key or stored_key("admin", router)
-    node_api_key = node_api_key or _drawn_node_key(router, [node])
-    return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
+    key = _key_for(node, router, admin_key, node_api_key)
+    return drain(node, router, key, wait, console, undo=undo)
 
 
 def _address(typed: str) -> str:
-    """Read the address of a router or a node, if one is named, with or without http://. Raises
-    ConfigError.
-    """
     return base_url(typed) if typed else ""
 
 
+def _key_for(node: str, router: str, admin_key: str, node_api_key: str) -> str:
+    if router:
+        return admin_key or stored_key("admin", router)
+    return node_api_key or _drawn_node_key("", [node])
+
+
 def _drawn_node_key(router: str, nodes: Sequence[str]) -> str:
-    """Find what `kvrelay up` has drawn for the nodes behind its router. Empty if one of these is on
-    another machine.
-    """
     here = all(is_base_url(node) and is_loopback(urlsplit(node).hostname or "") for node in nodes)
     return stored_key("nodes", router or _ROUTER) if here else ""
 
@@ -275,13 +274,12 @@ def _role(
     """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights
     and its KV.
     """
-    from kvrelay.role import run as run_role
+    from kvrelay.node_commands import change_role
 
     console = Console(highlight=False, soft_wrap=True)
     node, router = _address(node), _address(router)
-    admin_key = admin_key or stored_key("admin", router)
-    node_api_key = node_api_key or _drawn_node_key(router, [node])
-    return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)
+    key = _key_for(node, router, admin_key, node_api_key)
+    return change_role(node, router, key, role, wait, console, force=force)
 
 
 def _prefetch(
@@ -325,7 +323,7 @@ def _version(
     """
     found: dict[str, str | None] = {"kvrelay": RELEASE}
     if verbose:
-        from kvrelay.installed import installed
+        from kvrelay.machine import installed
 
         found = installed()
     if as_json:

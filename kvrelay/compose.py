@@ -1,19 +1,22 @@
-"""`kvrelay compose`: the compose file of an xPyD cluster in containers on one host, as a function
-of its settings.
+"""`kvrelay compose`: the compose file of a cluster in containers on one host, and the files beside it.
 
-Pure: cores come in as a number, secrets as a function. Owns ComposeConfig and what a container of
-each kind needs (GPUs, namespaces, memory, ports, restarts). Writes no file (compose_files.py does)
-and starts nothing. The file is for docker compose and for podman-compose, which knows fewer keys;
-so it says nothing in a way that only one understands.
+`compose_of` is pure: cores come in as a number, secrets as a function. The file is for docker
+compose and for podman-compose, which knows fewer keys; it says nothing that only one understands.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import yaml
+from rich.console import Console
 
 from kvrelay.cluster_plan import (
     ADMIN_KEY,
@@ -27,18 +30,21 @@ from kvrelay.cluster_plan import (
     gpus_of_nodes,
     sharing_memory,
 )
-from kvrelay.settings import flags_of
-from kvrelay.wire.config import Role
+from kvrelay.settings import build, flags_of
+from kvrelay.wire.config import EngineConfig, Role
 from kvrelay.wire.config_checks import require
+from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.kv_events_config import KvEventsConfig
 
 __all__ = [
     "IMAGE_TAG",
     "NOT_FOR_COMPOSE",
     "ComposeConfig",
+    "absolute",
     "compose_of",
     "environment_of",
     "host_paths",
+    "write",
 ]
 
 IMAGE_TAG = "0.1.0"
@@ -121,7 +127,7 @@ class ComposeConfig:
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
-        """Each GPU by itself; indices in their order, which is the order inside a container."""
+        """The GPUs one by one; indices in their order, as a container numbers them."""
         ids = tuple(part.strip() for text in self.gpus for part in text.split(",") if part.strip())
         return tuple(sorted(ids, key=int)) if ids and all(gpu.isdigit() for gpu in ids) else ids
 
@@ -139,9 +145,7 @@ class ComposeConfig:
 
     @property
     def shares(self) -> list[NodeGpus] | None:
-        """The GPUs of each node as CUDA_VISIBLE_DEVICES inside its container, which sees all of
-        them.
-        """
+        """The GPUs of each node, numbered as its container sees them."""
         ids = self.gpu_ids
         if not ids:
             return None
@@ -151,9 +155,7 @@ class ComposeConfig:
 
 
 def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
-    """The compose file, as what YAML is made of. `cores`: of the host, for nodes on CPUs; 0 leaves
-    each all.
-    """
+    """Return the compose file; nodes on CPUs share `cores`, or 0 leaves each of them all."""
     names = config.roles
     services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
     before: dict[str, str] = {}  # the last node on each GPU
@@ -176,9 +178,7 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
 
 
 def host_paths(config: ComposeConfig) -> list[str]:
-    """Files and folders of the host that nodes read: model, generation config, adapters, chat
-    template. Mounted where they are.
-    """
+    """Return the files and folders of the host that nodes read, which are mounted."""
     engine = config.cluster.node.engine
     named = [
         name
@@ -194,10 +194,9 @@ def host_paths(config: ComposeConfig) -> list[str]:
 def environment_of(
     config: ComposeConfig, draw: Callable[[], str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where
-    `given` has none.
+    """Return the .env file: images, secrets, and what is this host's own.
 
-    What `given` has besides stays.
+    `given` stays; `draw` makes the secrets that it lacks.
     """
     node = "node-cuda" if config.gpu_ids else "node-cpu"
     values = {
@@ -375,3 +374,89 @@ def _monitoring() -> dict[str, Any]:
 
 def _wanted(name: str) -> str:
     return f"${{{name}:?set it in .env}}"
+
+
+_MARK = "# Written by `kvrelay compose`"
+_MONITORING = Path(__file__).parent / "monitoring"
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def absolute(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings with absolute paths, which containers see, too."""
+    found = dict(values)
+    model = str(values.get("model", ""))
+    if model.startswith((".", "~", "/")) or (model and Path(model).exists()):
+        found["model"] = _path(model)
+    for name in ("chat_template", "generation_config"):
+        if values.get(name, "auto") not in ("", "auto", "vllm"):
+            found[name] = _path(str(values[name]))
+    named = cast(tuple[str, ...], values.get("lora_modules", ()))
+    adapters = EngineConfig("", enable_lora=True, lora_modules=named).adapters
+    paths = tuple(f"{name}={_path(path)}" for name, path in adapters)
+    return found | {"model": found.get("model", ""), "lora_modules": paths}
+
+
+def _path(text: str) -> str:
+    return str(Path(text).expanduser().absolute())
+
+
+def write(values: Mapping[str, object], console: Console) -> int:
+    """Write all files into the folder `output` of the values, and say what to type next.
+
+    Raises ConfigError for a wrong setting, a mount that is not there, or a file that is not ours.
+    """
+    folder = Path(str(values["output"]))
+    config = build(
+        ComposeConfig, absolute({name: value for name, value in values.items() if name != "output"})
+    )
+    for path in host_paths(config):
+        if not Path(path).exists():
+            raise ConfigError(
+                f"{path} is not there, and containers would see an empty folder in its place; "
+                f"name what is"
+            )
+    target, environment = folder / "compose.yaml", folder / ".env"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.read_text(encoding="utf-8").startswith(_MARK):
+            raise ConfigError(
+                f"{target} was not written by `kvrelay compose`; remove it or take another --output"
+            )
+        # Secrets stay: nodes that run have them.
+        given = _read(environment) if environment.exists() else {}
+        cores = len(os.sched_getaffinity(0))
+        text = yaml.dump(compose_of(config, cores), Dumper=_Plain, sort_keys=False, width=120)
+        written = environment_of(config, lambda: secrets.token_urlsafe(32), given)
+        lines = "".join(f"{name}={value}\n" for name, value in written.items())
+        # Nobody else may read it, and never half of it.
+        half = folder / ".env.new"
+        half.touch(mode=0o600)
+        half.write_text(
+            f"# For compose.yaml: secrets and what is this host's own.\n{lines}", encoding="utf-8"
+        )
+        half.replace(environment)
+        for part in ("prometheus", "grafana"):  # the rest is for Kubernetes
+            shutil.copytree(_MONITORING / part, folder / "monitoring" / part, dirs_exist_ok=True)
+        target.write_text(
+            f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}",
+            "utf-8",
+        )
+    except OSError as why:
+        raise ConfigError(f"cannot write the compose files to {folder}: {why.strerror}") from why
+    images = f"{written['KVRELAY_ROUTER_IMAGE']} and {written['KVRELAY_NODE_IMAGE']}"
+    console.print(
+        f"{target}: {config.cluster.prefill} prefill, {config.cluster.decode} decode and a router\n"
+        f"images:    {images}, which deploy/compose builds\n"
+        f"start it:  docker compose --project-directory {folder} up --wait"
+    )
+    return 0
+
+
+def _read(file: Path) -> dict[str, str]:
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -29,10 +29,9 @@ from kvrelay.cluster_plan import (
     ClusterConfig,
 )
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
-from kvrelay.embedded import embedded_model
 from kvrelay.help import GroupedCommand
 from kvrelay.load.config import BenchConfig
-from kvrelay.machine import check_node_extra, check_port
+from kvrelay.machine import check_node_extra, check_port, embedded_model
 from kvrelay.node.file_limit import raise_file_limit
 from kvrelay.node.process_log import LOG_FORMAT, log_to_stderr
 from kvrelay.settings import CPU, Setting, build, merge, settings_of
@@ -131,10 +130,10 @@ def _check_router(config: RouterConfig) -> int:
         check_port(config.host, config.p2p_nccl_port)
     if config.ssl_certfile or config.ssl_ca_certs or config.node_ssl_certfile:
         from kvrelay.openai_api.tls import server_context
-        from kvrelay.router.tls import trusted
+        from kvrelay.router.transport.node_client import node_tls
 
         server_context(config)
-        trusted(config)
+        node_tls(config)
     return port
 
 
@@ -178,7 +177,7 @@ def _run_cluster(values: dict[str, object]) -> int:
 
 
 def _write_compose(values: dict[str, object]) -> int:
-    from kvrelay.compose_files import write
+    from kvrelay.compose import write
 
     return write(values, Console(highlight=False, soft_wrap=True))
 
@@ -231,7 +230,7 @@ def _for_engine(values: dict[str, object]) -> dict[str, object]:
 
 
 def _with_model_here(config: _WithEngine) -> _WithEngine:
-    from kvrelay.before_start import with_model_here
+    from kvrelay.preflight import with_model_here
 
     return with_model_here(config)
 

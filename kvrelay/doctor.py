@@ -1,9 +1,7 @@
-"""`kvrelay doctor`: hands a few blocks over between each prefill and each decode node of a running
-cluster.
+"""`kvrelay doctor`: hands a few KV blocks over between each prefill and each decode node of a cluster.
 
-Owns the calls and what is printed; what the measurements mean is in verdict.py. Takes nothing that
-a node would miss: probes go into free blocks, one pair at a time, and what they took is free again
-when a lease ends, whatever happens.
+Takes nothing that a node would miss: probes go into free blocks, one pair at a time, and what they
+took is free again when a lease ends.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,14 +21,171 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.cluster_plan import NODE_API_KEY
-from kvrelay.verdict import NodeSeen, PairSeen, Report, Sample, judge
 from kvrelay.wire.config import Role
 from kvrelay.wire.config_checks import base_url
 from kvrelay.wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from kvrelay.wire.errors import ConfigError, KvrelayError, Unavailable
 from kvrelay.wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
-__all__ = ["DoctorFailed", "run"]
+__all__ = ["DoctorFailed", "NodeSeen", "PairSeen", "Report", "Sample", "judge", "run"]
+
+# Less than this is mostly the time of a message, and says nothing of the way.
+_JUDGED_BYTES = 1 << 20
+# 10 Gbit/s Ethernet is 1.25: who has RDMA has more.
+_SLOW_NETWORK_GB_S = 1.5
+# Of the same way between other nodes.
+_SLOW_SHARE = 1 / 3
+
+
+class NodeSeen(msgspec.Struct, frozen=True):
+    """A node; `name` is its role and its place in the list."""
+
+    name: str
+    role: str
+    url: str
+    down: str | None = None
+    """Why it cannot be examined."""
+    recomputed_prompts: int = 0
+    """Prompts that it computed itself since its start, because fetching their KV failed."""
+    model: str = ""
+    sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The fastest probe of a size; the data plane was reading for `read_s` of its `seconds`."""
+
+    blocks: int
+    num_bytes: int
+    seconds: float
+    read_s: float
+    gb_s: float
+    """10**9 bytes per second of `read_s`."""
+    verified: bool
+    """Whether the bytes of all probes arrived as they were sent."""
+
+
+class PairSeen(msgspec.Struct, frozen=True):
+    """A prefill and a decode node, and how KV gets from one to the other."""
+
+    prefill: str
+    decode: str
+    refused: str | None = None
+    """Why no KV can be handed over, in one sentence."""
+    plane: str = ""
+    same_host: bool = False
+    missed: dict[str, str] = {}
+    """Data planes that are preferred to `plane`, and why each cannot be used."""
+    samples: list[Sample] = []
+
+    @property
+    def judged(self) -> Sample | None:
+        """The largest sample, if it is large enough to say how fast the pair is."""
+        largest = max(self.samples, key=lambda sample: sample.num_bytes, default=None)
+        return largest if largest is not None and largest.num_bytes >= _JUDGED_BYTES else None
+
+    @property
+    def way(self) -> str:
+        rate = f" at {_rate(self.judged.gb_s)}" if self.judged is not None else ""
+        return f"{self.decode} reads {self.prefill} by {self.plane}{rate}"
+
+
+def _rate(gb_s: float) -> str:
+    return f"{gb_s:.0f} GB/s" if gb_s >= 10 else f"{gb_s:.2g} GB/s"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A report; healthy if each pair of nodes hands KV over and not a byte was wrong."""
+
+    healthy: bool
+    nodes: list[NodeSeen]
+    pairs: list[PairSeen]
+    failures: list[str]
+    warnings: list[str]
+
+
+def judge(
+    nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen], others: Sequence[str] = ()
+) -> Report:
+    """Return the report on these measurements; `others` are warnings about other nodes."""
+    failures = [*_failures(nodes, pairs)]
+    warnings = [*others, *_slow_ways(pairs), *_recomputing(nodes), *_sampling_apart(nodes)]
+    return Report(not failures, list(nodes), list(pairs), failures, warnings)
+
+
+def _failures(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen]) -> Iterator[str]:
+    paired = {pair.prefill for pair in pairs}
+    models = {node.model for node in nodes if node.down is None}
+    for model in sorted(models) or [""]:
+        if not any(node.model == model and node.name in paired for node in nodes):
+            of = f" with the model {model!r}" if len(models) > 1 else ""
+            yield f"there is no pair of a prefill and a decode node{of} that are both up"
+    for node in nodes:
+        if node.down is not None:
+            yield f"{node.name} ({node.url}): {node.down}"
+    for pair in pairs:
+        if pair.refused is not None:
+            yield f"{pair.decode} cannot take KV of {pair.prefill}: {pair.refused}"
+        wrong = [str(sample.blocks) for sample in pair.samples if not sample.verified]
+        if wrong:
+            yield (
+                f"{pair.way}, and the bytes that arrived are not those that were sent (probes of "
+                f"{', '.join(wrong)}"
+                " blocks): serve nothing this way, force another with --kv-connector, and report it"
+            )
+
+
+def _slow_ways(pairs: Sequence[PairSeen]) -> Iterator[str]:
+    for pair in pairs:
+        if pair.refused is not None:
+            continue
+        if pair.same_host and pair.plane != "direct":
+            why = pair.missed.get("direct", "one of them was told to use another (--kv-connector)")
+            yield f"{pair.way} although the two share a host and could use direct: {why}"
+        elif not pair.same_host:
+            for kind, why in pair.missed.items():
+                if kind != "direct":  # is for one host only
+                    yield f"{pair.way} and not by {kind}: {why}"
+            if pair.judged is not None and pair.judged.gb_s < _SLOW_NETWORK_GB_S:
+                yield (
+                    f"{pair.way}, no more than 10 Gbit/s Ethernet gives: if there is RDMA between "
+                    f"the two hosts, UCX "
+                    "does not use it (does the container see /dev/infiniband, and what does "
+                    "UCX_TLS say?)"
+                )
+        alike = [
+            p.judged.gb_s
+            for p in pairs
+            if p.judged and (p.plane, p.same_host) == (pair.plane, pair.same_host)
+        ]
+        if pair.judged is not None and pair.judged.gb_s < _SLOW_SHARE * max(alike):
+            yield (
+                f"{pair.way}, and another pair does {_rate(max(alike))} the same way: compare "
+                f"their hosts and links"
+            )
+
+
+def _recomputing(nodes: Sequence[NodeSeen]) -> Iterator[str]:
+    for node in nodes:
+        if node.recomputed_prompts:
+            yield (
+                f"{node.name} has computed {node.recomputed_prompts} prompts itself since its "
+                f"start, because their KV "
+                "could not be fetched: its log says why for each, kvrelay_fetches_failed_total "
+                "counts the causes"
+            )
+
+
+def _sampling_apart(nodes: Sequence[NodeSeen]) -> Iterator[str]:
+    first: dict[str, NodeSeen] = {}
+    for node in nodes:
+        other = first.setdefault(node.model, node) if node.down is None else node
+        if node.sampling_defaults != other.sampling_defaults:
+            yield (
+                f"{other.name} and {node.name} have different sampling defaults: an answer "
+                f"depends on which of them "
+                "begins it; give both the same --generation-config and --override-generation-config"
+            )
+
 
 _DEADLINE = aiohttp.ClientTimeout(total=70.0, sock_connect=2.0)
 _HEALTH_DEADLINE = aiohttp.ClientTimeout(total=5.0, sock_connect=2.0)
@@ -52,7 +207,7 @@ _Answer = TypeVar("_Answer", ProbeOffered, ProbeFetched)
 
 
 class DoctorFailed(KvrelayError):
-    """A node or the router cannot be asked, or refused what it was asked."""
+    """A node or the router cannot be asked, or has refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +236,9 @@ class _NodeHealth(msgspec.Struct):
 def run(
     router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool
 ) -> int:
-    """The command: examine, print, and return 0 if every pair hands KV over, else 1.
+    """Examine a cluster, print a report and return 0 if every pair hands KV over.
 
-    Raises ConfigError if it is not said what to examine, DoctorFailed if the router does not tell.
+    Raises ConfigError, and DoctorFailed if the router does not say which nodes it has.
     """
     if prefill or decode:
         if router or not (prefill and decode):

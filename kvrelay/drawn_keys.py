@@ -1,10 +1,8 @@
-"""Keys that a router or `kvrelay up` draws where it was given none, and the files in which its own
-user finds them.
+"""Keys that a router or `kvrelay up` draws, and the files in which its own user finds them.
 
-A file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to
-the same user: $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is
-somebody else's, that others may enter, or that is a symbolic link is neither written to nor read
-from, whoever has put it there. Decides nothing about requests: that is router/guard.py's.
+A file is named after the router's port and has mode 0600, in a folder of mode 0700 of the same
+user: $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder of somebody else,
+one that others may enter, or a symbolic link is neither written to nor read.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from kvrelay.wire.config_checks import is_base_url, is_loopback
 __all__ = ["Kind", "drawn_key", "stored_key"]
 
 Kind = Literal["admin", "nodes"]
-"""Of a router's admin routes, or of the nodes that `kvrelay up` has started behind a router."""
+"""A router's admin routes, or the nodes that `kvrelay up` has started behind it."""
 
 _WITHOUT = MappingProxyType(
     {
@@ -35,7 +33,6 @@ _WITHOUT = MappingProxyType(
         "nodes": "our commands cannot ask the nodes; start it with KVRELAY_NODE_API_KEY",
     }
 )
-"""What it means that no file can be written, and what helps."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MAX_BYTES = 256
 
@@ -44,9 +41,7 @@ _log = logging.getLogger("kvrelay.router")
 
 @contextmanager
 def drawn_key(kind: Kind, port: int) -> Iterator[str]:
-    """Draw a key and keep it in a file for this router's port during the block. Empty if no file
-    can be written.
-    """
+    """Draw a key and keep it in a file for this port during the block; empty without a file."""
     key, name, failures = secrets.token_urlsafe(32), _name(kind, port), list[str]()
     with ExitStack() as opened:
         for path in _folders():
@@ -81,9 +76,7 @@ def drawn_key(kind: Kind, port: int) -> Iterator[str]:
 
 
 def stored_key(kind: Kind, router: str) -> str:
-    """Find the key that was drawn for our own router. Empty unless its address is on loopback and
-    its file ours.
-    """
+    """Return the key that our own router on loopback has drawn, else an empty text."""
     at = urlsplit(router) if is_base_url(router) else None
     if at is None or not is_loopback(at.hostname or ""):
         return ""

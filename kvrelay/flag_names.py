@@ -1,8 +1,6 @@
-"""Names of settings and of values that are not ours: vLLM's where they differ, our own from before,
-and what stands in their place.
+"""Settings and values under other names: vLLM's, our own former ones, and what replaces them.
 
-What is typed wrong is answered from here, and docs/migration.md has the same table. vLLM's values
-are read as ours.
+docs/migration.md has the same table.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ VLLM: dict[str, tuple[str, str]] = {
     "--decoder-hosts": ("--decode", "http://HOST:PORT, of `kvrelay router`"),
     "--decoder-ports": ("--decode", "http://HOST:PORT, of `kvrelay router`"),
 }
-"""vLLM's flag: ours, or nothing, and a note."""
+"""vLLM's flag: ours or nothing, and a note."""
 
 SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -111,7 +109,7 @@ SHORT = {
     "-cc": "--compilation-config",
     "-O": "--compilation-config",
 }
-"""Short forms of vLLM's flags; there are none here."""
+"""Short forms of vLLM's flags."""
 
 BEFORE = {
     "--max-running": "--max-num-seqs",
@@ -130,7 +128,7 @@ BEFORE = {
     "--ngram-min": "--speculative-config",
     "--no-conditional-disaggregation": "--strict-roles",
 }
-"""Our flags of other names until November 2026, and theirs now."""
+"""Our former flags, and their names now."""
 
 GONE = {
     "--conditional-disaggregation": "leave it out; --strict-roles is its opposite",
@@ -141,7 +139,7 @@ GONE = {
     "--decode-deployment": "leave it out; have an autoscaler follow the metric "
     "kvrelay_router_role_use",
 }
-"""Flags that we had until November 2026, and a note."""
+"""Our former flags that are gone, and a note."""
 
 
 VALUES = {
@@ -149,17 +147,15 @@ VALUES = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "max_model_len": {"auto": "0", "-1": "0"},
 }
-"""Values of settings that vLLM writes otherwise, and how they are written here."""
+"""Values that vLLM writes otherwise, and how they are written here."""
 
 
 SERVER = {"--url": "--router", "--router": "--url"}
-"""The two flags that name a server to ask: a command has one of them."""
+"""The two flags that name a server: a command has one of them."""
 
 
 def answer_for(name: str) -> str:
-    """Return what to write in place of a flag or a key of a file; nothing for a name that nobody
-    has.
-    """
+    """Return what to write in place of a flag or a key; empty for a name that nobody has."""
     if long := SHORT.get(name):
         return answer_for(long) or f"here it is {long}"
     flag = "--" + name.lstrip("-").replace("_", "-")

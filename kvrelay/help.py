@@ -1,9 +1,4 @@
-"""What `--help` prints: option names whole at any width, in groups, and the common settings unless
-all are wanted.
-
-Owns which settings are common and how commands are grouped. Their texts are where commands and
-settings are.
-"""
+"""What `--help` prints: commands and settings in groups, uncommon settings only when asked for."""
 
 from __future__ import annotations
 
@@ -97,9 +92,6 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for arguments, each group of settings with the common ones first, and
-        other options.
-        """
         sections: dict[str, list[tuple[str, str]]] = {}
         left = 0
         for param in sorted(self.get_params(ctx), key=lambda each: each.name not in COMMON):
@@ -119,10 +111,9 @@ class GroupedCommand(_HelpInOrder, TyperCommand):
 
 
 class GroupedCommands(_HelpInOrder, TyperGroup):
-    """The program: its commands in groups, each with its first paragraph."""
+    """The program, whose help has a section for each group of commands."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group."""
         for title, names in GROUPS.items():
             with formatter.section(title):
                 about = {

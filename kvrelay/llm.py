@@ -1,8 +1,7 @@
-"""The class LLM: a model in Python, without a server. The same engine process, checks and answers
-as a node's.
+"""The class LLM: a model in Python without a server, under names that users of vLLM know.
 
-Owns names that users of vLLM know. An event loop on a thread of its own talks to the engine, so
-that it works from plain code, from notebooks and from inside other event loops.
+An event loop on a thread of its own talks to the engine, so it works from plain code, notebooks and
+other event loops.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 from kvrelay.openai_api.types import CompletionRequest, SamplingFields
 from kvrelay.settings import build, convert, nearest, settings_of
 from kvrelay.wire.config import NodeConfig, Role
@@ -57,13 +56,14 @@ Message = dict[str, Any]
 
 
 class SamplingParams:
-    """How to sample: the fields of a completion request (`n`, `temperature`, `top_p`, `max_tokens`,
-    `stop` ...), all optional. `max_tokens` is 16 unless it is given, and the model's own defaults
-    do not count: they are those of `LLM.get_default_sampling_params`.
+    """The sampling fields of a completion request, all optional.
+
+    `max_tokens` is 16 by default; the model's own defaults are those of
+    `LLM.get_default_sampling_params`.
     """
 
     def __init__(self, **fields: Any) -> None:
-        """Raises RequestError at a field that there is not."""
+        """Raise RequestError for an unknown field."""
         known = {*SamplingFields.__struct_fields__, *CompletionRequest.__struct_fields__} - {
             *_NOT_SAMPLING,
             "prompt",
@@ -84,9 +84,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability; `rank` 1 is the most likely, None one that is not among
-    those asked for.
-    """
+    """A token's natural log-probability; `rank` 1 is the most likely, None was not asked for."""
 
     logprob: float
     rank: int | None
@@ -95,7 +93,7 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `logprobs`: for each token, those that were asked for by token id, and its own."""
+    """One choice; `logprobs` has for each token those that were asked for, and its own."""
 
     index: int
     text: str
@@ -106,7 +104,6 @@ class CompletionOutput:
     stop_reason: int | str | None
 
     def finished(self) -> bool:
-        """It has ended: always, here."""
         return True
 
 
@@ -125,13 +122,12 @@ class RequestOutput:
 class LLM:
     """A model, for the length of a `with` block or until `close`.
 
-    `settings` are those of `kvrelay serve` that concern the engine, under their names in a config
-    file: `LLM("org/name", max_model_len=4096, dtype="bfloat16")`. Without a model: the embedded
-    one.
+    `settings` are the engine's, as in a config file: `LLM("org/name", max_model_len=4096)`. Without
+    a model it is the embedded one.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        """Returns when the model is loaded. Raises ConfigError, EngineDead."""
+        """Load the model. Raises ConfigError, EngineDead."""
         from kvrelay.node.offline import offline
 
         config = _config(model, settings)
@@ -158,7 +154,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine. Nothing can be asked afterwards."""
+        """End the engine."""
         running, self._running = self._running, None
         if running is not None:
             self._wait(running.__aexit__(None, None, None))
@@ -168,7 +164,7 @@ class LLM:
             self._loop.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own sampling, which answers without `sampling_params` have."""
+        """Return the model's own sampling, the default of `generate` and `chat`."""
         own = msgspec.structs.asdict(self._offline.serving.defaults)
         return SamplingParams(**{name: value for name, value in own.items() if name in _NEUTRAL})
 
@@ -179,9 +175,10 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """The answers to prompts, in their order. A prompt is a text, token ids, or a dict with
-        `prompt` or `prompt_token_ids`. `use_tqdm` shows progress. Raises KvrelayError at the first
-        that cannot be answered.
+        """Return the answers to prompts, in their order.
+
+        A prompt is a text, token ids, or a dict with `prompt` or `prompt_token_ids`. Raises
+        KvrelayError for the first that cannot be answered.
         """
         several = _several_prompts(prompts)
         bodies = [
@@ -201,9 +198,9 @@ class LLM:
         use_tqdm: bool = False,
         **fields: Any,
     ) -> list[RequestOutput]:
-        """The answers to one conversation or several, in their order. `fields` are further ones of
-        a chat request, such as `add_generation_prompt`, `chat_template_kwargs` or `tools`. Raises
-        KvrelayError.
+        """Return the answers to one conversation or several, in their order.
+
+        `fields` are further ones of a chat request, such as `tools`. Raises KvrelayError.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         bodies = [
@@ -272,7 +269,7 @@ class LLM:
 
 
 def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
-    from kvrelay.before_start import with_model_here
+    from kvrelay.preflight import with_model_here
 
     known = settings_of(NodeConfig, _NOT_OFFLINE)
     for name in settings:

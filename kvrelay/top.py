@@ -1,6 +1,4 @@
-"""`kvrelay top`: the console's snapshot in a terminal, from the same JSON. Owns what is printed; it
-looks, and changes nothing. Where nobody sees it live (a pipe) it prints one snapshot.
-"""
+"""`kvrelay top`: the state that the console shows, in a terminal; once into a pipe."""
 
 from __future__ import annotations
 
@@ -18,16 +16,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.drain import Refusal
-from kvrelay.router.console.snapshot import Percentiles, Snapshot
-from kvrelay.router.recent_requests import EndedRequest
-from kvrelay.router.state import NodeStatus
-from kvrelay.wire.config_checks import is_base_url
-from kvrelay.wire.errors import ConfigError, KvrelayError
+from kvrelay.node_commands import CALL_TIMEOUT, CallFailed, call
+from kvrelay.router.console.picture import NodeSeen, Percentiles, Picture
+from kvrelay.router.console.recent import Ended
+from kvrelay.wire.errors import ConfigError
 
-__all__ = ["TopFailed", "drawn", "run"]
+__all__ = ["drawn", "run"]
 
-_CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _MOST_REQUESTS = 10
 _MOST_CHANGES = 3
 _SPARKS = " ▁▂▃▄▅▆▇█"
@@ -38,24 +33,19 @@ _PIPE_CELLS = 200
 _SNAPSHOT = msgspec.json.Decoder(Snapshot)
 
 
-class TopFailed(KvrelayError):
-    """The router cannot be asked, or refuses."""
-
-
 def run(router: str, admin_key: str, interval_s: float, console: Console) -> int:
-    """The command, until Ctrl-C; once if the output is no terminal. Raises ConfigError, TopFailed
-    at its first look.
+    """Show the cluster until Ctrl-C, or once if the output is no terminal.
+
+    Raises ConfigError, and CallFailed at the first look.
     """
-    if not is_base_url(router):
-        raise ConfigError(f"address {router!r} must be http:// or https://, a host and a port")
     if not 0.1 <= interval_s <= 3600:
         raise ConfigError(f"--interval must be between 0.1 and 3600 seconds, got {interval_s:g}")
-    return asyncio.run(_top(router.rstrip("/"), admin_key, interval_s, console))
+    return asyncio.run(_top(router, admin_key, interval_s, console))
 
 
 async def _top(router: str, admin_key: str, interval_s: float, console: Console) -> int:
-    async with aiohttp.ClientSession(timeout=_CALL) as session:
-        snapshot = await _look(session, router, admin_key)
+    async with aiohttp.ClientSession(timeout=CALL_TIMEOUT) as session:
+        picture = await _look(session, router, admin_key)
         if not console.is_terminal:
             console.print(drawn(snapshot), width=max(console.width, _PIPE_CELLS))
             return 0
@@ -64,34 +54,23 @@ async def _top(router: str, admin_key: str, interval_s: float, console: Console)
             while True:
                 await asyncio.sleep(interval_s)
                 try:
-                    snapshot, lost = await _look(session, router, admin_key), ""
-                except TopFailed as why:
-                    lost = f"{why.message}; what is shown is {time.time() - snapshot.now:.0f} s old"
-                live.update(drawn(snapshot, lost), refresh=True)
+                    picture, lost = await _look(session, router, admin_key), ""
+                except CallFailed as why:
+                    lost = f"{why.message}; what is shown is {time.time() - picture.now:.0f} s old"
+                live.update(drawn(picture, lost), refresh=True)
 
 
-async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Snapshot:
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
+    said = await call(session, "GET", f"{router}/console/state", admin_key)
     try:
-        async with session.get(
-            f"{router}/console/state", headers=headers, allow_redirects=False
-        ) as answer:
-            said = await answer.read()
-    except (aiohttp.ClientError, TimeoutError, OSError) as why:
-        raise TopFailed(f"{router} cannot be reached: {why or type(why).__name__}") from why
-    try:
-        if answer.status == 200:
-            return _SNAPSHOT.decode(said)
-        raise TopFailed(f"{router}: {msgspec.json.decode(said, type=Refusal).error.message}")
+        return _PICTURE.decode(said)
     except msgspec.DecodeError as why:
-        raise TopFailed(
-            f"{router} answers {answer.status} and no snapshot; is it a kvrelay router?"
-        ) from why
+        raise CallFailed(f"{router} does not answer like a kvrelay router") from why
 
 
-def drawn(snapshot: Snapshot, lost: str = "") -> RenderableType:
-    """A snapshot for the terminal; `lost` says why there is no newer one."""
-    parts: list[RenderableType] = [_head(snapshot)]
+def drawn(picture: Picture, lost: str = "") -> RenderableType:
+    """Return the picture for a terminal; `lost` says why there is no newer one."""
+    parts: list[RenderableType] = [_head(picture)]
     if lost:
         parts.append(Text(lost, style="red"))
     parts += [Text(), _nodes(snapshot)]

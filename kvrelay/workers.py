@@ -1,8 +1,6 @@
-"""`kvrelay router --workers N`: the processes of a router that has several, from the first to the
-last.
+"""`kvrelay router --workers N`: starts, restarts, drains and ends the worker processes of a router.
 
-Owns them: started, started again with back-off when they end, drained and ended. What they have in
-common is router/workers/parent.py's. Run as a module it is one of the workers.
+Run as a module it is one of the workers.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process. SIGHUP reloads, if there is
-    `reread`.
+    """Serve until SIGINT or SIGTERM and return the exit code; SIGHUP reloads if `reread` is given.
 
     Raises ConfigError, RequestError, ChildFailed.
     """
@@ -194,8 +191,9 @@ def _kill(process: Process) -> None:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`, the release being the
-    parent's.
+    """Run a worker process: `python -m kvrelay.workers FD INDEX FOLDER RELEASE`.
+
+    RELEASE is the parent's.
     """
     die_with_parent()
     signal.signal(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from kvrelay.metrics_reference import metrics_reference
 from scripts.reference.markdown import code, table
+from scripts.reference.metric_families import metrics_reference
 
 __all__ = ["metric_pieces"]
 

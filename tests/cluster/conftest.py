@@ -22,7 +22,7 @@ from real_cluster import (
     tiny_model,
 )
 
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 from kvrelay.wire.errors import ConfigError
 
 INSTALL_DEADLINE_S = 500.0

@@ -21,7 +21,7 @@ import pytest
 from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
 
 from kvrelay.drawn_keys import stored_key
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from queries import Asked, asked
 from real_cluster import Cluster, running, tiny_model, wait_until
 
-from kvrelay.metrics_reference import metrics_reference
 from kvrelay.openai_api.stages import STAGES
+from scripts.reference.metric_families import metrics_reference
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,7 @@ import pytest
 from real_cluster import EMBEDDED_KEY, Cluster
 
 from benchmarks.equality import in_engine, through, varied_prompts
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 from kvrelay.openai_api.tokenizer_files import load_tokenizer
 from kvrelay.paged_engine.engine import Engine
 from kvrelay.wire.config import EngineConfig

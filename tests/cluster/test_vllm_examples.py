@@ -18,7 +18,7 @@ import pytest
 from held_model import held_model
 from real_cluster import Cluster, free_port, running, tiny_model, wait_until
 
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 
 EXAMPLES = Path(os.environ.get("VLLM_EXAMPLES", "."))
 pytestmark = [

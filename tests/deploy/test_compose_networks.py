@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import kvrelay.cli
+import kvrelay.config_commands
 from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.settings import build
@@ -65,8 +66,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Nod
         return 0
 
     monkeypatch.setitem(sys.modules, "kvrelay.node.server", SimpleNamespace(run=run))  # type: ignore[arg-type]
-    monkeypatch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
-    monkeypatch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
+    monkeypatch.setattr(kvrelay.config_commands, "check_port", lambda *_, **__: None)
+    monkeypatch.setattr(kvrelay.config_commands, "_with_model_here", lambda config: config)
     for name in ("KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.setenv(name, SECRET)
 

@@ -33,7 +33,8 @@ from kubernetes_manifests import (
 from starlette.routing import Route
 
 import kvrelay.cli
-from kvrelay.metrics_reference import metrics_reference
+import kvrelay.config_commands
+from kvrelay.node.app import Node
 from kvrelay.node.app import create_app as node_app
 from kvrelay.node.lifecycle import DRAIN_DEADLINE_S, Node
 from kvrelay.node.process import LOG_FORMAT
@@ -41,6 +42,7 @@ from kvrelay.router.app import create_app as router_app
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.kv_events_config import address_of
 from kvrelay.wire.router_config import RouterConfig
+from scripts.reference.metric_families import metrics_reference
 
 KINDS = {"router": RouterConfig, "prefill": NodeConfig, "decode": NodeConfig, "rank": RanksConfig}
 
@@ -76,10 +78,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
         ("kvrelay.cluster", "up"),
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (*commands, ("kvrelay.drain", "run")):
+        for module, name in (*commands, ("kvrelay.node_commands", "drain")):
             patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
-        patch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
-        patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
+        patch.setattr(kvrelay.config_commands, "check_port", lambda *_, **__: None)
+        patch.setattr(kvrelay.config_commands, "_with_model_here", lambda config: config)
         patch.setattr("kvrelay.paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("kvrelay.paged_engine.rank_address.interface_towards", lambda address: "eth0")
         patch.setattr(

@@ -10,13 +10,13 @@ from documents import DOCS
 from fastapi.routing import APIRoute
 
 from kvrelay.cluster_plan import ClusterConfig
-from kvrelay.metrics_reference import metrics_reference
 from kvrelay.openai_api.types import ChatRequest, CompletionRequest
 from kvrelay.router.app import create_app
 from kvrelay.settings import settings_of
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import commands
 from scripts.reference.error_pieces import REMEDIES, tree
+from scripts.reference.metric_families import metrics_reference
 from scripts.reference.pages import current
 from scripts.reference.setting_pieces import CONFIGS
 

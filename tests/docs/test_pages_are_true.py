@@ -15,13 +15,13 @@ import yaml
 from documents import DOCS, ROOT, Block, blocks, commands, pages, words
 from starlette.routing import Route
 
-from kvrelay.metrics_reference import metrics_reference
 from kvrelay.paged_engine.model_config import ROPE_KINDS
 from kvrelay.router.app import create_app
 from kvrelay.settings import convert
 from kvrelay.wire.router_config import RouterConfig
 from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
+from scripts.reference.metric_families import metrics_reference
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
 ALWAYS = general_flags()

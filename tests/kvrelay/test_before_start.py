@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from kvrelay import before_start, machine
-from kvrelay.before_start import Host, check_start, with_model_here
 from kvrelay.cluster_plan import ClusterConfig
 from kvrelay.machine import Gpu, gpus_here
-from kvrelay.memory import Memory, NotNow
+from kvrelay.preflight import Host, Memory, NotNow, check_start, with_model_here
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.errors import ConfigError
 
@@ -278,7 +277,7 @@ def test_without_a_driver_or_a_cuda_build_of_torch_there_is_none(
 def test_what_is_checked_before_a_start_needs_no_torch(big: EngineConfig, repository: Path) -> None:
     code = """
 import sys
-from kvrelay.before_start import Host, check_start
+from kvrelay.preflight import Host, check_start
 from kvrelay.wire.config import EngineConfig, NodeConfig
 
 check_start(NodeConfig(EngineConfig(sys.argv[1], load_format="dummy")), Host(None, []))

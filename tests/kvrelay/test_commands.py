@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay import cli
-from kvrelay.installed import installed
+from kvrelay.machine import installed
 from kvrelay.wire.versions import HANDOVER, LEGS, RELEASE
 
 DRIVER = (

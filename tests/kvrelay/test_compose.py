@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvrelay.cluster_plan import ClusterConfig
-from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of
-from kvrelay.compose_files import write
+from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of, write
 from kvrelay.settings import build
 from kvrelay.wire.errors import ConfigError
 

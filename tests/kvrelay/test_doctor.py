@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvrelay import cli, doctor
+from kvrelay.doctor import NodeSeen, PairSeen, Sample, judge
 from kvrelay.drawn_keys import drawn_key
-from kvrelay.verdict import NodeSeen, PairSeen, Sample, judge
 from kvrelay.wire.sampling import SamplingDefaults
 
 NODES = [NodeSeen("prefill-0", "prefill", "http://p"), NodeSeen("decode-0", "decode", "http://d")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.memory import Memory, NotNow, check_memory, memory_here
+from kvrelay.preflight import Memory, NotNow, check_memory, memory_here
 from kvrelay.wire.errors import ConfigError
 
 GIB = 1 << 30

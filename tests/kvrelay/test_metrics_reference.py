@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.metrics_reference import metrics_reference
+from scripts.reference.metric_families import metrics_reference
 
 # What vLLM's dashboards, the Gateway API's endpoint picker, llm-d and production-stack read of a
 # node.

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from fake_hub import FakeHub, Repository, fake_hub
 
 from kvrelay import cli
-from kvrelay.embedded import embedded_model
+from kvrelay.machine import embedded_model
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -38,7 +38,7 @@ _TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}
 def flags_of(model: str, folder: Path) -> list[str]:
     """`tiny`, `embedded`, or what `--model` takes."""
     if model == "embedded":
-        from kvrelay.embedded import embedded_model
+        from kvrelay.machine import embedded_model
 
         return ["--model", str(embedded_model())]
     return ["--model", str(_tiny(folder / "tiny") if model == "tiny" else model)]

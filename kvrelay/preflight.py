@@ -1,15 +1,13 @@
-"""Checks before a process starts or memory is taken: settings, model and files against this
-machine.
+"""Checks before a process starts or memory is taken: settings, model, files and memory of this machine.
 
-Never imports torch, so that a wrong line is answered at once and no command keeps what only engines
-need.
+Never imports torch, so that a wrong setting is answered at once.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from pathlib import Path
@@ -17,23 +15,135 @@ from typing import TypeVar
 
 from kvrelay.cluster_plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
 from kvrelay.machine import Gpu, gpus_here
-from kvrelay.memory import Memory, NotNow, check_memory, memory_here
 from kvrelay.wire.config import EngineConfig, NodeConfig, RanksConfig
 from kvrelay.wire.config_checks import gib, require
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.profiler_config import ProfilerConfig
 
-__all__ = ["Host", "check_start", "host", "with_model_here"]
+__all__ = [
+    "Host",
+    "Memory",
+    "NotNow",
+    "check_memory",
+    "check_start",
+    "host",
+    "memory_here",
+    "with_model_here",
+]
+
+# By version of cgroups: file of the limit, file of what is used, and in memory.stat what of that
+# the kernel would drop.
+_FILES = {
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
+
+
+class NotNow(ConfigError):
+    """A refusal for memory that others have now: the same may work later."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    whose: str
+    total: int
+    free: int
+
+
+def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:
+    """Return what the machine and each cgroup of this process allow, swap left out.
+
+    Empty on systems other than Linux.
+    """
+    try:
+        lines = dict(
+            line.split(":", 1)
+            for line in (proc / "meminfo").read_text().splitlines()
+            if ":" in line
+        )
+        sizes = [int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")]
+    except (OSError, ValueError, LookupError):
+        return []
+    return [Memory("this machine", *sizes), *_of_cgroups(proc / "self" / "cgroup", cgroups)]
+
+
+def _of_cgroups(listed: Path, cgroups: Path) -> Iterator[Memory]:
+    try:
+        lines = [line.split(":", 2) for line in listed.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in filter(lambda line: len(line) == 3, lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents[: len(inner.relative_to(root).parts)]):
+            found = _of_cgroup(
+                folder, f"/{folder.relative_to(root)}".replace("/.", "/"), 1 if controllers else 2
+            )
+            if found is not None:
+                yield found
+
+
+def _of_cgroup(folder: Path, name: str, version: int) -> Memory | None:
+    limit_file, used_file, droppable = _FILES[version]
+    try:
+        limit, used = (int((folder / file).read_text()) for file in (limit_file, used_file))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = sum(int(stat.get(key, 0)) for key in droppable)
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return Memory(f"the cgroup {name}", limit, max(0, limit - used + cached))
+
+
+def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -> None:
+    """Raise ConfigError if engines do not fit; NotNow if only what else runs here is in the way.
+
+    `weights` and `pools` are bytes of all engines together.
+    """
+    needed = weights + pools
+    several = f"{nodes} nodes together need" if nodes > 1 else "the engine needs"
+    need = (
+        f"{several} at least {gib(needed)} of memory ({gib(weights)} of weights, {gib(pools)} "
+        f"of KV pool)"
+    )
+    smaller = "take a smaller model" + (" or fewer nodes" if nodes > 1 else "")
+    for each in sorted(here, key=lambda each: each.total):
+        if needed > each.total:
+            raise ConfigError(
+                f"{need}, and {each.whose} has {gib(each.total)}; "
+                f"{_lower(each.total, weights, smaller)}"
+            )
+    for each in sorted(here, key=lambda each: each.free):
+        if needed > each.free:
+            raise NotNow(
+                f"{need}, and of {each.whose}'s {gib(each.total)} only {gib(each.free)} are free; "
+                f"end what else runs "
+                f"there, or {_lower(each.free, weights, smaller)}"
+            )
+
+
+def _lower(room: int, weights: int, smaller: str) -> str:
+    return (
+        f"lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or {smaller}"
+        if weights < room
+        else smaller
+    )
+
 
 Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A look at what this machine offers."""
-
     gpus: tuple[Gpu, ...] | None
-    """None: torch can use none here. Empty: nobody says which there are."""
+    """None: torch can use none here. Empty: unknown."""
     memory: Sequence[Memory]
 
 
@@ -43,11 +153,10 @@ def host() -> Host:
 
 
 def with_model_here(config: Config) -> Config:
-    """Check that the config can be served here, and make its model a path: one on the Hub is
-    downloaded now, once.
+    """Check that the config can be served here, and replace its model by a path.
 
-    No child needs the Hub's token. Comes last, so that nothing is downloaded for what is refused.
-    Raises ConfigError.
+    Downloads a model of the Hub, as the last thing, so that no child needs a token. Raises
+    ConfigError.
     """
     from kvrelay.paged_engine.hub import resolve_model
     from kvrelay.paged_engine.prefetch import PrefetchFailed, model_files
@@ -73,10 +182,9 @@ def with_model_here(config: Config) -> Config:
 
 
 def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) -> None:
-    """Raise ConfigError if the engines of a config cannot work on this machine, side by side.
+    """Raise ConfigError if the engines of a config cannot work on this machine together.
 
-    The files of its model beside config.json are not asked for: they may still have to be
-    downloaded.
+    Of the model only config.json is read: the rest may have to be downloaded.
     """
     from kvrelay.node.loading import check_model_name, read_template
     from kvrelay.openai_api.generation_config import sampling_defaults
