@@ -26,15 +26,14 @@ from pathlib import Path
 from random import Random
 
 from kvrelay.load.measures import percentile
-from kvrelay.planning.rate_card import read_card
+from kvrelay.planner.engine import Engine
+from kvrelay.planner.goodput import is_good
+from kvrelay.planner.rate_card import read_card
+from kvrelay.planner.router import Router
+from kvrelay.planner.setting import Setting, Stream, Targets
+from kvrelay.planner.speeds import H200, Speeds
+from kvrelay.planner.world import simulate
 from kvrelay.router.request.placer import ChosenNodes
-from kvrelay.simulator.engine import Engine
-from kvrelay.simulator.goodput import is_good
-from kvrelay.simulator.routers import Router
-from kvrelay.simulator.setting import Setting
-from kvrelay.simulator.speeds import H200, Speeds
-from kvrelay.simulator.stream import Stream, Targets
-from kvrelay.simulator.world import simulate
 from kvrelay.wire.config import Role
 
 __all__ = ["main"]

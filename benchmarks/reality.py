@@ -46,11 +46,10 @@ from kvrelay.load.measures import percentile
 from kvrelay.load.results import Run
 from kvrelay.load.sessions import Work, sessions
 from kvrelay.machine import embedded_model
-from kvrelay.planning.rate_card import RateCard, read_card, write_card
-from kvrelay.simulator.setting import Setting, Targets
-from kvrelay.simulator.speeds import H200, Speeds, slowed
-from kvrelay.simulator.stream import Stream
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.rate_card import RateCard, read_card, write_card
+from kvrelay.planner.setting import Setting, Stream, Targets
+from kvrelay.planner.speeds import H200, Speeds, slowed
+from kvrelay.planner.world import simulate
 from kvrelay.wire.child_environ import child_environ
 from kvrelay.wire.router_config import PRICE
 

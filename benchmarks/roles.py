@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvrelay.simulator.goodput import attained
-from kvrelay.simulator.setting import Result, Setting, Targets
-from kvrelay.simulator.shifting import Phase, shifting
-from kvrelay.simulator.speeds import H200, Speeds, slowed
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.goodput import attained
+from kvrelay.planner.setting import Result, Setting, Stream, Targets
+from kvrelay.planner.speeds import H200, Speeds, slowed
+from kvrelay.planner.world import simulate
 
 __all__ = ["main", "phases_of"]
 
@@ -95,6 +96,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, flip in flips:
         print(f"{name}, {flip.at / 1e3:,.0f} s: {flip.why}")
     return 0
+
+
+_SPREAD = 0.4
+"""Of the logarithm of lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Poisson arrivals for so long; lengths are log-normal around their medians."""
+
+    seconds: float
+    rate_s: float
+    prompt: int
+    output: int
+
+
+def shifting(phases: Sequence[Phase], seed: int = 0) -> list[Stream]:
+    """Their requests, in order."""
+    rng, begins, streams = random.Random(f"shifting {seed}"), 0.0, []
+    for phase in phases:
+        now = begins
+        ends = begins + phase.seconds * 1e3
+        while (now := now + rng.expovariate(phase.rate_s) * 1e3) < ends:
+            prompt = max(1, round(phase.prompt * rng.lognormvariate(0, _SPREAD)))
+            streams.append(
+                Stream(now, prompt, max(2, round(phase.output * rng.lognormvariate(0, _SPREAD))))
+            )
+        begins = ends
+    return streams
 
 
 if __name__ == "__main__":

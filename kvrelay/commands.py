@@ -204,7 +204,7 @@ def _plan(
 
     The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
     """
-    from kvrelay.planning.planner import Goal
+    from kvrelay.planner.estimate import Goal
     from kvrelay.sizing import Wanted, read_cards, workload_of
     from kvrelay.sizing import run as run_plan
 
@@ -228,7 +228,7 @@ def _replay(
     """What if there had been other nodes, or another policy? Replays what a router has logged, in
     the simulator.
     """
-    from kvrelay.planning.rate_card import read_card
+    from kvrelay.planner.rate_card import read_card
     from kvrelay.replay import run as run_replay
 
     return run_replay(

@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvrelay.load.measures import percentile
-from kvrelay.planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
-from kvrelay.planning.rate_card import (
+from kvrelay.planner.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
+from kvrelay.planner.rate_card import (
     DecodePoint,
     MixedPoint,
     PrefillPoint,

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS
-from kvrelay.planning.planner import NETWORK_MS
-from kvrelay.planning.rate_card import RateCard
-from kvrelay.simulator.incident import Incident, events_of, read_incident, streams_of_incident
-from kvrelay.simulator.setting import Setting
-from kvrelay.simulator.speeds import Speeds
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.estimate import NETWORK_MS
+from kvrelay.planner.incident import Incident, events_of, read_incident, streams_of_incident
+from kvrelay.planner.rate_card import RateCard
+from kvrelay.planner.setting import Setting
+from kvrelay.planner.speeds import Speeds
+from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.router_config import POLICY_NAMES

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
-from kvrelay.planning.planner import Demand, Estimate, Goal, Split, demand_of, plans
-from kvrelay.planning.rate_card import RateCard, read_card
-from kvrelay.simulator.goodput import Served, at_rate, enough, most_rate
-from kvrelay.simulator.setting import Setting, Targets
-from kvrelay.simulator.speeds import Speeds
+from kvrelay.planner.estimate import Demand, Estimate, Goal, Split, demand_of, plans
+from kvrelay.planner.goodput import Served, at_rate, enough, most_rate
+from kvrelay.planner.rate_card import RateCard, read_card
+from kvrelay.planner.setting import Setting, Targets
+from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.errors import ConfigError
 
 __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]

@@ -48,7 +48,7 @@ HAS_GPU = Path("/proc/driver/nvidia/version").exists()
 PHASES = ("shared", "alone", "calm")
 ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 """Markers of tests that want the machine, or its GPU, for themselves."""
-CALM = ("house", "kernels", "paged_engine", "planning", "simulator", "wire")
+CALM = ("house", "kernels", "paged_engine", "planner", "wire")
 """Folders whose tests compute: as no other process waits for them, they may have what those leave
 of the machine.
 """

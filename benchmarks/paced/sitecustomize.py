@@ -22,8 +22,8 @@ def pace(card_file: str) -> None:
 
     from kvrelay.paged_engine.runner import CpuRunner, Launched
     from kvrelay.paged_engine.step_plan import Chunk
-    from kvrelay.planning.rate_card import read_card
-    from kvrelay.simulator.speeds import Speeds
+    from kvrelay.planner.rate_card import read_card
+    from kvrelay.planner.speeds import Speeds
 
     speeds, launch = Speeds(read_card(Path(card_file))), CpuRunner.launch
 

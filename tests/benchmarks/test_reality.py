@@ -23,10 +23,9 @@ from benchmarks.reality import (
 from kvrelay.load.config import BenchConfig
 from kvrelay.load.results import Run, write_result
 from kvrelay.load.sessions import Work, sessions
-from kvrelay.planning.rate_card import write_card
-from kvrelay.simulator.setting import Setting
-from kvrelay.simulator.speeds import H200, Speeds
-from kvrelay.simulator.stream import Stream
+from kvrelay.planner.rate_card import write_card
+from kvrelay.planner.setting import Setting, Stream
+from kvrelay.planner.speeds import H200, Speeds
 
 
 def test_the_simulator_is_asked_what_the_client_asked() -> None:

@@ -22,9 +22,8 @@ MAY_IMPORT = {
     "decode_node": _NODES,
     "node": {*_NODES, "prefill_node", "decode_node"},
     "load": {"wire"},
-    "planning": {"load", "wire"},
+    "planner": {"load", "router", "wire"},
     "router": {"openai_api", "wire"},
-    "simulator": {"load", "planning", "router", "wire"},
     "kvrelay": {
         *_NODES,
         "kernels",
@@ -32,9 +31,8 @@ MAY_IMPORT = {
         "decode_node",
         "node",
         "load",
-        "planning",
+        "planner",
         "router",
-        "simulator",
     },
 }
 OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
@@ -45,9 +43,8 @@ HEAVY = {
 NEVER = {
     "wire": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "load": HEAVY,
-    "planning": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
+    "planner": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "router": HEAVY,
-    "simulator": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "kvrelay": HEAVY,
     "kernels": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
     "openai_api": {"torch", "triton", "nixl", "llguidance"},

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay import profile
 from kvrelay.cli import run
-from kvrelay.planning.rate_card import read_card
+from kvrelay.planner.rate_card import read_card
 from kvrelay.profile import parse_points, spread_of
 from kvrelay.wire.errors import ConfigError
 from tests.cluster.real_cluster import tiny_model

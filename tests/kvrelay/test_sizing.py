@@ -10,11 +10,11 @@ import pytest
 
 from kvrelay import sizing
 from kvrelay.cli import run
-from kvrelay.planning.planner import Goal
-from kvrelay.planning.rate_card import write_card
-from kvrelay.simulator.goodput import Served
-from kvrelay.simulator.setting import Setting, Targets
-from kvrelay.simulator.speeds import H200, slowed
+from kvrelay.planner.estimate import Goal
+from kvrelay.planner.goodput import Served
+from kvrelay.planner.rate_card import write_card
+from kvrelay.planner.setting import Setting, Targets
+from kvrelay.planner.speeds import H200, slowed
 from kvrelay.sizing import Wanted, sized, workload_of
 from kvrelay.wire.errors import ConfigError
 

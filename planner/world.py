@@ -1,10 +1,9 @@
-"""A simulated cluster: what becomes of each request on its way through routers and nodes, on one
-virtual clock.
+"""A simulated cluster: what becomes of each request on its way through routers and nodes.
 
-The way is that of router/request/: a prefill leg, a decode leg beside it as soon as the ticket is
-there, or a decode node that does it all; a prompt that a decode node refuses, and what a lost node
-had, is placed again, with the tokens that the client has. Owns no node and no choice. Left out:
-cuts of connections while nodes live, several choices of one answer.
+The way is that of router/walk/: a prefill leg, a decode leg beside it as soon as the ticket is there,
+or a decode node that does it all. A prompt that a decode node refuses, and what a lost node had, is
+placed again, with the tokens that the client has. Left out: cuts of connections while nodes live,
+several choices of one answer.
 """
 
 from __future__ import annotations
@@ -13,16 +12,44 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.planner.cluster import Clock, Cluster
+from kvrelay.planner.router import DEADLINE_MS, Door
+from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.setting import Flipped, Result, Setting, Stream
 from kvrelay.router.nodes.node import Lease
 from kvrelay.router.request.placer import ChosenNodes
-from kvrelay.simulator.cluster import Clock, Cluster
-from kvrelay.simulator.door import DEADLINE_MS, Door
-from kvrelay.simulator.seat import Leg, Told
-from kvrelay.simulator.setting import Result, Setting
-from kvrelay.simulator.stream import Stream
-from kvrelay.simulator.watch import Watch
+from kvrelay.router.roles import EVERY_S, OTHER, Roles, work_of
 
-__all__ = ["simulate"]
+__all__ = ["Watch", "simulate"]
+
+
+class Watch:
+    """Looks every few seconds."""
+
+    def __init__(self, setting: Setting, cluster: Cluster, clock: Clock, result: Result) -> None:
+        self._tpot_ms = 0.0 if setting.targets is None else setting.targets.tpot_ms
+        self._cluster, self._clock, self._result = cluster, clock, result
+        self._roles, self._becoming = Roles(), False
+        clock.later(EVERY_S * 1e3, self._look)
+
+    def _look(self, now: float) -> None:
+        cluster, roles, router = self._cluster, self._roles, self._cluster.routers[0]
+        nodes = {role: router.pool.up(role) for role in OTHER}
+        work = work_of(
+            {role: [node.state for node in of] for role, of in nodes.items()}, self._tpot_ms
+        )
+        hindered = "a node is changing its role" if cluster.switching else ""
+        if self._becoming and not cluster.switching:
+            roles.changed(self._result.flips[-1].role, now / 1e3)
+        self._becoming = cluster.switching
+        role = roles.look({role: len(of) for role, of in nodes.items()}, work, now / 1e3, hindered)
+        if role is not None:
+            at = router.number(max(nodes[OTHER[role]], key=lambda node: node.url))
+            self._result.flips.append(Flipped(now, at, role, roles.why))
+            cluster.change_role(at, role, now)
+            self._becoming = True
+        self._clock.later(now + EVERY_S * 1e3, self._look)
+
 
 _AGAIN_MS, _MOST_LOOKS = 50.0, 600
 """As router/request/run.py looks again for a place, for 30 s."""
@@ -177,7 +204,7 @@ class _World:
         self._nodes[at].drop(stream, now)
         self._cluster.emptied(at, now)
 
-    # --- what nodes tell (simulator/engine.py)
+    # --- what nodes tell (planner/engine.py)
     # ---------------------------------------------------------------------
 
     def begins(self, stream: Stream, now: float) -> None:

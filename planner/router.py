@@ -1,17 +1,24 @@
-"""The router of a simulation: the real pool, placement and prefix index, over simulated nodes.
+"""The router of a simulation: the real pool, placement, prefix index and admission, over simulated nodes.
 
-A Router is a replica: it knows its own leases at once, and else what reaches it. Owns no decision.
+A Router is a replica: it knows its own leases at once, and else what reaches it. Admission is without
+API keys. Times are milliseconds.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
 
+from kvrelay.planner.engine import Engine
+from kvrelay.planner.seat import Told
+from kvrelay.planner.setting import Setting, Stream
+from kvrelay.router.admission.admission_queue import AdmissionQueue
+from kvrelay.router.admission.fair_queue import QueuedRequest
+from kvrelay.router.admission.rate_limits import Refusal
 from kvrelay.router.nodes.health import NodeHealth
 from kvrelay.router.nodes.node import HealthReport, Node
 from kvrelay.router.nodes.pool import Pool
@@ -20,17 +27,13 @@ from kvrelay.router.prefix.index import Prefix
 from kvrelay.router.prefix.text_tree import CHUNK_BYTES
 from kvrelay.router.request.job import Job, Slo
 from kvrelay.router.request.placer import ChosenNodes, PlacementQuery, Placer
-from kvrelay.simulator.engine import Engine
-from kvrelay.simulator.seat import Told
-from kvrelay.simulator.setting import Setting
-from kvrelay.simulator.stream import Stream
 from kvrelay.wire.config import Role
-from kvrelay.wire.errors import NoNode
+from kvrelay.wire.errors import KvrelayError, NoNode
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.router_config import Policy, RouterConfig
 from kvrelay.wire.transfer import Fingerprint, KvFacts
 
-__all__ = ["Router", "url_of"]
+__all__ = ["DEADLINE_MS", "Door", "Router", "url_of"]
 
 _MODEL = "simulated"
 _FINGERPRINT = Fingerprint(
@@ -184,3 +187,91 @@ class Router:
         return known or Prefix(
             array("q", stream.blocks or (0,)), max(1, stream.prompt * CHUNK_BYTES // size)
         )
+
+
+DEADLINE_MS = 600_000.0
+"""Of a request: a router's request_deadline_s, if nobody has changed it."""
+_LOOK_MS = 10.0
+"""As the admission controller looks while somebody waits."""
+
+Begins = Callable[[Stream, ChosenNodes, float], None]
+"""Place it there and begin."""
+
+
+class Door:
+    """Of one router."""
+
+    def __init__(
+        self, router: Router, max_queue: int, later: Callable[[float, Callable[[float], None]], None],
+        begins: Begins, refused: Callable[[Stream], None],
+    ) -> None:  # fmt: skip
+        """`later(at, call)` runs a call at a time."""
+        self._router, self._later = router, later
+        self._begins, self._refused = begins, refused
+        self._admission: AdmissionQueue[QueuedRequest, ChosenNodes] = AdmissionQueue(
+            max_queue, self._find
+        )
+        self._requests: dict[Stream, QueuedRequest] = {}
+        self._waiting: dict[QueuedRequest, tuple[Stream, PlacementQuery]] = {}
+        self._looking = False
+
+    def arrive(self, stream: Stream, now: float) -> None:
+        """It begins now or in its turn, or is refused."""
+        targets = self._router.targets(stream)
+        wanted = self._router.placer.limited(self._router.wanted(stream), targets)
+        request = QueuedRequest(
+            "",
+            now / 1e3,
+            priority=stream.priority,
+            tokens=stream.prompt + round(wanted.request.output),
+            ttft_s=targets.ttft_s,
+            deadline=(now + DEADLINE_MS) / 1e3,
+        )
+        self._waiting[request] = stream, wanted
+        self._requests[stream] = request
+        try:
+            found = self._admission.arrive(request)
+        except NoNode:
+            self._refuse(request)
+            return
+        if isinstance(found, Refusal):
+            self._refuse(request)
+        elif not isinstance(found, Wait):
+            self._begin(request, found, now)
+        elif not self._looking:
+            self._looking = True
+            self._later(now + _LOOK_MS, self._look)
+
+    def ended(self, stream: Stream, now: float) -> None:
+        """It is over, however it ended; others may begin."""
+        request = self._requests.pop(stream, None)
+        if request is not None:
+            self._admission.queue.correct(request, stream.prompt + stream.done)
+            self._turn(now)
+
+    def _find(self, request: QueuedRequest) -> ChosenNodes | Wait | Refuse:
+        found = self._router.find(self._waiting[request][1])
+        if found is None:
+            raise NoNode("no node could take it, now or later")
+        return found
+
+    def _turn(self, now: float) -> None:
+        for request, found in self._admission.leaving(now / 1e3):
+            if isinstance(found, Refusal | KvrelayError):
+                self._refuse(request)
+            else:
+                self._begin(request, found, now)
+
+    def _begin(self, request: QueuedRequest, found: ChosenNodes, now: float) -> None:
+        self._begins(self._waiting.pop(request)[0], found, now)
+
+    def _look(self, now: float) -> None:
+        self._turn(now)
+        self._looking = bool(self._waiting)
+        if self._looking:
+            self._later(now + _LOOK_MS, self._look)
+
+    def _refuse(self, request: QueuedRequest) -> None:
+        stream, _ = self._waiting.pop(request)
+        del self._requests[stream]
+        self._refused(stream)

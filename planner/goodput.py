@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import Asked
-from kvrelay.planning.planner import NETWORK_MS
-from kvrelay.simulator.setting import Result, Setting, Targets
-from kvrelay.simulator.stream import Stream, streams_at
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.estimate import NETWORK_MS
+from kvrelay.planner.setting import Result, Setting, Stream, Targets, streams_at
+from kvrelay.planner.world import simulate
 
 __all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "served"]
 

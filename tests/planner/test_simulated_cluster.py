@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.planning.rate_card import MixedPoint, PrefillPoint
-from kvrelay.simulator.engine import Engine
-from kvrelay.simulator.seat import Leg, Told
-from kvrelay.simulator.setting import NodeEvent, Result, Setting, Targets, What
-from kvrelay.simulator.speeds import H200, Speeds, slowed
-from kvrelay.simulator.stream import Stream
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.engine import Engine
+from kvrelay.planner.rate_card import MixedPoint, PrefillPoint
+from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.setting import NodeEvent, Result, Setting, Stream, Targets, What
+from kvrelay.planner.speeds import H200, Speeds, slowed
+from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 
 SPEEDS = Speeds(H200)

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrelay.planning.rate_card import write_card
-from kvrelay.replay import replayed, run, size_of
-from kvrelay.simulator.incident import (
+from kvrelay.planner.incident import (
     Incident,
     LeftOut,
     NodeNamed,
@@ -21,10 +19,11 @@ from kvrelay.simulator.incident import (
     read_incident,
     streams_of_incident,
 )
-from kvrelay.simulator.setting import NodeEvent, Setting, What
-from kvrelay.simulator.speeds import H200
-from kvrelay.simulator.stream import Stream
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.rate_card import write_card
+from kvrelay.planner.setting import NodeEvent, Setting, Stream, What
+from kvrelay.planner.speeds import H200
+from kvrelay.planner.world import simulate
+from kvrelay.replay import replayed, run, size_of
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.log_lines import Fields, JsonLines

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.load.workloads import Asked
-from kvrelay.simulator.goodput import enough, served
-from kvrelay.simulator.setting import Result, Setting, Targets
-from kvrelay.simulator.stream import Stream
+from kvrelay.planner.goodput import enough, served
+from kvrelay.planner.setting import Result, Setting, Stream, Targets
 
 TARGETS = Targets(1_000.0, 100.0)
 

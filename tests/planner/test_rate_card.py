@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.planning.rate_card import (
+from kvrelay.planner.rate_card import (
     DecodePoint,
     PrefillPoint,
     RateCard,

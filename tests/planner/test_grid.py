@@ -9,8 +9,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.planning.grid import Limits, mixed_sizes, sizes_of_transfers, units
-from kvrelay.planning.rate_card import DecodePoint, PrefillPoint, RateCard
+from kvrelay.planner.grid import Limits, mixed_sizes, sizes_of_transfers, units
+from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard
 
 H200 = Limits(131_072, 800_000, 64, 256, 8192, prompts_at_once=3, decode_steps=24)
 CPU = Limits(8192, 23_000, 16, 64, 128, prompts_at_once=3, decode_steps=24)

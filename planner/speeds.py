@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
+from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
 
 __all__ = ["H200", "Speeds", "slowed"]
 

@@ -18,8 +18,7 @@ from datetime import datetime
 
 import msgspec
 
-from kvrelay.simulator.setting import NodeEvent, What
-from kvrelay.simulator.stream import Stream
+from kvrelay.planner.setting import NodeEvent, Stream, What
 from kvrelay.wire.config import Role
 from kvrelay.wire.errors import ConfigError
 from kvrelay.wire.frames import MALFORMED

@@ -4,7 +4,7 @@ queueing theory. Pure.
 A prefill node is a queue: Erlang's C with Allen and Cunneen's correction says how long a prompt
 waits. A decode node is a batch whose steps take the longer, the larger it is: Little's law says how
 large it gets. A colocated server is both, and its steps wait for chunks of prompts. Guesses are
-some ten percent off, more where prompts share beginnings; simulator/goodput.py says what comes of
+some ten percent off, more where prompts share beginnings; planner/goodput.py says what comes of
 one. Rates are requests a second, of the whole cluster unless they are per GPU.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.load.workloads import Asked
-from kvrelay.planning.rate_card import RateCard
+from kvrelay.planner.rate_card import RateCard
 from kvrelay.wire.errors import ConfigError
 
 __all__ = [

@@ -7,7 +7,7 @@ KV finds room; one that finds no block for its next token preempts the last in t
 computed again. Between two changes of a batch without chunks all steps are alike but for the KV
 that grows, so their times have a closed form: an event is a change, not a step.
 
-Steps that are launched ahead (planning/rate_card.py) are made up when the step before them begins,
+Steps that are launched ahead (planner/rate_card.py) are made up when the step before them begins,
 or when the launch of that one has ended: who comes later is in the next one. If there was nobody
 then, the first who comes is launched.
 """
@@ -19,11 +19,10 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from kvrelay.simulator.block_cache import BlockCache
-from kvrelay.simulator.seat import Hears, Leg, Seat, Told
-from kvrelay.simulator.speeds import Speeds
-from kvrelay.simulator.steps import Planned, SlowSteps
-from kvrelay.simulator.stream import Stream
+from kvrelay.planner.block_cache import BlockCache
+from kvrelay.planner.seat import Hears, Leg, Planned, Seat, SlowSteps, Told
+from kvrelay.planner.setting import Stream
+from kvrelay.planner.speeds import Speeds
 from kvrelay.wire.announced import Announced
 from kvrelay.wire.outputs import Load
 from kvrelay.wire.step_costs import Pace, StepBudget, StepCosts

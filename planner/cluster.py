@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvrelay.planner.engine import Engine
+from kvrelay.planner.router import Router
+from kvrelay.planner.seat import Hears, Leg
+from kvrelay.planner.setting import NodeEvent, Setting, Stream, What
 from kvrelay.router.nodes.node import Lease
-from kvrelay.simulator.engine import Engine
-from kvrelay.simulator.routers import Router
-from kvrelay.simulator.seat import Hears, Leg
-from kvrelay.simulator.setting import NodeEvent, Setting, What
-from kvrelay.simulator.stream import Stream
 from kvrelay.wire.config import Role
 from kvrelay.wire.outputs import Load
 

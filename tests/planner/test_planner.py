@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.load.workloads import Asked
-from kvrelay.planning.planner import (
+from kvrelay.planner.estimate import (
     Demand,
     Estimate,
     Goal,
@@ -20,7 +20,7 @@ from kvrelay.planning.planner import (
     plans,
     splits,
 )
-from kvrelay.planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
+from kvrelay.planner.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint
 from kvrelay.wire.errors import ConfigError
 
 # A prompt takes 0.02 ms a token, a step of n requests 5 ms and 0.05 each, whatever their context.

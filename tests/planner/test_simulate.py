@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks.placement import Cell, loads, rows, ways
-from benchmarks.simulate import main
+from benchmarks.simulate import main, summary_of, table
 from kvrelay.load.measures import percentile
 from kvrelay.load.workloads import SCALE, WORKLOADS, Asked, read_trace
 from kvrelay.paged_engine import waiting as engines_waiting
@@ -20,14 +20,12 @@ from kvrelay.paged_engine.blocks import BlockPool
 from kvrelay.paged_engine.request import Request
 from kvrelay.paged_engine.scheduler import Scheduler
 from kvrelay.paged_engine.step_plan import StepPlan
-from kvrelay.simulator.block_cache import BlockCache
-from kvrelay.simulator.engine import OVERTAKEN, Engine
-from kvrelay.simulator.seat import Leg, Told
-from kvrelay.simulator.setting import Result, Setting
-from kvrelay.simulator.speeds import H200, Speeds
-from kvrelay.simulator.stream import Stream, at_load, streams_at, streams_of
-from kvrelay.simulator.summary import summary_of, table
-from kvrelay.simulator.world import simulate
+from kvrelay.planner.block_cache import BlockCache
+from kvrelay.planner.engine import OVERTAKEN, Engine
+from kvrelay.planner.seat import Leg, Told
+from kvrelay.planner.setting import Result, Setting, Stream, at_load, streams_at, streams_of
+from kvrelay.planner.speeds import H200, Speeds
+from kvrelay.planner.world import simulate
 from kvrelay.wire.engine_messages import Submit
 from kvrelay.wire.hashes import root_of
 from kvrelay.wire.router_config import POLICY_NAMES

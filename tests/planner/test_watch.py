@@ -4,11 +4,11 @@ static one serves.
 
 from __future__ import annotations
 
-from kvrelay.simulator.goodput import attained
-from kvrelay.simulator.setting import Result, Setting, Targets
-from kvrelay.simulator.shifting import Phase, shifting
-from kvrelay.simulator.speeds import H200, Speeds, slowed
-from kvrelay.simulator.world import simulate
+from benchmarks.roles import Phase, shifting
+from kvrelay.planner.goodput import attained
+from kvrelay.planner.setting import Result, Setting, Targets
+from kvrelay.planner.speeds import H200, Speeds, slowed
+from kvrelay.planner.world import simulate
 from kvrelay.wire.config import Role
 
 TARGETS = Targets(8_000.0, 120.0)
